@@ -51,7 +51,7 @@ def run(config: Config, name: str, signals: Signals, observers: Sequence[Any] = 
 
     check_early(config, name)  # without torch
     with phase("import torch"):
-        from jobs.assembly import make_loss
+        from trainers.assembly import make_loss
 
         make_loss(config)  # with torch alone
     with phase("import transformers"):

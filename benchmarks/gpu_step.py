@@ -45,11 +45,10 @@ from data.balance import row_tokens
 from data.batches import Segment
 from data.types import Sequence
 from data.views import mismatched
-from jobs.memory_neighbours import GIB
-from jobs.memory_parts import Card
-from jobs.memory_plan import CONTEXT, gpu_here, planned_tokens, remembered
-from jobs.memory_simulation import Answer, Question
-from jobs.microbatch_fit import Ask, step_size, with_tokens
+from memory.decisions import gpu_here
+from memory.fit import Ask, planned_tokens, remembered, step_size, with_tokens
+from memory.parts import CONTEXT, GIB
+from memory.simulate import Answer, Question
 from models.distributed import World, gather_objects, on_main, shard, start, stop
 from models.fingerprint import weights_fingerprint
 from models.policy import decoder_blocks
@@ -86,7 +85,7 @@ class Simulations:
     def __call__(self, question: Question) -> Answer:
         """Return what a step of the question takes. Raises WorkerError."""
         if self._worker is None:
-            self._worker = WorkerProcess("jobs.memory_plan", log=None, env={"CUDA_VISIBLE_DEVICES": ""})
+            self._worker = WorkerProcess("memory.plan", log=None, env={"CUDA_VISIBLE_DEVICES": ""})
         try:
             answer: Answer = self._worker.call("answer", question, timeout=SECONDS)
         except WorkerError:
@@ -262,7 +261,7 @@ def plan_of(
     found, gpu = shape(args.shape), world.device.type == "cuda"
     asked = Question(settings.config(), batch, [], world.size, gpu, found)
     here = gpu_here()
-    room = args.room or (Card(*here).room - CONTEXT if here else float("inf"))
+    room = args.room or (here.room - CONTEXT if here else float("inf"))
     ask = remembered(simulated)
     longest = max(row_tokens(e) for i in range(plan.steps) for e in plan.batch(i))
     tokens = planned_tokens(asked, found, room, ask, longest)

@@ -32,9 +32,9 @@ from data.batches import Segment
 from data.chat import Renderer
 from data.sources import load_groups
 from data.types import Completion, Example, Microbatch, Prompt, Sequence
-from jobs.assembly import Offline, make_loss, trainer_class
 from models.distributed import World, shard, start
 from models.policy import Policy, decoder_blocks
+from trainers.assembly import Offline, make_loss, trainer_class
 from trainers.basic import BasicTrainer, StepRecord
 from trainers.losses.base import TokenScores
 

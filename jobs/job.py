@@ -27,7 +27,6 @@ from data.quality import DataReport
 from data.views import prompts_of
 from data.vocabulary import limit_tokens
 from jobs import idle_humanline
-from jobs.assembly import Offline, check_budget, check_ranks, make_loss, trainer_class
 from jobs.diagnostics import Diagnostics
 from jobs.evaluation import Evaluator
 from jobs.evaluation_sets import EvaluationSet, load_evaluation_sets
@@ -35,19 +34,19 @@ from jobs.hub import check_push, push_or_say
 from jobs.initial_scores import initial_scores, scored_with
 from jobs.lengths import planned
 from jobs.likelihood import choose_groups, clippable_share, completion_means
-from jobs.memory_plan import describe_memory
 from jobs.observers import Observers
 from jobs.online import Online, make_online_plan, round_steps
 from jobs.patience import EnoughError
 from jobs.plan import first_example, make_plan, training_segment, without_texts
-from jobs.planned_settings import PlannedSettings
-from jobs.retention import InitialKL, load_second_task, own_counts
+from jobs.retention import InitialKL, load_second_task
 from jobs.row_scores import OfRows, PlannedBatches, Sums
 from jobs.run_folder import RunFolder
 from jobs.same_data import WEIGHTS, check_inputs, check_names, data_inputs, hub_commits
 from jobs.same_data import note as note_in_run
 from jobs.signals import Signals
 from jobs.watch import RunWatch
+from memory.decisions import PlannedSettings, describe_memory, measured
+from memory.parts import own_counts
 from models.attention import packs_rows, shares_prompts, why_not_shared
 from models.distributed import World, on_main, stop
 from models.export import export, full_state, remove_unfinished
@@ -66,6 +65,7 @@ from reports.trackers import check_trackers
 from reports.tracking import Tracker
 from rollouts.conversations import Conversations, make_conversations
 from rollouts.verify import Accuracy, Shown, embedded_sampler, make_accuracy
+from trainers.assembly import Offline, check_budget, check_ranks, make_loss, trainer_class
 from trainers.basic import BasicTrainer
 from trainers.corrections import check_correction
 from trainers.humanline import Humanline
@@ -201,6 +201,8 @@ class Job:
         exists = on_main(lambda: self.folder.prepare(self.plan.ends))
         if config.resume and not exists:
             self.say(f"resume=true: there is no run in {folder} to go on with, so a new one begins")
+        self.memory = planned_settings.record
+        on_main(lambda: self.folder.note("memory", self.memory))
         trainer = self.trainer_class(config, policy, self.loss, world)
         parts = scored_with(config.model, fingerprint, self.renderer.fingerprint, world)
         evaluator = self.make_evaluator(trainer, policy)
@@ -390,6 +392,7 @@ class Job:
 
     def finish(self, run: RunWatch, folder: Path, policy: Policy) -> dict[str, Any]:
         """Write the export, summary, model card and report, print the final table; return the summary."""
+        memory = self.memory | measured(self.world)
         with phase("gather the weights"):
             state = full_state(policy)
         seconds, at = max(run.seconds, 1e-9), run.trainer.progress
@@ -403,6 +406,7 @@ class Job:
             "seconds": seconds,
             "wall_seconds": run.wall,
             "checkpoint_seconds": run.saving_seconds,
+            "memory": memory,
             "run_dir": str(folder),
             "loads_as": "AutoModelForSequenceClassification"
             if self.config.model.head == "reward"
@@ -421,6 +425,7 @@ class Job:
         Raises StoppedError where they cannot be written, for example on a full disk."""
         try:
             run.tracker.settle()
+            note_in_run(folder, "memory", summary["memory"])
             remove_unfinished(folder / "model")
             of = (export_dtype(self.config.model), self.renderer.stop_token_ids)
             export(state, policy, self.tokenizer, folder / "model", *of)

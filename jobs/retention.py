@@ -19,7 +19,6 @@ from common.imports import import_function
 from common.progress import pause
 from config.schema import Config
 from config.schema_data import DataConfig
-from config.schema_retention import RetentionConfig
 from data.batches import cut, microbatch
 from data.chat import Renderer
 from data.group_store import Groups
@@ -33,13 +32,6 @@ from rollouts.answers import Answers
 from rollouts.rounds import usable_prompts
 from rollouts.samplers import Sampler, SamplingSettings
 from trainers.basic import BasicTrainer
-
-
-def own_counts(retention: RetentionConfig, device: str) -> tuple[int, int]:
-    """Return (how many held-out prompts the initial weights answer at most, the tokens of an answer at most).
-    A CPU answers few and short, so that a run begins within a minute."""
-    prompts, tokens = (8, 64) if device == "cpu" else (64, 256)
-    return retention.prompts or prompts, retention.tokens or tokens
 
 
 def load_second_task(config: Config, renderer: Renderer) -> tuple[DataConfig, list[Group]] | None:

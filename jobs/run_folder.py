@@ -118,6 +118,13 @@ class RunFolder:
         with self._refusals():
             write_if_changed(self.path / name, text)
 
+    def note(self, key: str, value: Any) -> None:
+        """Add ``value`` to the list ``key`` of run.json. Raises ConfigError where it cannot be written."""
+        from jobs.same_data import note  # imports torch, which ``check`` does without
+
+        with self._refusals():
+            note(self.path, key, value)
+
     def release(self) -> None:
         """Release the lock. A new folder in which no run was started is removed."""
         if self._claimed_empty and not started(self.path) and self._entries() <= {MARKER}:

@@ -62,7 +62,7 @@ def cell_plans(states: Sequence[State], job: Job) -> list[CellPlan]:
     alike: dict[str, list[State]] = {}
     for state in states:
         alike.setdefault(signature(state.config), []).append(state)
-    worker = WorkerProcess("jobs.memory_plan", log=None, env={"CUDA_VISIBLE_DEVICES": ""})
+    worker = WorkerProcess("memory.plan", log=None, env={"CUDA_VISIBLE_DEVICES": ""})
     try:
         return [
             CellPlan(tuple(state.run.name for state in same), *planned(worker, same[0].config, job))

@@ -1,4 +1,4 @@
-"""Tensors that are sharded in the same way as a parameter."""
+"""A rank's part of a sharded tensor, and tensors that are sharded in the same way as a parameter."""
 
 from __future__ import annotations
 
@@ -15,3 +15,8 @@ def sharded_like(p: Tensor, made: Tensor) -> Tensor:
     shape = torch.Size((*p.shape[:-1], made.shape[-1]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(made, p.device_mesh, p.placements, run_check=False, shape=shape, stride=stride)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of ``tensor``."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -1,5 +1,5 @@
 """Whether a computation uses the code paths of a GPU, because its tensors lie on one, or because a GPU is
-being simulated. The tensors of a simulation have shapes and no values (jobs/memory_simulation.py)."""
+being simulated. The tensors of a simulation have shapes and no values (memory/simulate.py)."""
 
 from __future__ import annotations
 

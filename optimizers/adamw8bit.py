@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torchao.optim.adam import single_param_adam
 from torchao.optim.subclass_8bit import OptimState8bit, get_qmap_signed, get_qmap_unsigned
 
-from models.shards import sharded_like
-from models.storage_tracker import local_part
+from models.shards import local_part, sharded_like
 
 BLOCK = 256
 """The most values that share a scale, as in torchao."""

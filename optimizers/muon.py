@@ -18,7 +18,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz as newton_schulz
 from transformers.pytorch_utils import Conv1D
 
 from models.distributed import by_turns
-from models.storage_tracker import local_part
+from models.shards import local_part
 
 LINEAR = (nn.Linear, Conv1D)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

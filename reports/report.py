@@ -81,6 +81,7 @@ def final_table(summary: dict[str, Any]) -> str:
     if summary.get("seconds") is not None:
         steps, wall = duration(summary["seconds"]), summary.get("wall_seconds")
         facts.append(("training", steps if wall is None else f"{duration(wall)}, of which steps {steps}"))
+    facts += [(name, text) for name, text in memory_facts(summary) if name == "memory"]
     if run_dir := summary.get("run_dir"):
         facts.append(("run", str(run_dir)))
         facts.append(
@@ -96,6 +97,14 @@ def final_table(summary: dict[str, Any]) -> str:
     return "\n".join(
         [*lines, *([""] if lines and facts else []), *(f"{name:<9}  {value}" for name, value in facts)]
     )
+
+
+def memory_facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what the fullest rank held, with what was predicted, and how its batches were cut, and why."""
+    memory = summary.get("memory")
+    if not memory:
+        return []
+    return [("memory", f"{memory['measured']}; {memory['predicted']}"), ("microbatches", memory["cut"])]
 
 
 def duration(seconds: float) -> str:
@@ -137,7 +146,7 @@ def write_report(run_dir: Path) -> Path:
             (title, base64.b64encode(svg).decode()) for title, svg in diagnostic_charts(diagnostics)
         ],
         noise=next((line["noise"] for line in diagnostics if line.get("noise")), None),
-        settings=_settings(config),
+        settings=[*_settings(config), *memory_facts(summary)],
         data=data,
         every_setting=list(flat(config)),
     )

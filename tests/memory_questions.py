@@ -8,8 +8,7 @@ import numpy as np
 from transformers import GemmaConfig, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from data.types import Example, Sequence
-from jobs.memory_simulation import Question
-from models.layer_range import with_layers
+from memory.simulate import Question, with_layers
 from tests.tiny import KINDS, make_config
 
 SIZES = {"num_attention_heads": 4, "max_position_embeddings": 512}
@@ -87,8 +86,8 @@ def question(shape: str, *overrides: str, ranks: int = 1, loss: str = "dpo", gpu
 
 
 def with_many_layers(asked: Question) -> Question:
-    assert asked.found is not None
-    return replace(asked, found=with_layers(asked.found, 12))
+    assert asked.hf_config is not None
+    return replace(asked, hf_config=with_layers(asked.hf_config, 12))
 
 
 def whole(asked: Question) -> Question:

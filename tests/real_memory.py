@@ -20,12 +20,12 @@ from torch._C._profiler import (
 from common.ports import free_port
 from common.worker_process import WorkerProcess, serve
 from data.batches import Segment
-from jobs.assembly import make_loss, trainer_class
-from jobs.memory_simulation import Question, as_folder, deal_heaviest
+from memory.simulate import Question, as_folder, deal_heaviest
 from models.distributed import World, keep_gathered, start, stop
 from models.loading import load_sharded
 from models.policy import decoder_blocks
-from models.storage_tracker import local_part
+from models.shards import local_part
+from trainers.assembly import make_loss, trainer_class
 
 STEPS = 12
 """Steps of several ranks that are watched, all after the first. Of each rank the least of their peaks counts:
@@ -67,8 +67,8 @@ def peaks_of(questions: list[Question]) -> list[int]:
 
 
 def peak_of(question: Question, world: World) -> int:
-    assert question.found is not None and not question.gpu
-    with as_folder(question, question.found) as asked:
+    assert question.hf_config is not None and not question.gpu
+    with as_folder(question, question.hf_config) as asked:
         config = replace(asked.config, model=replace(asked.config.model, from_config=True))
         policy, _ = load_sharded(config.model, world, seed=0)
         if config.model.reshard_after_forward is None:  # as where the plan of a run finds room

@@ -30,6 +30,7 @@ ROOMS = {
     "optimizers": "the optimizer, its learning rate and its update",
     "trainers": "the method and nothing else",
     "trainers/losses": "one pure function a file",
+    "memory": "what a rank holds, and how a batch is cut",
     "rollouts": "rounds as a source of groups",
     "rollouts/rewards": "what scores an answer",
     "rollouts/environments": "who answers the policy while it is sampled",

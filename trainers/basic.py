@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
@@ -25,7 +25,6 @@ from models.attention import all_pack_rows, shares_prompts
 from models.distributed import World, clip_grad_norm, gather_objects, reduced_once
 from models.policy import Policy, causal_lm
 from models.reference import Reference, Scored
-from models.routing import RouterBalance
 from models.soft_reference import SoftReference
 from optimizers.build import lr_factor, make_optimizer, update
 from trainers.corrections import Behavior, Correction
@@ -33,6 +32,7 @@ from trainers.drift import mean_log_ratio, reference_kl
 from trainers.humanline import Humanline
 from trainers.losses.base import LossResult, Mean, TokenScores
 from trainers.meters import Meters, Pending
+from trainers.routing import Add, RouterBalance
 from trainers.scorer import TokenScorer, rejection_key
 from trainers.syncing import Syncing
 
@@ -124,8 +124,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
         held = self.syncing.alpha < 1 or config.keeps_reference
         self.soft = SoftReference.part_of(policy) if held else None
         self.balance: RouterBalance | None = None
-        if config.model.router_aux_loss_coef is not None:
-            self.balance = RouterBalance(cast(Policy, policy))
+        if (coefficient := config.model.router_aux_loss_coef) is not None:
+            self.balance = RouterBalance(cast(Policy, policy), coefficient, world.size)
         # Not a part of the policy: a run that resumes loads the initial weights before its checkpoint.
         anchored = config.loss.get("kl_anchor") == "initial" and not config.stays_initial
         self.initial = SoftReference(policy) if anchored and config.online else None
@@ -254,25 +254,20 @@ class BasicTrainer(ABC, Generic[Prepared]):
         loss_metrics: list[dict[str, Mean]] = []
         reference_step = self.reference.step
         prepared = self.prepare([(at.step, micro) for micro in micros], self.scorer)
-        if self.balance is not None:
-            self.balance.begin([micro.sequences for micro in micros])
         turns_of_mine = list(zip(micros, prepared, strict=True))
-        for micro, item in reduced_once(self.policy, self.world, turns_of_mine):
-            with nullcontext() if self.balance is None else self.balance.watched():
-                scores = self.scorer.score(at.step, micro.sequences)
-            scores = self.correction.tokens(scores, micro)
-            result = self.correction.examples(self.compute_loss(micro, scores, item), scores, micro)
-            # Gradients are averaged over ranks but the loss is the global batch's mean, hence the factor.
-            # Several ranks shard them after every microbatch: waiting would keep whole float32 gradients in
-            # memory.
-            total = result.total * (self.world.size / denominator)
-            if self.balance is not None:
-                total = total + self.routers_share(self.balance.part(micro.sequences), len(micros), meters)
-            total.backward()
-            meters.add(self.metrics(segment, micro, scores, result))
-            if observe is not None:
-                observe(micro, scores)
-            loss_metrics.append(result.metrics)
+        with self.with_auxiliary(micros, meters) as add_share:
+            for micro, item in reduced_once(self.policy, self.world, turns_of_mine):
+                scores = self.correction.tokens(self.scorer.score(at.step, micro.sequences), micro)
+                result = self.correction.examples(self.compute_loss(micro, scores, item), scores, micro)
+                # Gradients are averaged over ranks but the loss is the global batch's mean, hence the factor.
+                # Several ranks shard them after every microbatch: waiting would keep whole float32 gradients
+                # in memory.
+                total = add_share(result.total * (self.world.size / denominator), micro.sequences)
+                total.backward()
+                meters.add(self.metrics(segment, micro, scores, result))
+                if observe is not None:
+                    observe(micro, scores)
+                loss_metrics.append(result.metrics)
         self.after_backward(loss_metrics)
         norm = clip_grad_norm(self.policy.parameters(), self.config.model.max_grad_norm)
         due = self.syncing.due(at.step, reference_step, meters.parts.get("reference_kl", []))
@@ -299,6 +294,14 @@ class BasicTrainer(ABC, Generic[Prepared]):
             "token_balance": token_balance(turns, self.packing, self.shares_prompts),
         }
         return self._advance(StepRecord(known, meters.reduce(), batch, token_count(batch)))
+
+    def with_auxiliary(self, micros: list[Microbatch], meters: Meters) -> AbstractContextManager[Add]:
+        """Return the context in which a step computes its microbatches. It gives the function that adds a
+        microbatch's share of the routers' auxiliary loss to its loss, which changes nothing where there is
+        none."""
+        if self.balance is None:
+            return nullcontext(lambda total, sequences: total)
+        return self.balance.over([micro.sequences for micro in micros], meters.add)
 
     def sync(self, segment: Segment, policy_step: int) -> None:
         """Move the reference to the current policy, that of ``policy_step`` (or towards it, by
@@ -337,13 +340,6 @@ class BasicTrainer(ABC, Generic[Prepared]):
         return at.skipped
 
     # -- metrics ---------------------------------------------------------------------------------------
-
-    def routers_share(self, part: Tensor, microbatches: int, meters: Meters) -> Tensor:
-        """Return [], the term that ``part``, a microbatch's part of the routers' auxiliary loss, adds to its
-        loss; the auxiliary loss is logged."""
-        share = torch.full_like(part.detach(), 1.0 / (microbatches * self.world.size))
-        meters.add({"router_aux_loss": Mean(part.detach(), share)})
-        return part * (self.world.size * cast(float, self.config.model.router_aux_loss_coef))
 
     def metrics(
         self, segment: Segment, micro: Microbatch, scores: TokenScores, result: LossResult

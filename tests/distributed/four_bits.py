@@ -11,7 +11,6 @@ from torch import Tensor
 
 from config.schema import Config
 from data.batches import collate
-from jobs.assembly import make_loss, trainer_class
 from models.checkpoint import Checkpoints
 from models.distributed import World, local
 from models.export import full_state, whole_weights
@@ -23,6 +22,7 @@ from models.reference import score
 from tests.distributed.joining import join
 from tests.engine import engine_config, make_segment, run, weights
 from tests.tiny import random_groups, tiny_llama
+from trainers.assembly import make_loss, trainer_class
 from trainers.basic import BasicTrainer
 
 NF4 = ("model.use_peft=true", "model.peft.lora_r=4", "model.quantization=nf4", "model.max_length=64")

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from jobs import planned_settings
+from memory import decisions
+from memory.parts import Card
 from models.policy import decoder_blocks
 from tests.programs import HANG
 from tests.tiny import make_config
@@ -42,7 +43,7 @@ def worker(rank: int, ranks: int, store: str, folder: str, name: str, said: str)
         world_size=ranks,
         timeout=timedelta(seconds=HANG),
     )
-    planned_settings.gpu_here = lambda: ("a card", 80.0)  # type: ignore[attr-defined]
+    decisions.gpu_here = lambda: Card("a card", 80.0)  # type: ignore[attr-defined]
     whole: list[bool] = []
     compute = BasicTrainer.step
 

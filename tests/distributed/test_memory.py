@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.worker_process import WorkerProcess
-from jobs.microbatch_fit import with_settings
+from memory.fit import with_settings
 from tests.memory_questions import WAYS, question
 from tests.real_memory import real_peaks
 
@@ -15,7 +15,7 @@ def test_the_fullest_rank_takes_what_was_planned(quick_python: None, ranks: int)
     asked = [question("deep", ranks=ranks), question("wide", *WAYS["checkpointed LoRA"], ranks=ranks)]
     asked.append(question("deep", "model.reshard_after_forward=false", ranks=ranks))
     asked.append(question("deep", "loss.shape=m2po", loss="grpo", ranks=ranks))
-    worker = WorkerProcess("jobs.memory_plan", log=None, env={"OMP_NUM_THREADS": "1"})
+    worker = WorkerProcess("memory.plan", log=None, env={"OMP_NUM_THREADS": "1"})
     try:
         found = [worker.call("answer", one, timeout=300) for one in asked]
     finally:

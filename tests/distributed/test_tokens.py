@@ -10,12 +10,12 @@ import numpy as np
 import torch.distributed as dist
 
 from data.chat import Renderer, make_renderer
-from jobs.assembly import trainer_class
 from jobs.plan import make_plan
 from models.distributed import start
 from models.pretrained import load_tokenizer
 from tests.programs import HANG, in_ranks
 from tests.tiny import make_config
+from trainers.assembly import trainer_class
 
 
 def worker(rank: int, folder: str) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from jobs.assembly import trainer_class
 from tests.engine import engine_config, make_segment, make_trainer, run
 from tests.tiny import make_config, tiny_policy
+from trainers.assembly import trainer_class
 
 
 def config_of(folder, *words: str, cut: int = 2):

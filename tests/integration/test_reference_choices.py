@@ -12,12 +12,12 @@ import torch
 
 from common.errors import ConfigError
 from data.batches import Segment
-from jobs.assembly import Offline, make_loss
 from tests.engine import Log, engine_config, make_segment, make_trainer, run, weights
 from tests.golden import shape_formulas
 from tests.golden.formulas import Rows
 from tests.integration.test_sync_modes import Rounds
 from tests.tiny import make_config, tiny_policy
+from trainers.assembly import Offline, make_loss
 from trainers.basic import BasicTrainer
 from trainers.corrections import check_correction
 from trainers.losses.base import TokenScores

@@ -10,13 +10,13 @@ from itertools import pairwise
 import pytest
 import torch
 
-from jobs.assembly import Offline, make_loss
 from models.checkpoint import Checkpoints
 from models.distributed import start
 from models.export import full_state
 from models.policy import Policy
 from tests.engine import Log, engine_config, make_segment, make_trainer, run, weights
 from tests.tiny import tiny_policy
+from trainers.assembly import Offline, make_loss
 from trainers.basic import BasicTrainer
 from trainers.losses.base import TokenScores
 

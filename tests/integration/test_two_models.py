@@ -14,10 +14,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from data.batches import Segment
-from jobs.assembly import make_loss
 from models.policy import Policy
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
 from tests.tiny import tiny_llama
+from trainers.assembly import make_loss
 from trainers.basic import BasicTrainer
 from trainers.losses.base import TokenScores
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from config.schema import Config
-from jobs.assembly import Offline, trainer_class
 from jobs.idle_humanline import notice
 from jobs.job import Job
 from jobs.online import round_steps
@@ -17,6 +16,7 @@ from jobs.run_folder import RunFolder
 from models.distributed import start
 from tests.engine import Log, engine_config, make_segment, make_trainer, run, weights
 from tests.tiny import make_config
+from trainers.assembly import Offline, trainer_class
 
 ONLINE = ("online=true", "model.batch_size=2", "wandb.enabled=false")
 FREE = ("log_epsilon_P=-.inf", "log_epsilon_R=.inf")

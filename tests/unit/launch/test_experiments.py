@@ -199,4 +199,4 @@ def test_the_authors_recipe_runs_dry(recipe, tmp_path, capfd):
     ]
     small += ["rounds.contexts=64", "rounds.contexts_per_round=32", "model.chat_template=null"]
     train(make_config(f"experiment={recipe}", *small), "planned")
-    assert "microbatches of" in capfd.readouterr().out
+    assert "fits: " in capfd.readouterr().out

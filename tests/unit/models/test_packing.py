@@ -10,7 +10,6 @@ import torch
 from common.errors import ConfigError
 from config.schema_model import ModelConfig
 from data.batches import Segment
-from jobs.assembly import make_loss, trainer_class
 from models import attention
 from models.attention import MODEL_TYPES, flash_fails, packs_rows, shares_prompts
 from models.distributed import shard, start
@@ -19,6 +18,7 @@ from models.pretrained import load_policy
 from tests.engine import engine_config, run, weights
 from tests.tiny import random_groups, tiny_llama
 from tests.unit.models.test_families import FAMILIES, PACKED
+from trainers.assembly import make_loss, trainer_class
 
 OPEN = ModelConfig(name="m", name_or_path="m", max_length=64, max_prompt_length=32)
 

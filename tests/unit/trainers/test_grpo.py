@@ -12,11 +12,11 @@ import torch
 from common.errors import ConfigError
 from config.files import parsed
 from data import views
-from jobs.assembly import make_loss, trainer_class
 from models.distributed import local
 from models.reference import Reference
 from tests.engine import engine_config, make_segment, make_trainer
 from tests.tiny import make_config, tiny_policy
+from trainers.assembly import make_loss, trainer_class
 from trainers.losses.shapes import SHAPES, beyond_moment, moment_limit, second_moments
 
 BOUNDS = {"dppo": {"divergence_bound": 0.02}, "m2po": {"moment_bound": 1.0}}

@@ -13,13 +13,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.batches import Segment, to_device
-from jobs.assembly import make_loss, trainer_class
 from jobs.diagnostics import Diagnostics
 from models.distributed import shard, start
 from models.policy import decoder_blocks
 from models.pretrained import load_policy
 from tests.engine import engine_config
 from tests.tiny import ROOT, random_groups, tiny_llama
+from trainers.assembly import make_loss, trainer_class
 from trainers.basic import BasicTrainer
 
 aten = torch.ops.aten

@@ -14,12 +14,12 @@ from common.errors import ConfigError
 from data.batches import Segment
 from data.types import Completion, Example, Group, Prompt, Sequence, Turn
 from data.views import centred_advantages, group_advantages
-from jobs.assembly import make_loss, trainer_class
 from models.checkpoint import Checkpoints
 from models.distributed import local, start
 from models.heads import RewardModel, ValuePolicy
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
 from tests.tiny import KINDS, make_config, random_groups, tiny_llama, tiny_policy
+from trainers.assembly import make_loss, trainer_class
 from trainers.csft import ConditionedSFTTrainer, control_tokens
 from trainers.losses.ppo import gae
 from trainers.ppo import moments

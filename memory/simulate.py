@@ -2,7 +2,7 @@
 moment takes on rank 0.
 
 The steps are the project's own, with its model, sharding, loss and optimizer. The simulation needs a process
-of its own (jobs.memory_plan), because it makes a process group of ranks that do not exist and follows the
+of its own (memory.plan), because it makes a process group of ranks that do not exist and follows the
 code paths of a GPU where there is none.
 """
 
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
 from common.errors import ConfigError
@@ -27,23 +28,24 @@ from config.schema_model import ModelConfig
 from data.balance import share_tokens
 from data.batches import Segment, Size
 from data.types import Example, Microbatch
-from jobs.assembly import make_loss, trainer_class
+from memory.tracker import Moment, StorageTracker
 from models.attention import packs_rows
 from models.distributed import rounded, shard, simulated_ranks
-from models.layer_range import Layers, layers_of, with_layers
-from models.policy import causal_lm, decoder_blocks
+from models.policy import Policy, causal_lm, decoder_blocks
 from models.pretrained import FLASH_ATTENTION, empty_policy, export_dtype, kernels_of
 from models.quantization import count_weights
-from models.quick_fakes import QuickFakes
 from models.reference import Reference, sequences_of
 from models.simulated import simulated_gpu
-from models.storage_tracker import Moment, StorageTracker
 from optimizers.build import check_optimizer
+from trainers.assembly import make_loss, trainer_class
 from trainers.basic import BasicTrainer
 from trainers.humanline import Humanline
 
 STEPS = 2
 """Number of simulated steps. Only from the second step on does the optimizer hold its moments."""
+
+LEAST = 4
+"""Smallest number of layers of the smaller model: two first and two last ones."""
 
 Peaks = dict[Moment, dict[str, int]]
 Turns = list[list[list[Example]]]
@@ -60,7 +62,7 @@ class Question:
     ranks: int
     gpu: bool
     """Whether the ranks have GPUs."""
-    found: PretrainedConfig | None
+    hf_config: PretrainedConfig | None
     """The architecture; None if the model's own code makes it from the settings."""
     whole: bool = False
     """Simulate all layers instead of extrapolating from two smaller numbers of layers."""
@@ -85,48 +87,48 @@ def answer(question: Question) -> Answer:
 
     Raises whatever a model's own code raises when tensors have no values."""
     check_optimizer(question.config)  # imports the optimizer's package while tensors still have values
-    found = question.found
-    if found is None:
+    hf_config = question.hf_config
+    if hf_config is None:
         return simulated(question, None)
-    with as_folder(question, found) as whole:
-        layers = layers_of(empty_policy(whole.config.model), found)
+    with as_folder(question, hf_config) as whole:
+        layers = layers_of(empty_policy(whole.config.model), hf_config)
     if question.whole or layers.few is None:
-        with as_folder(question, found) as all_of_it:
+        with as_folder(question, hf_config) as all_of_it:
             return simulated(all_of_it, layers.count)
     answers = []
     for count in layers.few:
-        with as_folder(question, with_layers(found, count)) as part:
+        with as_folder(question, with_layers(hf_config, count)) as part:
             answers.append(simulated(part, count, edge=layers.edge))
     return carried_on(answers[0], answers[1], layers)
 
 
-def exported_in(given: ModelConfig, found: PretrainedConfig) -> str:
+def exported_in(given: ModelConfig, hf_config: PretrainedConfig) -> str:
     """Return the dtype of the exported model, which the temporary folder's missing weights cannot tell."""
     try:
         dtype: str | torch.dtype = export_dtype(given)
     except ConfigError:  # an architecture without files
-        dtype = found.dtype or torch.float32
+        dtype = hf_config.dtype or torch.float32
     return str(dtype).removeprefix("torch.")
 
 
 @contextmanager
-def as_folder(question: Question, found: PretrainedConfig) -> Iterator[Question]:
+def as_folder(question: Question, hf_config: PretrainedConfig) -> Iterator[Question]:
     """Yield the question with the architecture saved in a temporary folder that its settings name."""
     given = question.config.model
-    kernel, found = given.attn_implementation, copy.deepcopy(found)
+    kernel, hf_config = given.attn_implementation, copy.deepcopy(hf_config)
     with simulated_gpu(question.gpu):
-        packing, _ = packs_rows(given, found)
+        packing, _ = packs_rows(given, hf_config)
     if kernel in FLASH_ATTENTION:  # it exists on a GPU alone; other kernels take at least as much memory
-        kernel = "sdpa" if "sdpa" in kernels_of(found) else "eager"
-        found.get_text_config().attn_logit_softcapping = None  # sdpa has none
+        kernel = "sdpa" if "sdpa" in kernels_of(hf_config) else "eager"
+        hf_config.get_text_config().attn_logit_softcapping = None  # sdpa has none
     with tempfile.TemporaryDirectory() as folder:
-        found.save_pretrained(folder)
+        hf_config.save_pretrained(folder)
         model = replace(
             given,
             name_or_path=folder,
             tokenizer_name_or_path=given.tokenizer_name_or_path or given.name_or_path,
             revision=None,
-            export_dtype=exported_in(given, found),
+            export_dtype=exported_in(given, hf_config),
             packing=packing,
             attn_implementation=kernel,
             compile=False,  # eager layers take at least as much memory
@@ -153,7 +155,7 @@ def simulated(question: Question, layers: int | None, edge: int = 10**9) -> Answ
             causal_lm(policy.model).tie_weights()
         dtype = getattr(torch, config.model.dtype)
         shard(policy, decoder_blocks(policy), world, dtype, config.model.shards_again)
-        with QuickFakes(allow_non_fake_inputs=True), tracker:
+        with FakeTensorMode(allow_non_fake_inputs=True), tracker:
             policy.to_empty(device=world.device)
             causal_lm(policy.model).tie_weights()
             parameters = count_weights(policy)
@@ -299,6 +301,57 @@ def evaluates(moment: Moment) -> bool:
 
 
 # -- from a few layers to all ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layers:
+    """How an architecture's layers repeat."""
+
+    count: int
+    period: int
+    """Each layer is like the one this many layers before it."""
+
+    @property
+    def edge(self) -> int:
+        """Number of layers at either end of a smaller model that stand for those of the whole one."""
+        return max(LEAST // 2, self.period)
+
+    @property
+    def few(self) -> tuple[int, int] | None:
+        """Two smaller numbers of layers, with which a model ends as the whole model does; None where together
+        they are not fewer than the whole model's."""
+        below = 2 * self.edge
+        below += (self.count - below) % self.period
+        above = below + self.period
+        return (below, above) if below + above < self.count else None
+
+
+def layers_of(policy: Policy, hf_config: PretrainedConfig) -> Layers:
+    """Return how the layers of ``policy``, which may lie on the meta device, repeat."""
+    kinds = getattr(hf_config.get_text_config(), "layer_types", None)
+    blocks = decoder_blocks(policy)
+    looks = [
+        (
+            tuple((name, tuple(p.shape), p.requires_grad) for name, p in block.named_parameters()),
+            kinds[i] if kinds else None,
+        )
+        for i, block in enumerate(blocks)
+    ]
+    count = len(looks)
+    period = next(n for n in range(1, count + 1) if looks[n:] == looks[: count - n])
+    return Layers(count, period)
+
+
+def with_layers(hf_config: PretrainedConfig, count: int) -> PretrainedConfig:
+    """Return the architecture with its first ``count`` layers alone."""
+    made = copy.deepcopy(hf_config)
+    text = made.get_text_config()
+    every = text.num_hidden_layers
+    for key, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == every:
+            setattr(text, key, value[:count])
+    text.num_hidden_layers = count
+    return made
 
 
 def carried_on(few: Answer, more: Answer, layers: Layers) -> Answer:

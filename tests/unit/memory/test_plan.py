@@ -18,19 +18,19 @@ from common.worker_process import WorkerProcess
 from config.schema import Config
 from data.batches import Segment
 from data.types import Example, Sequence
-from jobs.assembly import trainer_class
-from jobs.memory_neighbours import own_answers, parameters_of, reward_models
-from jobs.memory_plan import Card, describe_memory, heaviest_batch, make_plan
-from jobs.memory_simulation import Answer, Question
-from jobs.microbatch_fit import with_settings
 from launch.composing import Composer
 from launch.grid import read_sweep
 from launch.slurm import make_job
-from models.layer_range import Layers, with_layers
+from memory.decisions import describe_memory, heaviest_batch
+from memory.fit import with_settings
+from memory.parts import Card, own_answers, parameters_of, reward_models
+from memory.plan import make_plan
+from memory.simulate import Answer, Layers, Question, with_layers
 from models.shapes import architecture, known_shapes
 from tests.full_disk import full_disk
 from tests.memory_questions import SHAPES, question
 from tests.tiny import make_config
+from trainers.assembly import trainer_class
 from trainers.paired import PairedPreferenceTrainer
 
 GIB = 2**30
@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(scope="module")
 def worker(quick_python: None) -> Iterator[WorkerProcess]:
-    made = WorkerProcess("jobs.memory_plan", log=None, env={"OMP_NUM_THREADS": "1"})
+    made = WorkerProcess("memory.plan", log=None, env={"OMP_NUM_THREADS": "1"})
     yield made
     made.close()
 
@@ -144,8 +144,8 @@ def planned(room: float, **changes: Any) -> tuple[list[str], list[Question]]:
         most = one.config.model.microbatch_tokens
         return given() if most is None else given(most, most / 100)
 
-    assert asked.found is not None
-    return make_plan(asked, asked.found, Card("a card", room / 0.95), ask).lines(), simulated
+    assert asked.hf_config is not None
+    return make_plan(asked, asked.hf_config, Card("a card", room / 0.95), ask).lines(), simulated
 
 
 def test_what_fits_is_said_to_fit() -> None:
@@ -191,8 +191,8 @@ def test_layers_stay_gathered_where_the_plan_has_room(
         more = {} if setting is not False else {"gathered blocks": GIB // 2}
         return replace(answer, peaks={moment: parts | more for moment, parts in answer.peaks.items()})
 
-    assert asked.found is not None
-    plan = make_plan(asked, asked.found, Card("a card", room / 0.95), ask)
+    assert asked.hf_config is not None
+    plan = make_plan(asked, asked.hf_config, Card("a card", room / 0.95), ask)
     assert plan.stays_gathered == stays
     assert any("layers stay gathered" in line for line in plan.lines()) == stays
     assert plan.situations[0].parts.get("gathered blocks", 0) == (0.5 if stays or setting is False else 0)
@@ -274,7 +274,9 @@ def test_own_answers_count_the_prompts_forward_and_what_drawing_takes() -> None:
 
 
 def test_the_dry_run_says_why_there_is_no_plan(quick_python: None) -> None:
-    config = make_config("loss=ipo", "loss._target_=tests.unit.jobs.reading_loss.ipo", "model.batch_size=4")
+    config = make_config(
+        "loss=ipo", "loss._target_=tests.unit.memory.reading_loss.ipo", "model.batch_size=4", "plan.card=2"
+    )
     row = Sequence(np.arange(5, dtype=np.int32), np.arange(5, dtype=np.int32))
     segment = Segment(tuple((Example(f"p{i}", (row, row)),) for i in range(4)), 4, 4, seed=0)
     said = describe_memory(config, segment, [], PairedPreferenceTrainer, 1)
@@ -283,13 +285,17 @@ def test_the_dry_run_says_why_there_is_no_plan(quick_python: None) -> None:
 
 
 def test_a_full_disk_leaves_no_plan_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even the worker's output can be written, so that Python finds no folder for it."""
-    config = make_config("loss=dpo", "model.batch_size=4")
+    """Not even the worker's output can be written, so that Python finds no folder for it. Where the shapes
+    say that there is room, no worker is needed."""
+    config = make_config("loss=dpo", "model.batch_size=4", "plan.card=2")
     row = Sequence(np.arange(5, dtype=np.int32), np.arange(5, dtype=np.int32))
     segment = Segment(tuple((Example(f"p{i}", (row, row)),) for i in range(4)), 4, 4, seed=0)
     monkeypatch.setattr(tempfile, "tempdir", None)  # as in a new process
     with full_disk(0):
         said = describe_memory(config, segment, [], PairedPreferenceTrainer, 1)
+        large = replace(config, plan=replace(config.plan, card="H100"))
+        bounded = describe_memory(large, segment, [], PairedPreferenceTrainer, 1)
+    assert "bound from the shapes" in bounded and "fits: 75.1 GiB are left" in bounded
     assert said.startswith("The memory could not be planned: ") and "No usable temporary directory" in said
 
 

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from data.balance import row_tokens
 from data.batches import deal
 from data.types import Example
-from jobs import planned_settings
-from jobs.memory_plan import Card, make_plan
-from jobs.memory_simulation import Answer, Question
-from jobs.microbatch_fit import PROBE, fitting_tokens
+from memory import decisions
+from memory.fit import PROBE, fitting_tokens
+from memory.parts import Card
+from memory.plan import make_plan
+from memory.simulate import Answer, Question
 from tests.memory_questions import question
 from tests.tiny import make_config
 from train import train
@@ -98,8 +99,8 @@ def plan_for(room: float, *overrides: str) -> Any:
     asked = replace(question("deep", *overrides), gpu=True)
     whole = sum(map(row_tokens, asked.batch))
     machine = Machine(whole=whole, fixed=0.0, per_token=20.0 / whole)
-    assert asked.found is not None
-    return make_plan(asked, asked.found, Card("a card", room / 0.95), machine)
+    assert asked.hf_config is not None
+    return make_plan(asked, asked.hf_config, Card("a card", room / 0.95), machine)
 
 
 def test_the_plan_of_a_run_without_a_cut_has_one_that_fits():
@@ -151,18 +152,24 @@ def test_a_run_takes_the_cut_of_a_small_card(tmp_path, monkeypatch, capsys, quic
 
     monkeypatch.setattr("trainers.basic.deal", counted)
     plain = go("one_pass")
-    assert "microbatches of" not in capsys.readouterr().out and set(passes) == {1}
-    train(make_config(*SMALL, f"runs_dir={tmp_path}", "dry_run=true", "plan.card=80"), "planned")
+    assert (
+        "(a bound from the shapes); 12 examples a step and rank in one microbatch: "
+        in capsys.readouterr().out
+    )
+    assert set(passes) == {1}
+    train(make_config(*SMALL, f"runs_dir={tmp_path}", "dry_run=true", "plan.card=2"), "planned")
     step, outside = re.search(
         r"training step: (\S+) GiB.* outside tensors (\S+)", capsys.readouterr().out
     ).groups()
     card = (float(outside) + 0.7 * (float(step) - float(outside))) / 0.95
-    monkeypatch.setattr(planned_settings, "gpu_here", lambda: ("a small card", card))
+    monkeypatch.setattr(decisions, "gpu_here", lambda: Card("a small card", card))
     passes.clear()
     cut = go("cut")
     assert max(passes) > 1
     said = capsys.readouterr().out
     assert "tokens at most (model.microbatch_tokens=null): by the memory plan, one pass would not fit" in said
     assert "microbatch_tokens: null" in (tmp_path / "cut" / "config.yaml").read_text()
+    *_, memory = json.loads((tmp_path / "cut" / "run.json").read_text())["memory"]
+    assert memory["cut"] in said and 0 < memory["predicted_gib"] < card and memory["measured_gib"] > 0
     for a, b in zip(plain, cut, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)

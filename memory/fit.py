@@ -7,11 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
-from data.balance import row_tokens
-from jobs.memory_neighbours import GIB
-from jobs.memory_parts import Card, Situation, peak
-from jobs.memory_simulation import Answer, Question
+from config.schema import Config
+from data.balance import row_tokens, share_tokens
+from data.batches import Size, deal, size_of
+from data.types import Example
+from memory.parts import GIB, Card, Situation, peak
+from memory.simulate import Answer, Question
+from models.attention import packs_rows, shares_prompts
+from models.simulated import simulated_gpu
+from trainers.assembly import trainer_class
 
 Ask = Callable[[Question], Answer]
 
@@ -117,3 +123,42 @@ def stays(asked: Question, given: Answer, spare: float) -> str:
     if asked.ranks == 1 or not asked.config.model.reshard_after_forward or spare < whole:
         return ""
     return f", or with model.reshard_after_forward=false ({whole:.1f} GiB more at most)"
+
+
+def remembered(ask: Ask) -> Ask:
+    """Return ``ask`` with a memory: it simulates each size of microbatches once."""
+    answers: dict[tuple[int | None, bool | None, bool], Answer] = {}
+
+    def once(asked: Question) -> Answer:
+        model = asked.config.model
+        key = model.microbatch_tokens, model.reshard_after_forward, bool(asked.held_out)
+        if key not in answers:
+            answers[key] = ask(asked)
+        return answers[key]
+
+    return once
+
+
+def planned_tokens(
+    asked: Question, hf_config: PretrainedConfig, room: float, ask: Ask, longest_example: int
+) -> int | None:
+    """Return ``fitting_tokens`` for the batch of the question. ``room``: GiB for the step's own parts."""
+    config, batch = asked.config, asked.batch
+    packing, shared = how_rows_are_joined(config, hf_config, asked.gpu)
+    rows = trainer_class(config).rows_per_example
+    whole = widest(batch, asked.ranks, size_of(config.model, asked.ranks), rows, packing, shared)
+    most = max(longest_example, *map(row_tokens, batch))
+    return fitting_tokens(asked, most, whole, room, ask)
+
+
+def how_rows_are_joined(config: Config, hf_config: PretrainedConfig, gpu: bool) -> tuple[bool, bool]:
+    """Return whether rows are packed, and whether they share prompts, with a GPU or without one."""
+    with simulated_gpu(gpu):
+        packing, _ = packs_rows(config.model, hf_config)
+        return packing, shares_prompts(config.model, hf_config, packing)
+
+
+def widest(batch: list[Example], ranks: int, size: Size, rows: int, packing: bool, shared: bool) -> int:
+    """Return the tokens of the widest share that a batch is dealt into."""
+    turns = deal(batch, ranks, size, rows, packing, shared)
+    return max(share_tokens(share, packing, shared) for turn in turns for share in turn)

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
+
+from models.shards import local_part
 
 Moment = tuple[str, int | None]
 """(name of what is being done, number of the block that does it, counted from the last block where it is
@@ -180,8 +181,3 @@ def callers(frame: FrameType | None) -> Iterator[str]:
             return
         yield frame.f_code.co_filename
         frame = frame.f_back
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of ``tensor``."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

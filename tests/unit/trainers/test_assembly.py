@@ -6,8 +6,8 @@ import pytest
 
 from common.errors import ConfigError
 from data.batches import Segment
-from jobs.assembly import check_budget
 from tests.tiny import make_config, random_groups
+from trainers.assembly import check_budget
 
 
 def test_an_example_above_the_token_budget_is_refused_by_its_prompt():

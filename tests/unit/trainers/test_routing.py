@@ -15,9 +15,10 @@ from models.attention import KEPT_APART
 from models.distributed import start
 from models.policy import checkpoint_activations, decoder_blocks
 from models.pretrained import check_model
-from models.routing import RouterBalance, routing_notice
+from models.routing import routing_notice
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
 from tests.unit.models.test_families import CPU, FAMILIES, MIXTURES, rows, tiny
+from trainers.routing import RouterBalance
 
 CUTS = {"whole": [7], "uneven": [1, 4, 2], "each": [1] * 7}
 
@@ -44,16 +45,15 @@ def test_however_the_batch_is_cut_it_is_transformers_loss_of_the_whole(family, c
         sequences.append(collate([FILL.rows[0]], CPU, pack))  # what another rank runs that got nothing
         if cut == "whole":
             sequences.pop()
-        balance, policy = RouterBalance(policy), policy.requires_grad_()
+        balance, policy = RouterBalance(policy, 1.0, 1), policy.requires_grad_()
         policy.zero_grad()
-        balance.begin(sequences)
         total = torch.zeros(())
-        for each in sequences:
-            with balance.watched():
+        with balance.over(sequences, lambda _: None) as add_share:
+            for each in sequences:
                 policy(each)
-            part = balance.part(each)
-            part.backward()
-            total += part.detach()
+                part = add_share(torch.zeros(()), each)
+                part.backward()
+                total += part.detach()
         torch.testing.assert_close(total, want, rtol=1e-5, atol=1e-6)
         for parameter, grad in zip(policy.parameters(), want_grads, strict=True):
             if grad is not None:
