@@ -454,9 +454,21 @@ class Job:
 
     # -- dry run -----------------------------------------------------------------------------------
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all steps, those of the prompts included. Rows are as long as the data's in the
+        mean; with rounds, as long as they may be."""
+        rows = self.plan.train.n_examples * self.trainer_class.rows_per_example
+        if self.online is not None:
+            return rows * (self.config.model.max_prompt_length + self.config.max_tokens)
+        prompt, completion = self.report.prompt_tokens, self.report.completion_tokens
+        assert prompt is not None and completion is not None
+        return round(rows * (prompt.mean + completion.mean))
+
     def describe(self) -> dict[str, Any]:
         """Print what the run would do and return its size, without writing files or loading weights."""
         self.say(data_page(self.report.to_dict()))
+        self.say(f"{'at most ' * (self.online is not None)}{self.tokens:,} tokens to train on")
         plan, ranks = self.plan, self.config.plan.ranks or self.world.size
         of = (self.config, plan.train, self.held_out(), self.trainer_class, ranks)
         with phase("plan the memory", "plan"):

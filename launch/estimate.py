@@ -1,5 +1,5 @@
-"""The cost of a sweep before it starts, from its finished runs, from its file, or from a dry run and a
-rate."""
+"""The cost of a sweep before it starts, from its finished runs, from its file, or from a dry run and a rate
+in tokens a second."""
 
 from __future__ import annotations
 
@@ -8,13 +8,32 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 from launch.slurm import ROOT, Job, command
 from launch.state import FINISHED, State
 
 _PLAN = re.compile(r"([\d,]+) [a-z ]+, ([\d,]+) steps of")
+_TOKENS = re.compile(r"([\d,]+) tokens to train on")
+_SIZE = re.compile(r"([\d,.]+) M parameters")
 DRY_RUN_SECONDS = 1800
+PEAK = {
+    "A100-40GB": 312e12,
+    "A100-80GB": 312e12,
+    "H100": 989e12,
+    "H100-96GB": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "L4": 121e12,
+    "L40S": 362e12,
+    "RTX3090": 71e12,
+    "RTX4090": 165e12,
+}
+"""Card -> dense bfloat16 operations a second, by the vendors' datasheets."""
+SHARE_OF_PEAK = 0.3
+OPERATIONS = 8
+"""Operations on each weight for a token: 2 in the forward, 4 in the backward, 2 in the reference's."""
 
 
 class EstimateError(RuntimeError):
@@ -36,21 +55,47 @@ def hours_of(states: Sequence[State]) -> dict[str, float]:
     return {name: hours for name, hours in known.items() if hours is not None}
 
 
-def dry_run(state: State) -> tuple[int, int]:
-    """Return (examples, steps) of a run, counted by train.py on its real data. Raises EstimateError."""
+@dataclass(frozen=True)
+class Size:
+    """What a dry run says of a run. ``tokens``: of prompts and completions, all steps together, at most with
+    rounds. ``parameters``: the model's; 0 where the memory could not be planned."""
+
+    examples: int
+    steps: int
+    tokens: int
+    parameters: float
+
+
+def dry_run(state: State) -> Size:
+    """Return a run's size, counted by train.py on its real data. Raises EstimateError."""
     words = [sys.executable, *command(state.run), "dry_run=true"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=DRY_RUN_SECONDS)
-    found = _PLAN.search(done.stdout)
-    if done.returncode or found is None:
+    if done.returncode or (size := size_in(done.stdout)) is None:
         said = (done.stderr or done.stdout).strip().splitlines()[-5:]
         raise EstimateError(
             f"{state.run.name}: the dry run failed (exit code {done.returncode}):\n" + "\n".join(said)
         )
-    examples, steps = (int(number.replace(",", "")) for number in found.groups())
-    return examples, steps
+    return size
 
 
-def hours_at(examples: int, per_second: float, job: Job) -> float:
-    """Return the hours that ``examples`` take with all ranks of a run, each at ``per_second`` examples per
-    second."""
-    return examples / (per_second * job.world_size) / 3600
+def size_in(said: str) -> Size | None:
+    """Return the Size that the output of a dry run names, or None."""
+    plan, tokens, parameters = (part.search(said) for part in (_PLAN, _TOKENS, _SIZE))
+    if plan is None or tokens is None:
+        return None
+    counts = (int(number.replace(",", "")) for number in (*plan.groups(), tokens[1]))
+    return Size(*counts, float(parameters[1].replace(",", "")) * 1e6 if parameters else 0.0)
+
+
+def usual_rate(parameters: float, card: str) -> float:
+    """Return the tokens a second that a rank on ``card`` trains at SHARE_OF_PEAK of its peak. Raises
+    EstimateError for a model of unknown size."""
+    if not parameters:
+        raise EstimateError("the dry run does not say how large the model is: --rate R, in tokens a second")
+    return SHARE_OF_PEAK * PEAK[card] / (OPERATIONS * parameters)
+
+
+def hours_at(tokens: int, per_second: float, job: Job) -> float:
+    """Return the hours in which all ranks of a run train ``tokens``, each at ``per_second`` tokens a second.
+    Sampling and evaluation come on top."""
+    return tokens / (per_second * job.world_size) / 3600

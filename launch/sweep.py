@@ -27,7 +27,7 @@ from common.output import guard_output
 from common.progress import SOON, progress, pulse
 from config.schema import Config
 from launch.composing import Composer
-from launch.estimate import EstimateError, dry_run, hours_at, hours_of
+from launch.estimate import PEAK, SHARE_OF_PEAK, EstimateError, dry_run, hours_at, hours_of, usual_rate
 from launch.grid import Run, Sweep, parse_overrides, read_sweep
 from launch.local import DONE, STOPPED, Pool, failures
 from launch.memory import cell_plans
@@ -49,6 +49,8 @@ from launch.slurm import (
 from launch.state import CHANGED, FINISHED, State, check_ranks, inspect, tail
 
 QUEUED = "in the queue"
+USUAL = -1.0
+"""``--rate`` without a number"""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -98,7 +100,13 @@ def parser() -> argparse.ArgumentParser:
         help="submit runs that are planned to need more memory than slurm.card has",
     )
     about.add_argument(
-        "--rate", type=float, metavar="R", help="dry-run each cell; hours at R examples/s a rank"
+        "--rate",
+        type=float,
+        nargs="?",
+        const=USUAL,
+        metavar="R",
+        help="dry-run each cell; hours of training at R tokens a second on a rank (a run's "
+        f"tokens_per_second_per_rank), without R at {SHARE_OF_PEAK:.0%} of slurm.card's peak",
     )
     return about
 
@@ -155,12 +163,24 @@ def check_servers(config: Config, run: Run, job: Job) -> None:
 
 
 def dry_hours(states: Sequence[State], rate: float, job: Job) -> dict[str, float]:
-    """Return run name -> hours, from one dry run per cell."""
-    require(rate > 0, "--rate", rate, "must be above 0")
+    """Return run name -> hours, from one dry run per cell. ``rate``: tokens a second on a rank, or USUAL."""
+    require(rate > 0 or rate == USUAL, "--rate", rate, "must be above 0: tokens a second on a rank")
+    require(
+        rate > 0 or job.card in PEAK,
+        "slurm.card",
+        job.card,
+        f"has no known peak to take a rate from: --rate R, in tokens a second, or --set card= one of "
+        f"{', '.join(PEAK)}",
+    )
     cells = {state.run.cell: state for state in reversed(states)}
     bar = progress(list(cells.items()), "dry runs (--rate)", unit="cell", delay=SOON)
-    examples = {cell: dry_run(state)[0] for cell, state in bar}
-    return {state.run.name: hours_at(examples[state.run.cell], rate, job) for state in states}
+    hours = {}
+    for cell, state in bar:
+        size = dry_run(state)
+        hours[cell] = hours_at(
+            size.tokens, rate if rate > 0 else usual_rate(size.parameters, job.card or ""), job
+        )
+    return {state.run.name: hours[state.run.cell] for state in states}
 
 
 def plan(
