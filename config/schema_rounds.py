@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from common.errors import one_of, require
 from config.defaults import yaml_defaults
+
+CENTRES = ("mean", "median")
+"""Values of rounds.threshold that are taken from the scores."""
 
 
 @dataclass
@@ -19,7 +23,7 @@ class RoundsConfig:
     samples: int
     feedback: str
     tau: float
-    threshold: float
+    threshold: Any
     zero_variance: str | None
     truncated: str
     fill: bool
@@ -45,15 +49,7 @@ class RoundsConfig:
             self.examples,
             "must be at least 1, or null",
         )
-        one_of("rounds.feedback", self.feedback, ("pair", "random", "threshold", "group"))
-        one_of("rounds.zero_variance", self.zero_variance, (None, "drop", "keep"))
-        one_of("rounds.truncated", self.truncated, ("keep", "drop", "mask"))
-        require(
-            self.truncated != "mask" or self.feedback == "group",
-            "rounds.truncated",
-            "mask",
-            "needs rounds.feedback=group, whose advantages compare all samples; use drop",
-        )
+        self._check_feedback()
         require(self.lag >= 0, "rounds.lag", self.lag, "counts rounds: must be 0 or more")
         require(self.passes >= 1, "rounds.passes", self.passes, "must be at least 1")
         require(
@@ -78,6 +74,24 @@ class RoundsConfig:
         )
         require(
             self.tau >= 0, "rounds.tau", self.tau, "is the least difference of two rewards: must be 0 or more"
+        )
+
+    def _check_feedback(self) -> None:
+        one_of("rounds.feedback", self.feedback, ("pair", "random", "min", "threshold", "group"))
+        require(
+            self.threshold in CENTRES or type(self.threshold) in (int, float),
+            "rounds.threshold",
+            self.threshold,
+            "is the score from which a sample is desirable: a number, as in rounds.threshold=0.5, or mean or "
+            "median, of the round's scores",
+        )
+        one_of("rounds.zero_variance", self.zero_variance, (None, "drop", "keep"))
+        one_of("rounds.truncated", self.truncated, ("keep", "drop", "mask"))
+        require(
+            self.truncated != "mask" or self.feedback == "group",
+            "rounds.truncated",
+            "mask",
+            "needs rounds.feedback=group, whose advantages compare all samples; use drop",
         )
         require(
             self.zero_variance != "keep" or self.feedback == "group",

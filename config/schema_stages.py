@@ -19,6 +19,7 @@ class SampleStage:
     out: str
     format: str
     split: str
+    skip: int
     limit: int | None
     overwrite_out: bool
 
@@ -26,6 +27,7 @@ class SampleStage:
         one_of("format", self.format, ("groups", "alpacaeval", "halos"))
         one_of("split", self.split, ("train", "eval"))
         _check_suffix(self.out, self.format)
+        require(self.skip >= 0, "skip", self.skip, "must be 0 or more")
         require(self.limit is None or self.limit >= 1, "limit", self.limit, "must be at least 1, or null")
 
 

@@ -23,7 +23,7 @@ from rollouts.generate import Request, generate_answers, settings_of
 from rollouts.rewards.base import RewardError
 from rollouts.rewards.factory import make_reward
 from rollouts.round_builder import score_samples
-from rollouts.rounds import SampledPrompt, feedback, usable_prompts
+from rollouts.rounds import SampledPrompt, feedback, usable_prompts, with_threshold
 
 
 def sample(config: Config, stage: SampleStage, world: World) -> None:
@@ -42,7 +42,8 @@ def sample(config: Config, stage: SampleStage, world: World) -> None:
     renderer = make_renderer(load_tokenizer(config.model), config.model, config.data)
     limit_tokens(renderer.tokenizer, found.get_text_config().vocab_size, renderer.stop_token_ids)
     train, evaluation = load_splits(config.data)
-    every = prompts_of((train if stage.split == "train" else evaluation).groups)[: stage.limit]
+    every = prompts_of((train if stage.split == "train" else evaluation).groups)[stage.skip :][: stage.limit]
+    require(bool(every) or not stage.skip, "skip", stage.skip, f"leaves no prompt in split={stage.split}")
     prompts, refused = usable_prompts(every, renderer)
     require(
         bool(prompts),
@@ -82,10 +83,10 @@ def label(config: Config, stage: LabelStage, device: str) -> None:
     )
     needs_pairs = stage.format == "pairwise"
     require(
-        not needs_pairs or config.rounds.feedback in ("pair", "random"),
+        not needs_pairs or config.rounds.feedback in ("pair", "random", "min"),
         "rounds.feedback",
         config.rounds.feedback,
-        "format=pairwise takes pair or random",
+        "format=pairwise takes pair, random or min",
     )
     reward = make_reward(config.reward_config, device, Path(config.runs_dir) / "logs")
     try:
@@ -120,7 +121,7 @@ def check_leaves_something(
     settings that leave something."""
 
     def made(kind: str) -> list[object]:
-        settings = replace(rounds, feedback=kind, zero_variance=None)
+        settings = with_threshold(replace(rounds, feedback=kind, zero_variance=None), scores)
         return [feedback(one, values, settings, seed) for one, values in zip(samples, scores, strict=True)]
 
     given = sum(score is not None for values in scores for score in values)

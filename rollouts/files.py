@@ -17,7 +17,7 @@ from data.groups import prompt_dict, write_groups
 from data.rows import Row, read_rows
 from data.types import Completion, Group, Turn
 from rollouts.ledger import sampled_line, sampled_of
-from rollouts.rounds import SampledPrompt, feedback, with_scores
+from rollouts.rounds import SampledPrompt, feedback, with_scores, with_threshold
 
 Line = dict[str, Any]
 Scores = list[list[float | None]]
@@ -115,6 +115,7 @@ def write_feedback(
     """Write the feedback that the scores give, as ``groups`` or as HALOs' ``binary``, ``pairwise`` or
     ``scalar`` feedback, and return the number of entries. The ``rounds`` settings decide which samples are
     compared and by how much they must differ (rollouts.rounds.feedback)."""
+    config = with_threshold(config, scores)
     if form == "groups":
         groups = [
             g for one, values in zip(samples, scores, strict=True) for g in _made(one, values, config, seed)

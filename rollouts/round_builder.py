@@ -26,7 +26,14 @@ from rollouts.conversations import facts_of
 from rollouts.engines import Engine
 from rollouts.ledger import Line, RoundFolder, sampled_line, sampled_of
 from rollouts.rewards.base import Arrivals, Reward
-from rollouts.rounds import PromptSchedule, SampledPrompt, asked_and_answered, feedback, own_tokens
+from rollouts.rounds import (
+    PromptSchedule,
+    SampledPrompt,
+    asked_and_answered,
+    feedback,
+    own_tokens,
+    with_threshold,
+)
 from rollouts.samplers import Sample, SamplingSettings
 
 Facts = dict[str, Any]
@@ -74,8 +81,9 @@ class RoundBuilder:
             suffix = f".{len(parts)}" if parts else ""
             sampled = self._sample(folder, f"samples{suffix}", begin, end, weights)
             scored = self._score(folder, suffix, sampled)
+            rounds = with_threshold(self.config.rounds, (line["scores"] for line in scored))
             for one, line in zip(with_token_rewards(sampled, scored), scored, strict=True):
-                made = feedback(one, line["scores"], self.config.rounds, self.config.seed)
+                made = feedback(one, line["scores"], rounds, self.config.seed)
                 if isinstance(made, str):
                     dropped[made] += 1
                 else:

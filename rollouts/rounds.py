@@ -6,12 +6,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from config.schema_rounds import RoundsConfig
+from config.schema_rounds import CENTRES, RoundsConfig
 from data.chat import Renderer
 from data.types import Completion, Group, Prompt
 from data.views import best_and_worst, exceeds, varies
@@ -73,8 +73,9 @@ def feedback(
 
     ``pair``: the best and the worst sample, best first, with their scores, if these differ by at least tau
     (Algorithm 1, lines 8 to 10). ``random``: two samples whose scores differ by at least tau, drawn by the
-    seed and the prompt. ``threshold``: each sample alone, with 1.0 if its score is at least the threshold,
-    else -1.0. ``group``: all samples with their scores. With ``rounds.truncated=drop`` a sample that was cut
+    seed and the prompt. ``min``: of these the two whose scores differ least. ``threshold``: each sample
+    alone, with 1.0 if its score is at least the threshold, else -1.0. ``group``: all samples with their
+    scores. With ``rounds.truncated=drop`` a sample that was cut
     is left out as well.
     """
     if config.truncated == "drop":
@@ -91,11 +92,13 @@ def feedback(
         return TOO_FEW
     if config.feedback == "group":
         return [group] if varies(group.rewards) or config.keeps_equal else EQUAL
-    two = (
-        best_and_worst(group, config.tau)
-        if config.feedback == "pair"
-        else _random_pair(group, config.tau, seed)
-    )
+    if config.feedback == "pair":
+        two = best_and_worst(group, config.tau)
+    elif config.feedback == "min":
+        by = group.rewards
+        two = min(_pairs(by, config.tau), key=lambda pair: by[pair[0]] - by[pair[1]], default=None)
+    else:
+        two = _random_pair(group, config.tau, seed)
     return TOO_EQUAL if two is None else [_only(group, two)]
 
 
@@ -120,19 +123,30 @@ def own_tokens(completion: Completion) -> int:
     return len(completion.token_ids or ()) if mask is None else sum(mask)
 
 
+def _pairs(rewards: Sequence[float], tau: float) -> list[tuple[int, int]]:
+    """Return the indices of every two completions whose rewards differ, by ``tau`` or more, the better one
+    first."""
+    both = itertools.permutations(range(len(rewards)), 2)
+    return [(i, j) for i, j in both if exceeds(rewards[i], rewards[j], tau)]
+
+
 def _random_pair(group: Group, tau: float, seed: int) -> tuple[int, int] | None:
-    """Return the indices of two completions whose rewards differ, by ``tau`` or more, the better one first;
-    None if there is no such pair. Every such pair is equally likely."""
-    rewards = group.rewards
-    far = [
-        (i, j)
-        for i, j in itertools.permutations(range(len(rewards)), 2)
-        if exceeds(rewards[i], rewards[j], tau)
-    ]
+    """Return one of the group's ``_pairs``, each equally likely; None if there is none."""
+    far = _pairs(group.rewards, tau)
     if not far:
         return None
     rng = np.random.default_rng(derived_seed(seed, f"pair {group.prompt.id}"))
     return far[int(rng.integers(len(far)))]
+
+
+def with_threshold(config: RoundsConfig, scores: Iterable[Sequence[float | None]]) -> RoundsConfig:
+    """Return settings whose ``threshold`` is a number: the mean or the median of all these scores where it is
+    one of these words."""
+    if config.threshold not in CENTRES:
+        return config
+    known = [score for values in scores for score in values if score is not None]
+    centre = np.mean if config.threshold == "mean" else np.median
+    return replace(config, threshold=float(centre(known)) if known else 0.0)
 
 
 def _only(group: Group, which: Sequence[int]) -> Group:

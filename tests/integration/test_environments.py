@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -114,10 +115,17 @@ def test_samples_on_files_are_conversations_that_are_scored_as_such(tmp_path) ->
         stages.sample(config, stage, world)
         first = samples.read_text()
         stages.sample(config, stage, world)
+        part = tmp_path / "part.jsonl"
+        stages.sample(config, replace(stage, out=str(part), skip=10, limit=2), world)
+        with pytest.raises(ConfigError, match=r"skip=1000000: leaves no prompt"):
+            stages.sample(config, replace(stage, out=str(part), skip=10**6), world)
     finally:
         stop()
     assert samples.read_text() == first, "those that were kept are the same"
     rows = [json.loads(line) for line in first.splitlines()]
+    assert [json.loads(line)["id"] for line in part.read_text().splitlines()] == [
+        r["id"] for r in rows[10:12]
+    ]
     games = [c for row in rows for c in row["completions"] if c.get("turns")]
     assert len(games) > 10 and all(len(c["loss_mask"]) == len(c["token_ids"]) for c in games)
     stages.label(

@@ -128,7 +128,7 @@ def test_own_settings_stand_beside_those_of_a_run():
 )
 def test_what_a_stage_cannot_honour_is_refused_by_its_name(given, key):
     whole = {"run": None, "out": "x.jsonl", "format": "groups", "split": "train"}
-    whole |= {"limit": None, "overwrite_out": False}
+    whole |= {"skip": 0, "limit": None, "overwrite_out": False}
     with pytest.raises(ConfigError) as error:
         split_settings(OmegaConf.create(whole | given), SampleStage)
     assert error.value.key == key

@@ -25,7 +25,16 @@ from data.views import group_advantages
 from jobs.online_source import view_of_rounds
 from rollouts.ledger import RoundFolder, sampled_line, sampled_of
 from rollouts.round_builder import samples_table
-from rollouts.rounds import EQUAL, SILENT, TOO_EQUAL, TOO_FEW, PromptSchedule, SampledPrompt, feedback
+from rollouts.rounds import (
+    EQUAL,
+    SILENT,
+    TOO_EQUAL,
+    TOO_FEW,
+    PromptSchedule,
+    SampledPrompt,
+    feedback,
+    with_threshold,
+)
 from tests.tiny import make_config
 
 
@@ -138,6 +147,22 @@ def test_random_pairs_are_all_drawn(drawn_by):
 def test_a_threshold_labels_each_sample():
     made = feedback(sampled(4), [0.2, None, 0.5, 0.9], RoundsConfig(feedback="threshold", threshold=0.5), 0)
     assert [group.rewards for group in made] == [(-1.0,), (1.0,), (1.0,)]
+
+
+def test_the_least_pair_differs_by_tau():
+    config = RoundsConfig(feedback="min", tau=0.5)
+    (group,) = feedback(sampled(5), [0.0, 0.4, None, 1.0, 3.0], config, 0)
+    assert group.rewards == (1.0, 0.4), "0.4 and 0.0 are too near"
+    assert feedback(sampled(3), [0.0, 0.4, 0.2], config, 0) == TOO_EQUAL
+
+
+@pytest.mark.parametrize(("word", "labels"), [("mean", [-1, -1, -1, 1]), ("median", [-1, 1, 1, 1])])
+def test_the_threshold_may_be_the_centre_of_all_scores(word, labels):
+    """Of 0, 1, 1 and 6 the mean is 2 and the median 1, over prompts and without those that have no score."""
+    scores = [[0.0, 1.0], [1.0, None, 6.0]]
+    config = with_threshold(RoundsConfig(feedback="threshold", threshold=word), scores)
+    made = [group for values in scores for group in feedback(sampled(len(values)), values, config, 0)]
+    assert [group.rewards[0] for group in made] == labels
 
 
 def test_equal_groups_are_kept_or_dropped():
