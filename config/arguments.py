@@ -16,6 +16,7 @@ from hydra.errors import HydraException
 from common.errors import ConfigError, require
 from common.secrets import is_secret
 from config.files import FOLDER
+from config.unknown import no_file
 
 HYDRAS = (
     "--help",
@@ -127,7 +128,7 @@ def refuse_choices(arguments: list[str]) -> None:
                 key not in _OPTIONAL or value in files,
                 key,
                 value,
-                f"there is no such file in config/{key}; there are {there}{none}",
+                no_file(key, str(value), [name for name in files if not name.startswith("_")]) + none,
             )
 
 

@@ -38,7 +38,7 @@ from config.machine import refuse_left_over, speaks
 from config.multirun import check_jobs
 from config.schema import Config
 from config.texts import as_written
-from config.unknown import NOTHING, names, names_of, remedy, translated
+from config.unknown import NOTHING, names, names_of, no_file, remedy, translated
 
 REFUSED, STOPPED = 2, 1
 
@@ -209,18 +209,13 @@ def _in_our_words(error: Exception, overrides: Sequence[str]) -> str:
         if not sign:
             return f"{key}: settings are written as key=value; python {program()}.py --help shows the options"
         why = re.split(r"\n| expecting", error.message)[0]
+        why = "cannot be read" if "Exception" in why or "override" in why else why
         quoted = f"a text with a space or one of = , ( ) [ ] {{ }} is quoted twice, as in '{key}=\"a=b\"'"
         return str(ConfigError(key, value, f"{why}; {quoted}"))
     if found := re.search(r"Could not find '(\w+)/([^']+)'", text):
         listed = re.findall(r"^\t(\S+)$", text.split("Config search path")[0], re.MULTILINE)
         options = [name for name in listed if not name.startswith("_")]
-        return str(
-            ConfigError(
-                found[1],
-                found[2],
-                f"there is no such file in config/{found[1]}; there are {', '.join(options)}",
-            )
-        )
+        return str(ConfigError(found[1], found[2], no_file(found[1], found[2], options)))
     return " ".join(line.strip() for line in text.splitlines() if line.strip())
 
 

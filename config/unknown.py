@@ -88,13 +88,34 @@ def _of(whose: str, row: Row, value: str) -> str:
     return f"is {whose} name, nothing here would read it; {'here: ' if row.here else ''}{said}"
 
 
+def no_file(folder: str, name: str, there: list[str]) -> str:
+    """Return the message about a choice that no file of config/``folder`` has; the files are ``there``."""
+    lowered = {option.lower(): option for option in there}
+    near = difflib.get_close_matches(name.lower(), lowered, 1, NEAR)
+    said = f"there is no such file in config/{folder}; "
+    if near:
+        return f"{said}did you mean {folder}={lowered[near[0]]}?"
+    if folder == "loss" and (found := known_elsewhere("loss_type", name)) and len(found[1].there) == 1:
+        row = found[1]
+        if f'loss_type="{name}"' in row.there:
+            return f"{said}in TRL it is a loss_type; {'here: ' if row.here else ''}{row.answer(name)}"
+    return f"{said}there are {', '.join(there)}{OTHERS.get(folder, '')}"
+
+
+OTHERS = {
+    "model": "; any other model is model=hub model.name_or_path=org/name, or a folder in its place",
+    "data": "; any other set is data=hub data.path=org/name, or data=local data.path=FILE",
+}
+"""What to choose for what has no file of its own."""
+
+
 def nearest(key: str, known: Iterable[str]) -> str | None:
-    """Return the setting whose last name is spelt almost like that of ``key``; settings of the same section
-    take precedence. Return None if there is none."""
+    """Return the setting whose last name is spelt almost like that of ``key``, in capitals or not; settings
+    of the same section take precedence. Return None if there is none."""
     head, _, last = key.rpartition(".")
     scored = [
         (
-            difflib.SequenceMatcher(None, last, name.rpartition(".")[2]).ratio(),
+            difflib.SequenceMatcher(None, last.lower(), name.rpartition(".")[2].lower()).ratio(),
             name.rpartition(".")[0] == head,
             name,
         )

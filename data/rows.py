@@ -167,7 +167,7 @@ def _why_not_had(error: Exception) -> str:
 
 # CSV
 
-_SEPARATORS = ",;\t"
+_SEPARATORS = ",;\t|"
 
 
 def _separator(lines: list[str]) -> str:
@@ -184,8 +184,8 @@ def _separator(lines: list[str]) -> str:
 
 
 def _read_csv(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
-    """Read separated values (comma, semicolon or tab), with the column names in the first line. Every cell is
-    a text, and an empty cell is None.
+    """Read separated values (comma, semicolon, tab or |), with the column names in the first line. Every cell
+    is a text, and an empty cell is None.
 
     Raises DataError for a quote that is not closed, because the cell would swallow the rows behind it."""
     csv.field_size_limit(sys.maxsize)

@@ -4,6 +4,7 @@ an existing run, files of model and data, packages."""
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
@@ -73,9 +74,11 @@ def check_inputs(config: Config, uses: Collection[str]) -> None:
             f"needs {package}, which is not installed: pip install -r {install}",
         )
     if "model" in uses:
+        refuse_address("model.name_or_path", config.model.name_or_path)
         check_named(config.model)
         check_folder(config.model.name_or_path)
     if "data" in uses:
+        refuse_address("data.path", config.data.path or "")
         check_found(config.data)
     reward = (config.reward or {}).get("function", {})
     for key, path in (
@@ -91,6 +94,12 @@ def check_inputs(config: Config, uses: Collection[str]) -> None:
     ):
         if path is not None and key.partition(".")[0] in uses:
             check_importable(key, path)
+
+
+def refuse_address(key: str, name: str) -> None:
+    """Raise ConfigError if ``name`` is the address of a page of the hub."""
+    page = re.match(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([^/]+/[^/?#]+)", name)
+    require(page is None, key, name, f"is a page's address; type the name: {key}={page[1] if page else ''}")
 
 
 def check_folder(name: str) -> None:

@@ -83,8 +83,8 @@ def size_in(said: str) -> Size | None:
     plan, tokens, parameters = (part.search(said) for part in (_PLAN, _TOKENS, _SIZE))
     if plan is None or tokens is None:
         return None
-    counts = (int(number.replace(",", "")) for number in (*plan.groups(), tokens[1]))
-    return Size(*counts, float(parameters[1].replace(",", "")) * 1e6 if parameters else 0.0)
+    examples, steps, every = (int(number.replace(",", "")) for number in (plan[1], plan[2], tokens[1]))
+    return Size(examples, steps, every, float(parameters[1].replace(",", "")) * 1e6 if parameters else 0.0)
 
 
 def usual_rate(parameters: float, card: str) -> float:

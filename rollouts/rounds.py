@@ -145,8 +145,11 @@ def with_threshold(config: RoundsConfig, scores: Iterable[Sequence[float | None]
     if config.threshold not in CENTRES:
         return config
     known = [score for values in scores for score in values if score is not None]
-    centre = np.mean if config.threshold == "mean" else np.median
-    return replace(config, threshold=float(centre(known)) if known else 0.0)
+    if not known:
+        return replace(config, threshold=0.0)
+    return replace(
+        config, threshold=float(np.mean(known) if config.threshold == "mean" else np.median(known))
+    )
 
 
 def _only(group: Group, which: Sequence[int]) -> Group:

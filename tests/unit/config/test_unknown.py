@@ -15,7 +15,7 @@ from config.elsewhere import known_elsewhere, sources
 from config.help import help_on
 from config.load import load
 from config.schema import Config
-from config.unknown import NEAR, NOTHING, names, names_of, nearest, remedy
+from config.unknown import NEAR, NOTHING, names, names_of, nearest, no_file, remedy
 from launch.composing import _composed, compose_config
 
 DPO = list(names_of(OmegaConf.to_container(_composed([]), resolve=False)))
@@ -56,12 +56,28 @@ ROWS = [(whose, row) for whose, rows in sources().items() for row in rows]
         ("wandb.mode", "offline", f"{NOTHING}; the settings of wandb are dir, enabled, entity, group"),
         ("peft", "true", f"{NOTHING}; the settings of model.peft are lora_alpha, lora_r"),
         ("model.peft.r", "4", f"{NOTHING}; the settings of model.peft are lora_alpha, lora_r"),
+        ("LR", "1", "did you mean lr?"),
+        ("load_in_4bit", "true", "here: model.use_peft=true model.quantization=nf4 ("),
     ],
 )
 def test_the_remedy_is_what_to_type(key: str, value: str, said: str) -> None:
     found = remedy(key, value, DPO)
     assert said in found
     assert "`" not in found
+
+
+@pytest.mark.parametrize(
+    ("folder", "name", "said"),
+    [
+        ("loss", "DPO", "did you mean loss=dpo?"),
+        ("loss", "sigmoid_norm", "in TRL it is a loss_type; here: loss=dpo loss.length_normalized=true"),
+        ("loss", "apo_zero", "in TRL it is a loss_type; none: nearest is loss=kto"),
+        ("loss", "nothing", "there are bco, dpo"),
+        ("model", "qwen", "there are bco, dpo; any other model is model=hub model.name_or_path=org/name"),
+    ],
+)
+def test_a_choice_that_no_file_has(folder: str, name: str, said: str) -> None:
+    assert said in no_file(folder, name, ["bco", "dpo"])
 
 
 @pytest.mark.parametrize("key", ["foo.bar.baz", "zz", "maximum_steps_to_take", "x.y"])

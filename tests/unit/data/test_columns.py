@@ -241,12 +241,12 @@ def test_a_prompt_under_another_name_is_proposed_where_no_row_can_be_used(tmp_pa
         load_groups(settings(path), "train")
     assert 'say it with "data.columns={prompt: input}" or data.format' in str(error.value)
     said = {"columns": {"prompt": "input"}}
-    with pytest.raises(ConfigError, match='on; type "data.ignore_columns=\\[rating\\]" to train without it'):
+    with pytest.raises(ConfigError, match=r'on; type "data.ignore_columns=\[rating\]" to train without it'):
         load_groups(settings(path, **said), "train")
     assert len(load_groups(settings(path, **said, ignore_columns=["rating"]), "train").groups) == 9
 
 
-@pytest.mark.parametrize("separator", [",", ";", "\t"])
+@pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
 def test_the_separator_and_a_byte_order_mark_of_a_table_are_recognised(tmp_path, separator: str) -> None:
     path = tmp_path / "a.csv"
     with path.open("w", encoding="utf-8-sig", newline="") as stream:

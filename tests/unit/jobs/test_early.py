@@ -52,6 +52,8 @@ def test_what_is_not_there_is_refused_before_torch_is_imported(tmp_path):
         "evaluations.hard.path=nope.jsonl": "evaluations.hard.path=nope.jsonl: no such file",
         f"{rows} model=hub model.name_or_path=./nope": "model.name_or_path=./nope: no such folder",
         f"{rows} model=hub model.name_or_path=runs/x/model": "runs/x/model: no such folder",
+        f"{rows} model=hub model.name_or_path=https://hf.co/org/m/tree/main": "model.name_or_path=org/m",
+        "data=hub data.path=https://huggingface.co/datasets/org/set": "type the name: data.path=org/set",
         "data.verifier=nope.f": "data.verifier=nope.f: cannot be imported",
         "data.verifier=data.adder.nope": "data.verifier=data.adder.nope: cannot be imported",
         "online=true reward=function reward.function.path=data.nope.f": "cannot be imported",
