@@ -20,8 +20,8 @@ from transformers.utils import logging
 
 from benchmarks.measure import Spread, Work, alternate, machine, table
 from benchmarks.parts import policy_of_size, size_parser
-from config.defaults import with_defaults
 from config.schema_sampler import SamplerConfig
+from config.typed import with_defaults
 from data.chat import Renderer
 from data.types import Prompt, Turn
 from models.distributed import start

@@ -22,12 +22,12 @@ from transformers import (
     Qwen2Config,
 )
 
-from config.defaults import with_defaults
 from config.files import FOLDER
 from config.schema import Config, WandbConfig
 from config.schema_data import DataConfig
 from config.schema_model import ModelConfig
 from config.schema_trainer import TrainerConfig
+from config.typed import with_defaults
 from data.batches import Segment
 from data.chat import Renderer
 from data.sources import load_groups

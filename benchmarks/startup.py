@@ -23,8 +23,8 @@ from pathlib import Path
 
 from benchmarks.measure import ROOT, Sample, machine, table, timed
 from benchmarks.parts import SHARED, real_rows, trained_tokenizer
-from config.defaults import with_defaults
 from config.schema_data import DataConfig
+from config.typed import with_defaults
 from data.batches import Segment, token_count
 from data.chat import Renderer
 from data.examples import Examples, make_examples

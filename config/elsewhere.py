@@ -12,7 +12,7 @@ from functools import cache
 from itertools import starmap
 from typing import Any, NamedTuple
 
-from config.defaults import section
+from config.files import section
 
 PROJECTS = ("TRL", "HALOs")
 

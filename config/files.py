@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,7 +26,7 @@ def of_project(path: str | None) -> str | None:
     return str(beside) if beside.exists() else path
 
 
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """A YAML loader that reads like OmegaConf's but ten times faster: 1e-5 is a number, a date is a text, and
     a repeated key is an error."""
 
@@ -41,7 +43,7 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         return found
 
 
-_Loader.add_implicit_resolver(
+Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?\d+(?:_\d+)*(?:\.[\d_]*)?[eE][-+]?\d+$", re.ASCII),
     list("-+0123456789"),
@@ -56,9 +58,9 @@ def parsed(text: str) -> Any:
     can stand for a tree without end) and endless nesting, and ValueError or TypeError for a malformed number
     or key."""
     try:
-        if _ALIAS.search(text) and any(isinstance(e, yaml.AliasEvent) for e in yaml.parse(text, _Loader)):
+        if _ALIAS.search(text) and any(isinstance(e, yaml.AliasEvent) for e in yaml.parse(text, Loader)):
             raise yaml.YAMLError("it has aliases")
-        return yaml.load(text, _Loader)
+        return yaml.load(text, Loader)
     except RecursionError as error:
         raise yaml.YAMLError("it is nested too deeply") from error
 
@@ -76,3 +78,14 @@ def group_file(group: str, key: str, name: str) -> dict[str, Any]:
         if base != "_self_":
             settings |= group_file(group, key, base)
     return settings | found
+
+
+@cache
+def section(place: str) -> Mapping[str, Any]:
+    """Return the content of ``file.yaml:dotted.section`` in config/, with interpolations left unresolved."""
+    file, _, dotted = place.partition(":")
+    tree: Any = section(file) if dotted else parsed((FOLDER / file).read_text(encoding="utf-8"))
+    for key in filter(None, dotted.split(".")):
+        tree = tree[key]
+    assert isinstance(tree, dict), f"{place} is no section"
+    return tree

@@ -10,7 +10,7 @@ from typing import Any
 from common.errors import ConfigError, UserError
 from common.secrets import scrub_text
 from config.arguments import override_in
-from config.defaults import section
+from config.files import section
 from config.schema import Config
 
 REFUSE, NOTE = "refuse", "note"

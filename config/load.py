@@ -53,7 +53,7 @@ ABSENT = "not a setting"
 """The value that stands for a setting that is missing."""
 
 
-def load(cfg: DictConfig) -> Config:
+def load(cfg: DictConfig | dict[str, Any]) -> Config:
     """Return the checked Config that Hydra composed. Raises ConfigError, see ``typed``."""
     return typed(cfg, Config)
 

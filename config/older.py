@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from config.defaults import section
-from config.files import FOLDER
+from config.files import FOLDER, section
 
 COMPOSITION = ("defaults", "hydra")
 """Keys of config.yaml that are not settings."""

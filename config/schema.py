@@ -8,40 +8,114 @@ the same error, and they still run before weights are loaded.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
 
 from common.errors import one_of, require
-from config.defaults import nested, yaml_defaults
-from config.schema_correction import CorrectionConfig
 from config.schema_data import DataConfig
 from config.schema_environment import EnvironmentConfig
 from config.schema_evaluations import check_keep_best, evaluation_sets
-from config.schema_humanline import BetaConfig
 from config.schema_model import ModelConfig
-from config.schema_optimizer import OPTIMIZERS, MuonConfig
 from config.schema_plan import PlanConfig
-from config.schema_retention import RetentionConfig
 from config.schema_rewards import RewardConfig, completed
 from config.schema_rounds import RoundsConfig
 from config.schema_sampler import SamplerConfig
 from config.schema_trainer import TrainerConfig, check_trainer_keys
+from config.typed import (
+    Count,
+    Natural,
+    NotNegative,
+    Positive,
+    PositiveShare,
+    Share,
+    SmallShare,
+    Text,
+    Unbounded,
+    dataclass,
+    need,
+    nested,
+    yaml_defaults,
+)
 from config.variant import variant
 
 PAPERS_MAX_TOKENS = 2048
+SyncMode = Literal["humanline", "trust_region", "ema", "reset", "kl", "delayed", "never"]
+LOWER = "is the lower bound of the token log-ratio in nats (the paper's is -1.5): must be 0 or less"
+UPPER = "is the upper bound of the token log-ratio in nats (the paper's is 1.5): must be 0 or more"
 
 
 @dataclass
 @yaml_defaults("config.yaml:wandb")
 class WandbConfig:
     enabled: bool
-    project: str | None
-    entity: str | None
-    name: str | None
-    group: str | None
-    tags: list[str]
-    dir: str | None
+    project: Text | None
+    entity: Text | None
+    name: Text | None
+    group: Text | None
+    tags: list[Text]
+    dir: Text | None
+
+
+@dataclass
+@yaml_defaults("config.yaml:humanline_sampling")
+class BetaConfig:
+    """The constants of Definition 4.2. The defaults are those of Theorem 4.3 for the paper's clipping range,
+    e^-1.5 to e^1.5, at k = 100 and a bound of 10: the thresholds are spread around the ends of that range."""
+
+    M_P: Positive
+    M_R: Positive
+    gamma_P: Positive
+    beta_P: Positive
+    gamma_R: Positive
+    beta_R: Positive
+
+
+@dataclass
+@yaml_defaults("config.yaml:muon")
+class MuonConfig:
+    lr: Annotated[Positive, "must be above 0, and finite; null: lr"] | None
+    momentum: SmallShare
+    adjust_lr: Literal["match_rms_adamw", "original"]
+
+
+@dataclass
+@yaml_defaults("config.yaml:retention")
+class RetentionConfig:
+    """What an evaluation measures about the retention of the initial weights' behaviour."""
+
+    kl: bool
+    prompts: Count | None
+    tokens: Count | None
+    data: Text | None
+    path: Text | None
+    eval_path: Text | None
+    verifier: Text | None
+
+    def __post_init__(self) -> None:
+        for key in ("path", "eval_path", "verifier"):
+            second = self.data is not None or getattr(self, key) is None
+            need(self, second, key, "belongs to a second task: name it in retention.data")
+
+
+@dataclass
+@yaml_defaults("correction/none.yaml")
+class CorrectionConfig:
+    """Corrections for samples that another policy drew. The yaml files in config/correction say what each key
+    means."""
+
+    name: Text
+    _target_: Text | None
+    weighs: Literal["tokens", "examples"]
+    reads_behavior: bool
+    reads_collision: bool
+    low: Annotated[NotNegative, "is a bound of a ratio"]
+    high: Annotated[float, Unbounded]
+    delta: float
+    mismatch: Literal["refuse", "allow"]
+
+    def __post_init__(self) -> None:
+        need(self, self.high > self.low, "high", f"must be above correction.low={self.low}")
 
 
 @dataclass
@@ -53,63 +127,63 @@ class Config:
     data: DataConfig
     loss: dict[str, Any]
     trainer: TrainerConfig
-    seed: int
-    exp_name: str | None
-    runs_dir: str
-    cache_dir: str
+    seed: Annotated[int, Field(ge=0, lt=2**32), "must lie in [0, 2^32)"]
+    exp_name: Text | None
+    runs_dir: Text
+    cache_dir: Text
     overwrite: bool
     resume: bool
-    resume_with_other: list[str]
+    resume_with_other: list[Text]
     dry_run: bool
-    idle_settings: str
+    idle_settings: Literal["refuse", "note"]
     humanline: bool
-    log_epsilon_P: float
-    log_epsilon_R: float
-    humanline_mode: str
+    log_epsilon_P: Annotated[float, Field(le=0), Unbounded, LOWER]
+    log_epsilon_R: Annotated[float, Field(ge=0), Unbounded, UPPER]
+    humanline_mode: Literal["clip", "sample", "rule"]
     humanline_rule: dict[str, Any]
-    sync_freq: int
-    sync_mode: str | None
-    sync_alpha: float
-    sync_kl: float
-    ratio_reference: str
+    sync_freq: Count
+    sync_mode: SyncMode | None
+    sync_alpha: PositiveShare
+    sync_kl: Annotated[Positive, Unbounded, "is a bound in nats a token"]
+    ratio_reference: Literal["reference", "behavior"]
     online: bool
-    reference_batch_size: int | None
+    reference_batch_size: Count | None
     diagnostics: bool
     log_drift: bool
-    drift_examples: int | None
-    n_epochs: int | None
-    n_examples: int | None
-    n_eval_examples: int | None
-    n_eval_prompts: int | None
-    n_eval_samples: int
+    drift_examples: Count | None
+    n_epochs: Count | None
+    n_examples: Count | None
+    n_eval_examples: Count | None
+    n_eval_prompts: Count | None
+    n_eval_samples: Count
     evaluations: dict[str, Any]
-    eval_every: int | None
-    save_every: int | None
+    eval_every: Natural | None
+    save_every: Count | None
     async_save: bool
-    keep_checkpoints: int
-    keep_best: str | None
-    patience: int | None
-    optimizer: str
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    scheduler: str
-    warmup: float
-    min_lr_ratio: float
-    max_skipped_steps: int
-    replicas: int
-    watchdog_seconds: float
+    keep_checkpoints: Count
+    keep_best: Text | None
+    patience: Count | None
+    optimizer: Literal["AdamW", "Muon", "AdamW8bit"]
+    lr: Annotated[Positive, "must be above 0, and finite"]
+    beta1: SmallShare
+    beta2: SmallShare
+    eps: Positive
+    weight_decay: NotNegative
+    scheduler: Literal["constant", "cosine", "linear"]
+    warmup: Annotated[Share, "is a fraction of the steps"]
+    min_lr_ratio: Share
+    max_skipped_steps: Count
+    replicas: Count
+    watchdog_seconds: Positive
     trackers: dict[str, Any]
     callbacks: dict[str, Any]
-    push_to_hub: str | None
+    push_to_hub: Text | None
     hub_private: bool
     report: bool
     wandb: WandbConfig = nested(WandbConfig)
     sampler: SamplerConfig = nested(SamplerConfig)
     environment: EnvironmentConfig = nested(EnvironmentConfig)
-    reward: dict[str, Any] | None = None
+    reward: Annotated[dict[str, Any], AfterValidator(completed)] | None = None
     rounds: RoundsConfig = nested(RoundsConfig)
     humanline_sampling: BetaConfig = nested(BetaConfig)
     correction: CorrectionConfig = nested(CorrectionConfig)
@@ -120,192 +194,113 @@ class Config:
     def __post_init__(self) -> None:
         for key in ("name", "_target_"):
             found = self.loss.get(key)
-            require(
-                isinstance(found, str) and found != "", f"loss.{key}", found, "must be a text; loss= sets it"
-            )
-        if self.reward is not None:
-            self.reward = completed(self.reward)
-        self._check_ranges()
-        self._check_combinations()
-
-    def _check_ranges(self) -> None:
-        require(0 < self.lr < math.inf, "lr", self.lr, "must be above 0, and finite")
-        for key in ("beta1", "beta2"):
-            require(0 <= getattr(self, key) < 1, key, getattr(self, key), "must lie in [0, 1)")
-        require(self.eps > 0, "eps", self.eps, "must be above 0")
-        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "must be 0 or more")
-        require(
-            0 <= self.warmup <= 1, "warmup", self.warmup, "is a fraction of the steps: must lie in [0, 1]"
-        )
-        require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "must lie in [0, 1]")
-        for key in (
-            "n_epochs",
-            "n_examples",
-            "n_eval_examples",
-            "n_eval_prompts",
-            "eval_every",
-            "save_every",
-            "reference_batch_size",
-            "drift_examples",
-            "patience",
-        ):
-            value = getattr(self, key)
-            least = 0 if key == "eval_every" else 1
-            require(value is None or value >= least, key, value, f"must be at least {least}, or null")
-        for key in ("n_eval_samples", "sync_freq", "keep_checkpoints", "max_skipped_steps", "replicas"):
-            require(getattr(self, key) >= 1, key, getattr(self, key), "must be at least 1")
-        require(self.watchdog_seconds > 0, "watchdog_seconds", self.watchdog_seconds, "must be above 0")
-        require(0 <= self.seed < 2**32, "seed", self.seed, "must lie in [0, 2^32)")
+            named = isinstance(found, str) and found != ""
+            require(named, f"loss.{key}", found, "must be a text; loss= sets it")
         check_keep_best(self.keep_best, self.evaluations)
         evaluation_sets(self.evaluations, self.data)
-        require(
-            self.patience is None or (self.keep_best is not None and self.eval_every != 0),
-            "patience",
-            self.patience,
-            f"counts evaluations (eval_every={self.eval_every}) of one number (keep_best={self.keep_best}): "
-            "give both",
-        )
-        one_of("idle_settings", self.idle_settings, ("refuse", "note"))
-        one_of("optimizer", self.optimizer, OPTIMIZERS)
-        one_of("scheduler", self.scheduler, ("constant", "cosine", "linear"))
-
-    def _check_combinations(self) -> None:
-        require(
-            self.log_epsilon_P <= 0,
-            "log_epsilon_P",
-            self.log_epsilon_P,
-            "is the lower bound of the token log-ratio in nats (the paper's is -1.5): must be 0 or less",
-        )
-        require(
-            self.log_epsilon_R >= 0,
-            "log_epsilon_R",
-            self.log_epsilon_R,
-            "is the upper bound of the token log-ratio in nats (the paper's is 1.5): must be 0 or more",
-        )
-        require(
-            self.log_epsilon_P < self.log_epsilon_R,
-            "log_epsilon_P",
-            self.log_epsilon_P,
-            f"must be below log_epsilon_R={self.log_epsilon_R}",
-        )
-        require(
-            not (self.overwrite and self.resume),
-            "overwrite",
-            True,
-            "cannot go with resume=true: overwrite=true deletes the run, resume=true goes on with it; give "
-            "one",
-        )
-        require(
-            self.n_epochs is not None or self.n_examples is not None,
-            "n_epochs",
-            None,
-            "give n_epochs or n_examples",
-        )
-        if self.humanline:
-            require(
-                self.has_reference,
-                "humanline",
-                True,
-                f"loss={self.loss['name']} has no reference model, so there is nothing to clip or to sync "
-                "(paper §5.1); "
-                "use a loss with one (dpo, kto, grpo) or humanline=false",
-            )
+        self._check_run()
         self._check_method()
+        self._check_syncing()
         self._check_correction()
         if self.online:
             self._check_online()
 
+    def _check_run(self) -> None:
+        """Check what the settings of the run's length and place require of each other."""
+        need(
+            self,
+            self.patience is None or (self.keep_best is not None and self.eval_every != 0),
+            "patience",
+            f"counts evaluations (eval_every={self.eval_every}) of one number (keep_best={self.keep_best}): "
+            "give both",
+        )
+        need(
+            self,
+            not (self.overwrite and self.resume),
+            "overwrite",
+            "cannot go with resume=true: overwrite=true deletes the run, resume=true goes on with it; give "
+            "one",
+        )
+        ends = self.n_epochs is not None or self.n_examples is not None
+        need(self, ends, "n_epochs", "give n_epochs or n_examples")
+
     def _check_method(self) -> None:
-        """Check the requirements that humanline's modes, the modes of syncing and the loss's own settings
-        have of each other."""
+        """Check what humanline and the loss's own settings require of each other."""
+        name = f"loss={self.loss['name']}"
+        below = f"must be below log_epsilon_R={self.log_epsilon_R}"
+        need(self, self.log_epsilon_P < self.log_epsilon_R, "log_epsilon_P", below)
+        need(
+            self,
+            not self.humanline or self.has_reference,
+            "humanline",
+            f"{name} has no reference model, so there is nothing to clip or to sync (paper §5.1); use a loss "
+            "with one (dpo, kto, grpo) or humanline=false",
+        )
+        need(
+            self,
+            self.humanline_mode != "rule" or "_target_" in self.humanline_rule,
+            "humanline_rule",
+            "names no function: humanline_rule._target_=my_rules.soft, and its numbers beside it",
+        )
+        leaves = "says how humanline=true treats a token; humanline=false leaves all as they are"
+        need(self, self.humanline or self.humanline_mode == "clip", "humanline_mode", leaves)
         check_trainer_keys(self.loss, self.trainer)
         for key in ("frac_unique_desirable", "frac_unique_undesirable"):
             labelled = self.trainer.labelled_examples and not self.online
-            require(
+            need(
+                self.data,
                 labelled or getattr(self.data, key) == 1,
-                f"data.{key}",
-                getattr(self.data, key),
-                f"takes single examples out of pairs, which loss={self.loss['name']} "
-                f"{'online ' if self.online else ''}does not read",
+                key,
+                f"takes single examples out of pairs, which {name} {'online ' if self.online else ''}does "
+                "not read",
             )
-        require(
-            not self.online or self.trainer.online,
-            "online",
-            True,
-            f"loss={self.loss['name']} trains on a fixed data set: its samples would not be what it learns "
-            "from",
-        )
-        require(
+        fixed = f"{name} trains on a fixed data set: its samples would not be what it learns from"
+        need(self, not self.online or self.trainer.online, "online", fixed)
+        need(
+            self.data,
             self.data.logprob_range is None or self.trainer.logprob_range,
-            "data.logprob_range",
-            self.data.logprob_range,
-            f"orders completions by what the model thinks of them; loss={self.loss['name']} trains one that "
-            "only scores them",
+            "logprob_range",
+            f"orders completions by what the model thinks of them; {name} trains one that only scores them",
         )
-        one_of("humanline_mode", self.humanline_mode, ("clip", "sample", "rule"))
-        require(
-            self.humanline_mode != "rule" or "_target_" in self.humanline_rule,
-            "humanline_rule",
-            self.humanline_rule,
-            "names no function: humanline_rule._target_=my_rules.soft, and its numbers beside it",
-        )
-        require(
-            self.humanline or self.humanline_mode == "clip",
-            "humanline_mode",
-            self.humanline_mode,
-            "says how humanline=true treats a token; humanline=false leaves all as they are",
-        )
-        self._check_syncing()
 
     def _check_syncing(self) -> None:
         """Check what the modes of syncing require of the numbers and of the loss."""
-        modes = ("humanline", "trust_region", "ema", "reset", "kl", "delayed", "never")
-        one_of("sync_mode", self.sync_mode, (None, *modes))
-        require(
-            self.sync_mode is None or self.has_reference,
-            "sync_mode",
-            self.sync_mode,
-            f"loss={self.loss['name']} has no reference model, so there is nothing to sync",
-        )
-        require(
-            self.rounds.reset_reference or self.has_reference,
-            "rounds.reset_reference",
-            False,
-            f"loss={self.loss['name']} has no reference model that could stay",
-        )
-        require(
+        name = f"loss={self.loss['name']}"
+        nothing = f"{name} has no reference model, so there is nothing to sync"
+        need(self, self.sync_mode is None or self.has_reference, "sync_mode", nothing)
+        kept = self.rounds.reset_reference or self.has_reference
+        need(self.rounds, kept, "reset_reference", f"{name} has no reference model that could stay")
+        need(
+            self,
             self.humanline or self.sync_mode != "humanline",
             "sync_mode",
-            self.sync_mode,
             "needs humanline=true; for syncing without clipping add log_epsilon_P=-.inf log_epsilon_R=.inf",
         )
-        require(
+        need(
+            self.rounds,
             self.syncing != "delayed" or not self.keeps_reference,
-            "rounds.reset_reference",
-            False,
+            "reset_reference",
             f"is not for sync_mode=delayed: its scores are made sync_freq={self.sync_freq} steps ahead, when "
             "the next round's samples do not exist yet",
         )
-        require(self.sync_kl > 0, "sync_kl", self.sync_kl, "is a bound in nats a token: must be above 0")
-        require(
+        one_of("loss.kl_anchor", self.loss.get("kl_anchor", "reference"), ("reference", "initial"))
+        need(
+            self,
             self.syncing != "kl" or self.sync_freq > 1,
             "sync_freq",
-            self.sync_freq,
             "must be above 1 with sync_mode=kl: after so many steps the reference moves in any case",
         )
-        one_of("loss.kl_anchor", self.loss.get("kl_anchor", "reference"), ("reference", "initial"))
-        require(0 < self.sync_alpha <= 1, "sync_alpha", self.sync_alpha, "must lie in (0, 1]")
-        require(
+        need(
+            self,
             self.sync_alpha == 1 or self.syncing in ("trust_region", "ema"),
             "sync_alpha",
-            self.sync_alpha,
             "is for sync_mode=trust_region and ema; in every other mode the reference becomes the policy "
             "itself",
         )
-        require(
+        need(
+            self,
             self.syncing != "ema" or self.sync_alpha < 1,
             "sync_alpha",
-            self.sync_alpha,
             "must be below 1 with sync_mode=ema, whose reference moves towards the policy step by step",
         )
 
@@ -313,15 +308,13 @@ class Config:
         """Check what a correction, or a ratio to the behaviour policy, requires of the loss, and of the
         sampler, by whose log-probabilities it divides."""
         correction, of = self.correction, self.trainer.corrections
-        fitting = " or ".join(of) or "nothing"
         require(
             correction._target_ is None or correction.weighs in of,
             "correction",
             correction.name,
-            f"weighs {correction.weighs}, and of loss={self.loss['name']} {fitting} can be weighed; use "
-            "correction=none or another loss",
+            f"weighs {correction.weighs}, and of loss={self.loss['name']} {' or '.join(of) or 'nothing'} can "
+            "be weighed; use correction=none or another loss",
         )
-        one_of("ratio_reference", self.ratio_reference, ("reference", "behavior"))
         if self.ratio_reference == "behavior":
             self._check_ratio_to_behavior()
         wanted = self.model.logit_temperature
@@ -337,60 +330,44 @@ class Config:
 
     def _check_ratio_to_behavior(self) -> None:
         """Check what ratio_reference=behavior requires of the loss, the correction and the syncing."""
-        key = ("ratio_reference", "behavior")
-        require(
+        key = "ratio_reference"
+        need(
+            self,
             "tokens" in self.trainer.corrections,
-            *key,
+            key,
             f"is for losses that weigh tokens by a ratio (grpo, dr_grpo, ppo_group), and this is "
             f"loss={self.loss['name']}",
         )
-        require(
+        need(
+            self,
             not self.correction.reads_behavior or self.correction.name == "negative_masked",
-            *key,
+            key,
             f"has the behaviour policy in the ratio already; correction={self.correction.name} would divide "
             "by it once more: use correction=none or negative_masked",
         )
-        require(
-            self.syncing != "kl",
-            *key,
-            "leaves sync_mode=kl no distance from the reference to measure; use another sync_mode",
-        )
+        no_distance = "leaves sync_mode=kl no distance from the reference to measure; use another sync_mode"
+        need(self, self.syncing != "kl", key, no_distance)
 
     def _check_online(self) -> None:
         """Check what online rounds require of the other settings."""
-        require(
+        name, rounds = f"loss={self.loss['name']}", self.rounds
+        need(
+            self,
             self.reward is not None,
             "reward",
-            None,
             "online=true scores the policy's samples: choose a file of config/reward, as in reward=armorm "
             "or reward=verifier",
         )
         self.check_room()
         self.check_samples()
-        require(
-            self.rounds.samples >= 2 or self.rounds.feedback == "threshold",
-            "rounds.samples",
-            self.rounds.samples,
-            f"must be at least 2: rounds.feedback={self.rounds.feedback} compares the samples of a context",
-        )
-        require(
-            self.data.logprob_range is None,
-            "data.logprob_range",
-            self.data.logprob_range,
-            "chooses among completions that are there before training; online=true samples its own",
-        )
-        require(
-            self.n_examples is None,
-            "n_examples",
-            self.n_examples,
-            "is for offline: set rounds.contexts, or rounds.examples",
-        )
-        require(
-            self.rounds.feedback in self.trainer.feedback,
-            "rounds.feedback",
-            self.rounds.feedback,
-            f"is not for loss={self.loss['name']}: use {' or '.join(self.trainer.feedback)}",
-        )
+        several = f"must be at least 2: rounds.feedback={rounds.feedback} compares the samples of a context"
+        need(rounds, rounds.samples >= 2 or rounds.feedback == "threshold", "samples", several)
+        chooses = "chooses among completions that are there before training; online=true samples its own"
+        need(self.data, self.data.logprob_range is None, "logprob_range", chooses)
+        offline = "is for offline: set rounds.contexts, or rounds.examples"
+        need(self, self.n_examples is None, "n_examples", offline)
+        fitting = f"is not for {name}: use {' or '.join(self.trainer.feedback)}"
+        need(rounds, rounds.feedback in self.trainer.feedback, "feedback", fitting)
 
     def check_room(self) -> None:
         """Raise ConfigError unless the longest sample fits behind the longest prompt. Otherwise the sample
@@ -407,10 +384,10 @@ class Config:
 
     def check_samples(self) -> None:
         """Raise ConfigError for several samples a prompt that would all be the same answer."""
-        require(
+        need(
+            self.sampler,
             self.sampler.temperature > 0 or self.rounds.samples == 1,
-            "sampler.temperature",
-            self.sampler.temperature,
+            "temperature",
             f"draws the same answer rounds.samples={self.rounds.samples} times: use a temperature above 0, "
             "or rounds.samples=1",
         )

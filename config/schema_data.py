@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from common.errors import one_of, require
-from config.defaults import yaml_defaults
+from pydantic import AfterValidator
+
+from common.errors import require
 from config.files import of_project
 from config.schema_instruct import StoriesConfig
+from config.typed import NotNegative, Positive, Share, SmallShare, Text, dataclass, must, need, yaml_defaults
+
+OfProject = Annotated[Text, AfterValidator(of_project)]
+RANGE = (
+    "give two shares of the groups, from the least likely on, as in [0.25, 1]: 0 <= low < high <= 1; null "
+    "keeps all"
+)
+"""What data.logprob_range takes."""
+
+
+def _is_range(ends: list[float]) -> bool:
+    return len(ends) == 2 and 0 <= ends[0] < ends[1] <= 1
+
+
+Kept = Annotated[Share, "is a share of the examples"]
 
 
 @dataclass
@@ -16,13 +31,10 @@ class MixPart:
     """One set of ``data=mix``: a file of config/data, its weight, and optionally another path to read it
     from."""
 
-    name: str = "???"
-    weight: float = 1.0
-    path: str | None = None
-    eval_path: str | None = None
-
-    def __post_init__(self) -> None:
-        require(self.weight > 0, "data.mix.weight", self.weight, f"of {self.name} must be above 0")
+    name: Text
+    weight: Positive = 1.0
+    path: Text | None = None
+    eval_path: Text | None = None
 
 
 @dataclass
@@ -31,79 +43,37 @@ class DataConfig:
     """Where groups come from. ``source`` is the import path of a function ``f(config, split) ->
     data.sources.Loaded``."""
 
-    name: str
-    source: str
-    path: str | None
-    eval_path: str | None
-    revision: str | None
-    subset: str | None
-    data_dir: str | None
-    split: str
-    eval_split: str | None
-    eval_fraction: float
-    format: str
-    columns: dict[str, str] | None
-    ignore_columns: list[str] | None
-    numbers: list[str] | None
-    max_unreadable: float
+    name: Text
+    source: Text
+    path: OfProject | None
+    eval_path: OfProject | None
+    revision: Text | None
+    subset: Text | None
+    data_dir: Text | None
+    split: Text
+    eval_split: Text | None
+    eval_fraction: Annotated[SmallShare, "is the share of the prompts held out for evaluation"]
+    format: Text
+    columns: Annotated[dict[str, Text], ", as in {prompt: question}"] | None
+    ignore_columns: list[Text] | None
+    numbers: list[Text] | None
+    max_unreadable: Annotated[Share, "is a share of the rows"]
     one_label: bool
-    system_prompt: str | None
-    control_tokens: str
-    long_prompts: str
+    system_prompt: Text | None
+    control_tokens: Literal["keep", "escape", "drop"]
+    long_prompts: Literal["cut", "drop"]
     apply_chat_template: bool
-    score_threshold: float
-    verifier: str | None
-    frac_unique_desirable: float
-    frac_unique_undesirable: float
-    logprob_range: list[float] | None
+    score_threshold: NotNegative
+    verifier: Text | None
+    frac_unique_desirable: Kept
+    frac_unique_undesirable: Kept
+    logprob_range: Annotated[list[float], must(_is_range, RANGE)] | None
     mix: list[MixPart] | None
     instruct: StoriesConfig | None
 
     def __post_init__(self) -> None:
-        self.path, self.eval_path = of_project(self.path), of_project(self.eval_path)
-        if isinstance(self.instruct, Mapping):  # from a file of config/data read as plain data
-            self.instruct = StoriesConfig(**self.instruct)
-        require(
-            (self.instruct is None) or self.source.startswith("data.instruct."),
-            "data.instruct",
-            self.name,
-            "is for data=instruct",
-        )
-        shares = {
-            "frac_unique_desirable": "examples",
-            "frac_unique_undesirable": "examples",
-            "max_unreadable": "rows",
-        }
-        for key, of in shares.items():
-            require(
-                0 <= getattr(self, key) <= 1,
-                f"data.{key}",
-                getattr(self, key),
-                f"is a share of the {of}: must lie in [0, 1]",
-            )
+        stories = self.instruct is None or self.source.startswith("data.instruct.")
+        require(stories, "data.instruct", self.name, "is for data=instruct")
         mixes = self.source == "data.mix.mixed"
-        require(
-            bool(self.mix) == mixes,
-            "data.mix",
-            self.mix,
-            "name the sets, as in 'data.mix=[{name: hh, weight: 0.7}, {name: shp, weight: 0.3}]'"
-            if mixes
-            else "is for data=mix",
-        )
-        one_of("data.control_tokens", self.control_tokens, ("keep", "escape", "drop"))
-        one_of("data.long_prompts", self.long_prompts, ("cut", "drop"))
-        require(self.score_threshold >= 0, "data.score_threshold", self.score_threshold, "must be 0 or more")
-        ends = self.logprob_range
-        require(
-            ends is None or (len(ends) == 2 and 0 <= ends[0] < ends[1] <= 1),
-            "data.logprob_range",
-            ends,
-            "give two shares of the groups, from the least likely on, as in [0.25, 1]: 0 <= low < high <= "
-            "1; null keeps all",
-        )
-        require(
-            0 <= self.eval_fraction < 1,
-            "data.eval_fraction",
-            self.eval_fraction,
-            "is the share of the prompts held out for evaluation: must lie in [0, 1)",
-        )
+        example = "name the sets, as in 'data.mix=[{name: hh, weight: 0.7}, {name: shp, weight: 0.3}]'"
+        need(self, bool(self.mix) == mixes, "mix", example if mixes else "is for data=mix")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
-from common.errors import one_of, require
-from config.defaults import yaml_defaults
+from pydantic import Field
 
-ROLES = ("tool", "user", "assistant")
+from config.typed import Count, Positive, Text, dataclass, need, yaml_defaults
+
+Role = Literal["tool", "user", "assistant"]
+ROLES = get_args(Role)
+TURNS = "counts turns of the policy: must be at least 2, or nobody answers it (environment=none)"
 
 
 @dataclass
@@ -16,42 +18,24 @@ ROLES = ("tool", "user", "assistant")
 class EnvironmentConfig:
     """The yaml files in config/environment say what each key means."""
 
-    name: str
-    path: str | None
-    role: str
-    max_turns: int
-    max_turn_tokens: int | None
-    stops: list[str]
-    timeout: float
-    workers: int
+    name: Text
+    path: Text | None
+    role: Role
+    max_turns: Annotated[int, Field(ge=2), TURNS]
+    max_turn_tokens: Count | None
+    stops: list[Text]
+    timeout: Annotated[Positive, "is in seconds"]
+    workers: Count
     options: dict[str, Any]
 
     def __post_init__(self) -> None:
-        require(
-            self.path is not None or self.name == "none",
-            "environment.path",
-            self.path,
-            "name the function that answers the policy, as in environment.path=my_module.play",
-        )
-        one_of("environment.role", self.role, ROLES)
-        require(
-            self.max_turns >= 2,
-            "environment.max_turns",
-            self.max_turns,
-            "counts turns of the policy: must be at least 2, or nobody answers it (environment=none)",
-        )
-        require(
-            self.max_turn_tokens is None or self.max_turn_tokens >= 1,
-            "environment.max_turn_tokens",
-            self.max_turn_tokens,
-            "must be at least 1, or null",
-        )
-        require(self.timeout > 0, "environment.timeout", self.timeout, "is in seconds: must be above 0")
-        require(self.workers >= 1, "environment.workers", self.workers, "must be at least 1")
-        require(
+        named = self.path is not None or self.name == "none"
+        example = "name the function that answers the policy, as in environment.path=my_module.play"
+        need(self, named, "path", example)
+        need(
+            self,
             self.role != "assistant" or self.path is None or self.stops != [],
-            "environment.stops",
-            self.stops,
+            "stops",
             "environment.role=assistant goes on inside the policy's turn: name the tokens that interrupt it, "
             "as in 'environment.stops=[\"=\"]'",
         )

@@ -3,16 +3,28 @@ config/eval.yaml says what each key means."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from common.errors import one_of, require
+from pydantic import Field
+
+from common.errors import require
 from common.files import check_name
-from config.defaults import nested, yaml_defaults
-from config.schema_benchmarks import AlpacaEvalConfig, IfevalConfig, LmEvalConfig
+from config.schema_rewards import Seconds, address
+from config.typed import (
+    Count,
+    Natural,
+    NotNegative,
+    Share,
+    Text,
+    dataclass,
+    must,
+    need,
+    nested,
+    yaml_defaults,
+)
 
-KINDS = ("accuracy", "compare", "alpacaeval", "ifeval", "lm_eval")
-"""Allowed values of ``kind``. Each is a module of ``evals``; the docstring of that package describes its
-contract."""
+Kind = Literal["accuracy", "compare", "alpacaeval", "ifeval", "lm_eval"]
+"""Each is a module of ``evals``; the docstring of that package describes its contract."""
 READ = ("model", "data", "sampler", "environment", "reward", "seed", "runs_dir", "cache_dir", "wandb")
 """The settings of a run that an evaluation reads."""
 
@@ -24,26 +36,14 @@ class AccuracyConfig:
     1)."""
 
     greedy: bool
-    samples: int
-    k: list[int]
-    verifier: str | None
+    samples: Annotated[Natural, "must be at least 1, or 0 for greedy accuracy alone"]
+    k: Annotated[list[Count], must(bool, "give at least one, as in accuracy.k=[1]")]
+    verifier: Text | None
 
     def __post_init__(self) -> None:
-        require(
-            self.samples >= 0,
-            "accuracy.samples",
-            self.samples,
-            "must be at least 1, or 0 for greedy accuracy alone",
-        )
-        require(
-            self.greedy or self.samples > 0,
-            "accuracy.samples",
-            0,
-            "with accuracy.greedy=false nothing is left to measure",
-        )
-        require(bool(self.k), "accuracy.k", self.k, "give at least one, as in accuracy.k=[1]")
+        nothing = "with accuracy.greedy=false nothing is left to measure"
+        need(self, self.greedy or self.samples > 0, "samples", nothing)
         for k in self.k:
-            require(k >= 1, "accuracy.k", k, "must be at least 1")
             require(
                 k <= self.samples or not self.samples,
                 "accuracy.k",
@@ -58,17 +58,69 @@ class AccuracyConfig:
 class CompareConfig:
     """``kind=compare``: a reward compares two models' answers to the same prompts."""
 
-    samples: int
-    tie: float
+    samples: Count
+    tie: Annotated[NotNegative, "is the largest difference of two rewards that is a tie"]
+
+
+@dataclass
+@yaml_defaults("eval.yaml:alpacaeval")
+class AlpacaEvalConfig:
+    """``kind=alpacaeval``: a judge compares answers to AlpacaEval's instructions with a baseline's answers,
+    through the alpaca_eval library."""
+
+    annotations: Text | None
+    outputs: Text | None
+    reference: Text | None
+    difficulty: Text | None
+    model: Text | None
+    base_url: Annotated[Text, address("/chat/completions is found")]
+    api_key_env: Text | None
+    annotator: Text
+    concurrency: Count
+    timeout: Seconds
+    retries: Natural
+    max_missing: Annotated[Share, "is the share of answers that may go without a judgement"]
+    dollars_per_million_tokens: NotNegative | None
 
     def __post_init__(self) -> None:
-        require(self.samples >= 1, "compare.samples", self.samples, "must be at least 1")
-        require(
-            self.tie >= 0,
-            "compare.tie",
-            self.tie,
-            "is the largest difference of two rewards that is a tie: must be 0 or more",
+        need(
+            self,
+            self.annotations is None or self.outputs is None,
+            "annotations",
+            "are judgements, alpacaeval.outputs are answers still to be judged: give one of them",
         )
+        for key, done in (("annotations", "judged"), ("outputs", "written")):
+            need(
+                self,
+                self.model is not None or getattr(self, key) is None,
+                "model",
+                f"writes the answers and asks no judge; alpacaeval.{key} is {done} already: leave one of "
+                "them out",
+            )
+
+
+@dataclass
+@yaml_defaults("eval.yaml:ifeval")
+class IfevalConfig:
+    """``kind=ifeval``: IFEval's prompts, answered by the settings' own sampler."""
+
+    path: Text | None
+    max_tokens: Count
+
+
+@dataclass
+@yaml_defaults("eval.yaml:lm_eval")
+class LmEvalConfig:
+    """``kind=lm_eval``: tasks of EleutherAI's harness, run by the lm_eval library."""
+
+    tasks: list[Text]
+    include_path: Text | None
+    num_fewshot: Natural | None
+    batch_size: Count
+    chat_template: bool | None
+    system_instruction: Text | None
+    unsafe_code: bool
+    bootstrap: Natural
 
 
 @dataclass
@@ -76,18 +128,18 @@ class CompareConfig:
 class EvalStage:
     """Settings of ``eval.py`` itself."""
 
-    kind: str
-    run: list[str]
-    step: int | None
-    answers: str | None
-    against: list[str]
-    name: str | None
-    out: str | None
+    kind: Kind
+    run: list[Text]
+    step: Annotated[Natural, "is a step's number"] | None
+    answers: Text | None
+    against: list[Text]
+    name: Text | None
+    out: Text | None
     overwrite_out: bool
-    split: str
-    limit: int | None
-    resamples: int
-    confidence: float
+    split: Literal["train", "eval"]
+    limit: Count | None
+    resamples: Annotated[int, Field(ge=100), "must be at least 100: fewer give no confidence interval"]
+    confidence: Annotated[float, Field(gt=0, lt=1), "must lie in (0, 1)"]
     accuracy: AccuracyConfig = nested(AccuracyConfig)
     compare: CompareConfig = nested(CompareConfig)
     alpacaeval: AlpacaEvalConfig = nested(AlpacaEvalConfig)
@@ -95,39 +147,14 @@ class EvalStage:
     lm_eval: LmEvalConfig = nested(LmEvalConfig)
 
     def __post_init__(self) -> None:
-        one_of("kind", self.kind, KINDS)
-        one_of("split", self.split, ("train", "eval"))
-        require(self.limit is None or self.limit >= 1, "limit", self.limit, "must be at least 1, or null")
-        require(
-            self.resamples >= 100,
-            "resamples",
-            self.resamples,
-            "must be at least 100: fewer give no confidence interval",
-        )
-        require(0 < self.confidence < 1, "confidence", self.confidence, "must lie in (0, 1)")
-        require(
-            self.step is None or self.step >= 0,
-            "step",
-            self.step,
-            "is a step's number: must be 0 or more, or null",
-        )
         if self.name is not None:
             check_name("name", self.name)
-        self._check_targets()
-
-    def _check_targets(self) -> None:
         compares = self.kind == "compare"
-        require(self.step is None or bool(self.run), "step", self.step, "is a checkpoint of a run: give run=")
-        require(
-            not self.answers or not self.run, "answers", self.answers, "is instead of run=: give one of them"
-        )
-        require(compares or not self.against, "against", self.against, "is for kind=compare")
-        require(
-            compares or not self.answers,
-            "answers",
-            self.answers,
-            "is for kind=compare; other kinds sample their own",
-        )
+        need(self, self.step is None or bool(self.run), "step", "is a checkpoint of a run: give run=")
+        need(self, not self.answers or not self.run, "answers", "is instead of run=: give one of them")
+        need(self, compares or not self.against, "against", "is for kind=compare")
+        own = "is for kind=compare; other kinds sample their own"
+        need(self, compares or not self.answers, "answers", own)
         require(
             bool(self.against) or not compares,
             "against",
@@ -135,9 +162,9 @@ class EvalStage:
             "kind=compare needs what to compare with: a run, a model or a file of answers, as in "
             "against=runs/y",
         )
-        require(
+        need(
+            self,
             not compares or len(self.against) in (1, max(1, len(self.run))),
             "against",
-            self.against,
             f"give one, or as many as run= has ({len(self.run)}), in the same order",
         )

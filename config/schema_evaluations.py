@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from common.errors import ConfigError, one_of, require
 from config.files import group_file
 from config.schema_data import DataConfig
@@ -140,7 +138,7 @@ def _place(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _typed(key: str, found: dict[str, Any]) -> DataConfig:
     try:
-        return typed(OmegaConf.create(found), DataConfig, f"{key}.")
+        return typed(found, DataConfig, f"{key}.")
     except ConfigError as error:
         raise of_set(key, error) from error
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-from common.errors import ConfigError, require
-from config.defaults import yaml_defaults
+from common.errors import ConfigError
+from config.typed import Count, Text, dataclass, yaml_defaults
 
 CARDS = {
     "A100-40GB": 39.4,
@@ -28,15 +27,12 @@ CARDS = {
 class PlanConfig:
     """config/config.yaml says what each key means."""
 
-    card: str | None
-    ranks: int | None
+    card: Text | None
+    ranks: Count | None
 
     def __post_init__(self) -> None:
         if self.card is not None:
             card_memory("plan.card", self.card)
-        require(
-            self.ranks is None or self.ranks >= 1, "plan.ranks", self.ranks, "must be at least 1, or null"
-        )
 
 
 def card_memory(key: str, card: str) -> float:

@@ -3,15 +3,22 @@ processes)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from common.errors import one_of, require
-from config.defaults import yaml_defaults
+from common.errors import ConfigError
+from config.typed import (
+    Count,
+    ExportDtype,
+    NotNegative,
+    Positive,
+    PositiveShare,
+    Text,
+    dataclass,
+    need,
+    yaml_defaults,
+)
 
-TRANSFERS = ("shared_memory", "ipc", "nccl", "disk")
-"""How weights reach vLLM: vLLM's own backends ``ipc`` and ``nccl``, this project's ``shared_memory`` on one
-machine, and ``disk``, a folder."""
+Seconds = Annotated[Positive, "is a number of seconds"]
 
 
 @dataclass
@@ -20,130 +27,72 @@ class SamplerConfig:
     """The yaml files in config/sampler say what each key means. The defaults of temperature, top-p and length
     are the paper's (§5)."""
 
-    name: str
-    _target_: str
+    name: Text
+    _target_: Text
     separate: bool
-    temperature: float
-    top_p: float
-    max_tokens: int | None
-    batch_size: int | None
-    dtype: str | None
+    temperature: Annotated[NotNegative, "must be 0 (greedy) or more"]
+    top_p: Annotated[PositiveShare, "must lie in (0, 1]; 1 keeps every token"]
+    max_tokens: Count | None
+    batch_size: Count | None
+    dtype: ExportDtype | None
     devices: list[int] | None
-    tensor_parallel: int
-    data_parallel: int
-    gpu_memory_utilization: float
-    cpu_kv_cache_gb: float
+    tensor_parallel: Count
+    data_parallel: Count
+    gpu_memory_utilization: Annotated[PositiveShare, "is a share of the GPU's memory"]
+    cpu_kv_cache_gb: Positive
     enforce_eager: bool
-    start_timeout: float
-    timeout: float
-    weight_transfer: str
-    adapters: str
-    urls: list[str] | None
+    start_timeout: Seconds
+    timeout: Seconds
+    weight_transfer: Literal["auto", "shared_memory", "ipc", "nccl", "disk"]
+    adapters: Literal["auto", "merged", "alone"]
+    urls: list[Text] | None
     options: dict[str, Any]
 
     def __post_init__(self) -> None:
-        require(self.temperature >= 0, "sampler.temperature", self.temperature, "must be 0 (greedy) or more")
-        require(0 < self.top_p <= 1, "sampler.top_p", self.top_p, "must lie in (0, 1]; 1 keeps every token")
-        require(
-            self.batch_size is None or self.batch_size >= 1,
-            "sampler.batch_size",
-            self.batch_size,
-            "must be at least 1, or null",
-        )
-        one_of("sampler.weight_transfer", self.weight_transfer, ("auto", *TRANSFERS))
-        one_of("sampler.adapters", self.adapters, ("auto", "merged", "alone"))
-        require(
-            self.adapters != "alone" or self.separate,
-            "sampler.adapters",
-            self.adapters,
-            "needs sampler=vllm; the embedded sampler is the policy itself: leave it at auto",
-        )
-        one_of("sampler.dtype", self.dtype, (None, "float32", "bfloat16", "float16"))
-        require(
-            self.max_tokens is None or self.max_tokens >= 1,
-            "sampler.max_tokens",
-            self.max_tokens,
-            "must be at least 1, or null",
-        )
-        for key, value in (
-            ("tensor_parallel", self.tensor_parallel),
-            ("data_parallel", self.data_parallel),
-        ):
-            require(value >= 1, f"sampler.{key}", value, "must be at least 1")
-        require(self.cpu_kv_cache_gb > 0, "sampler.cpu_kv_cache_gb", self.cpu_kv_cache_gb, "must be above 0")
-        for key, seconds in (("start_timeout", self.start_timeout), ("timeout", self.timeout)):
-            require(seconds > 0, f"sampler.{key}", seconds, "is a number of seconds: must be above 0")
-        require(
-            0 < self.gpu_memory_utilization <= 1,
-            "sampler.gpu_memory_utilization",
-            self.gpu_memory_utilization,
-            "is a share of the GPU's memory: must lie in (0, 1]",
-        )
+        embedded = "needs sampler=vllm; the embedded sampler is the policy itself: leave it at auto"
+        need(self, self.adapters != "alone" or self.separate, "adapters", embedded)
         self._check_devices()
         self._check_urls()
-        require(
+        need(
+            self,
             self.weight_transfer != "ipc" or self.shares_devices,
-            "sampler.weight_transfer",
-            self.weight_transfer,
+            "weight_transfer",
             "needs an engine on the trainer's GPUs, and sampler.devices gives it others: use nccl or auto",
         )
-        require(
+        need(
+            self,
             self.weight_transfer != "nccl" or not self.shares_devices,
-            "sampler.weight_transfer",
-            self.weight_transfer,
+            "weight_transfer",
             "needs an engine with GPUs of its own: name them in sampler.devices, or use ipc or auto",
         )
 
     def _check_urls(self) -> None:
         if self.urls is None:
             return
-        require(self.separate, "sampler.urls", self.urls, "needs sampler=vllm")
+        need(self, self.separate, "urls", "needs sampler=vllm")
         for url in self.urls:
             scheme, _, host = url.partition("://")
-            require(
-                (scheme in ("http", "https") and bool(host)) or url.startswith("unix:/"),
-                "sampler.urls",
-                url,
-                "is no address of a server: write it as http://host:port, or unix:/path of a socket",
-            )
-        require(
-            len({url.rstrip("/") for url in self.urls}) == len(self.urls) > 0,
-            "sampler.urls",
-            self.urls,
-            "must name at least one server, and none twice",
-        )
-        for key, value, default in (
-            ("devices", self.devices, None),
-            ("data_parallel", self.data_parallel, 1),
-        ):
-            require(
-                value == default,
-                f"sampler.{key}",
-                value,
-                f"is of engines that a run starts itself; with sampler.urls leave it at {default}",
-            )
+            if not ((scheme in ("http", "https") and host) or url.startswith("unix:/")):
+                said = "is no address of a server: write it as http://host:port, or unix:/path of a socket"
+                raise ConfigError("sampler.urls", url, said)
+        different = len({url.rstrip("/") for url in self.urls}) == len(self.urls) > 0
+        need(self, different, "urls", "must name at least one server, and none twice")
+        for key, default in (("devices", None), ("data_parallel", 1)):
+            own = f"is of engines that a run starts itself; with sampler.urls leave it at {default}"
+            need(self, getattr(self, key) == default, key, own)
 
     def _check_devices(self) -> None:
         if self.devices is None:
-            require(
-                self.data_parallel == 1 or self.separate,
-                "sampler.data_parallel",
-                self.data_parallel,
-                "needs sampler=vllm; the embedded sampler already uses every rank",
-            )
+            every = "needs sampler=vllm; the embedded sampler already uses every rank"
+            need(self, self.data_parallel == 1 or self.separate, "data_parallel", every)
             return
-        need = self.tensor_parallel * self.data_parallel
-        require(
-            self.separate,
-            "sampler.devices",
-            self.devices,
-            "needs sampler=vllm; embedded uses the trainer's own",
-        )
-        require(
-            len(set(self.devices)) == len(self.devices) == need,
-            "sampler.devices",
-            self.devices,
-            f"must name {need} different GPUs (tensor_parallel={self.tensor_parallel} x "
+        wanted = self.tensor_parallel * self.data_parallel
+        need(self, self.separate, "devices", "needs sampler=vllm; embedded uses the trainer's own")
+        need(
+            self,
+            len(set(self.devices)) == len(self.devices) == wanted,
+            "devices",
+            f"must name {wanted} different GPUs (tensor_parallel={self.tensor_parallel} x "
             f"data_parallel={self.data_parallel})",
         )
 

@@ -3,10 +3,10 @@ round on its own. Their yaml files say what each key means."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
+from typing import Literal
 
-from common.errors import one_of, require
-from config.defaults import yaml_defaults
+from config.typed import Count, Natural, Text, dataclass, need, yaml_defaults
 
 
 @dataclass
@@ -15,20 +15,16 @@ class SampleStage:
     """``sample.py``: ``rounds.samples`` answers to each prompt of the data, sampled from ``model`` by
     ``sampler``."""
 
-    run: str | None
-    out: str
-    format: str
-    split: str
-    skip: int
-    limit: int | None
+    run: Text | None
+    out: Text
+    format: Literal["groups", "alpacaeval", "halos"]
+    split: Literal["train", "eval"]
+    skip: Natural
+    limit: Count | None
     overwrite_out: bool
 
     def __post_init__(self) -> None:
-        one_of("format", self.format, ("groups", "alpacaeval", "halos"))
-        one_of("split", self.split, ("train", "eval"))
-        _check_suffix(self.out, self.format)
-        require(self.skip >= 0, "skip", self.skip, "must be 0 or more")
-        require(self.limit is None or self.limit >= 1, "limit", self.limit, "must be at least 1, or null")
+        _check_suffix(self)
 
 
 @dataclass
@@ -37,18 +33,18 @@ class LabelStage:
     """``label.py``: scores by ``reward`` of the samples in a file, and the feedback made from them according
     to ``rounds``."""
 
-    out: str
-    format: str
+    out: Text
+    format: Literal["groups", "binary", "pairwise", "scalar"]
     overwrite_out: bool
-    samples: str = field(default="???", metadata={"key": "in"})  # "in" is a Python keyword
+    samples: Text = field(metadata={"key": "in"})  # "in" is a Python keyword
 
     def __post_init__(self) -> None:
-        one_of("format", self.format, ("groups", "binary", "pairwise", "scalar"))
-        _check_suffix(self.out, self.format)
+        _check_suffix(self)
 
 
-def _check_suffix(out: str, form: str) -> None:
-    """Raise ConfigError unless the name ``out`` has the suffix of the format. Readers tell JSON lines from a
-    single JSON list by the file's name."""
-    suffix = ".jsonl" if form == "groups" else ".json"
-    require(out.endswith(suffix), "out", out, f"with format={form} the file's name must end with {suffix}")
+def _check_suffix(stage: SampleStage | LabelStage) -> None:
+    """Raise ConfigError unless the file's name has the suffix of the format. Readers tell JSON lines from a
+    single JSON list by it."""
+    suffix = ".jsonl" if stage.format == "groups" else ".json"
+    said = f"with format={stage.format} the file's name must end with {suffix}"
+    need(stage, stage.out.endswith(suffix), "out", said)

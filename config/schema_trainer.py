@@ -4,11 +4,11 @@ name."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import field
 from typing import Any
 
 from common.errors import require
-from config.defaults import yaml_defaults
+from config.typed import Text, dataclass, yaml_defaults
 
 RESERVED_LOSS_KEYS = ("name", "_target_", "reference", "kl_anchor", "entropy_share")
 """Keys of ``loss`` that are no numbers for the loss function or its trainer."""
@@ -20,14 +20,14 @@ class TrainerConfig:
     """The class that trains, and the settings that it accepts."""
 
     online: bool
-    feedback: list[str]
+    feedback: list[Text]
     labelled_examples: bool
     logprob_range: bool
     beta_scales_rewards: bool
-    loss_keys: list[str]
-    corrections: list[str]
-    name: str = "???"
-    _target_: str = "???"
+    loss_keys: list[Text]
+    corrections: list[Text]
+    name: Text = field()  # which trainer it is never comes from the file that gives the other defaults
+    _target_: Text = field()
 
 
 def loss_numbers(loss: dict[str, Any], trainer_keys: Sequence[str]) -> dict[str, Any]:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from common.errors import ConfigError, one_of, require
-from config.defaults import yaml_defaults
+from common.errors import ConfigError, require
 from config.files import group_file
 from config.schema_rewards import OWN_KEYS, RewardConfig
+from config.typed import dataclass, yaml_defaults
 
 KEY = "reward.weighted.parts"
 OWN = ("weight", "reward")
 """Keys of a part in addition to the settings of its reward."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Part:
     """One reward of the sum, and the factor by which its scores are multiplied."""
 
@@ -34,10 +34,9 @@ class WeightedConfig:
     section."""
 
     parts: dict[str, Any]
-    normalize: str
+    normalize: Literal["none", "group"]
 
     def __post_init__(self) -> None:
-        one_of("reward.weighted.normalize", self.normalize, ("none", "group"))
         example = "give rewards with weights: {verifier: {weight: 1}, function: {weight: 0.2, path: m.f}}"
         require(bool(self.parts), KEY, self.parts, example)
         for name, settings in self.parts.items():
@@ -58,7 +57,7 @@ class WeightedConfig:
             for name, part in self.found().items()
             if part.reward.models_alone() is not None
         }
-        return WeightedConfig(parts, self.normalize) if parts else None
+        return WeightedConfig(parts=parts, normalize=self.normalize) if parts else None
 
     def found(self) -> dict[str, Part]:
         """Return each part by its name, with its reward's settings typed. Raises ConfigError."""

@@ -7,17 +7,14 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from common.errors import ConfigError
 from common.imports import import_function
 from config.arguments import in_quotes, override_in
-from config.defaults import section
-from config.files import FOLDER
+from config.files import FOLDER, section
 from config.schema import Config
 from config.schema_data import DataConfig
-from config.schema_eval import EvalStage
-from config.schema_stages import LabelStage, SampleStage
 
 
 def as_written(arguments: list[str]) -> list[str]:
@@ -55,6 +52,9 @@ def is_text(key: str) -> bool:
     kind, _, last = rest.partition(".")
     if first == "reward":
         return any(last in _texts(schema) for schema in _reward_settings(kind))
+    from config.schema_eval import EvalStage  # read here: a run needs neither
+    from config.schema_stages import LabelStage, SampleStage
+
     of_texts = f"{key.rpartition('.')[0]}.*"
     return any({key, of_texts} & _texts(schema) for schema in (Config, SampleStage, LabelStage, EvalStage))
 
@@ -70,7 +70,9 @@ def _found(schema: type, prefix: str = "") -> Iterator[str]:
     for item in fields(schema):
         hint, name = hints[item.name], f"{prefix}{item.metadata.get('key', item.name)}"
         for part in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
-            if part is str or (get_origin(part) is list and str in get_args(part)):
+            choices = get_args(part) if get_origin(part) is Literal else ()
+            texts = part is str or (get_origin(part) is list and str in get_args(part))
+            if texts or (choices and all(isinstance(choice, str) for choice in choices)):
                 yield name
             elif get_origin(part) is dict and get_args(part)[1] is str:
                 yield f"{name}.*"

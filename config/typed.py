@@ -1,147 +1,273 @@
-"""Conversion of a mapping into a dataclass of settings, with ConfigError for unknown keys, wrong types and
-missing values."""
+"""Sections of settings as frozen pydantic dataclasses. A section's annotations say the types, ranges and
+choices of its settings, config/*.yaml their defaults; every refusal of pydantic becomes a ConfigError here.
+
+Types are strict: ``3.0`` is no whole number, ``yes`` is not true. A number where a text belongs is that text.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
-from dataclasses import fields, is_dataclass
-from functools import cache
-from typing import Any, TypeVar, get_args, get_origin
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import field, fields, is_dataclass
+from functools import cache, partial, wraps
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+from pydantic.dataclasses import rebuild_dataclass
 
 from common.errors import ConfigError, require
 from common.secrets import remember
+from config.files import section
 from config.unknown import NOTHING, names, remedy, section_says, type_hints
 
 T = TypeVar("T")
 
-INFINITE = ("log_epsilon_P", "log_epsilon_R", "sync_kl", "model.max_grad_norm", "correction.high")
-"""Settings that may be infinite: a bound that no number reaches."""
-_MAPPINGS: dict[Any, str] = {
-    dict[str, str] | None: "{prompt: question}",
-    dict[str, Any] | None: "{enable_thinking: false}",
-}
-"""Mappings that may be null, with an example."""
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, validate_default=True, defer_build=True)
+INFINITIES = {".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf}
+"""YAML's words for infinity, which Hydra reads on the command line as texts."""
+UNSET = "has no default; set it on the command line"
+NAN = "is not a number; give a number"
 
 
-def typed(cfg: DictConfig, schema: type[T], prefix: str = "") -> T:
-    """Return ``cfg`` as an instance of the dataclass ``schema``. ``prefix`` is its place among all settings,
-    for example ``reward.judge.``, and appears in messages.
+def _text(value: Any) -> Any:
+    return str(value) if isinstance(value, int | float) else value
+
+
+Text = Annotated[str, BeforeValidator(_text)]
+Count = Annotated[int, Field(ge=1), "must be at least 1"]
+Natural = Annotated[int, Field(ge=0), "must be at least 0"]
+Positive = Annotated[float, Field(gt=0), "must be above 0"]
+NotNegative = Annotated[float, Field(ge=0), "must be 0 or more"]
+Share = Annotated[float, Field(ge=0, le=1), "must lie in [0, 1]"]
+PositiveShare = Annotated[float, Field(gt=0, le=1), "must lie in (0, 1]"]
+SmallShare = Annotated[float, Field(ge=0, lt=1), "must lie in [0, 1)"]
+"""A number and its range. A text that is added to one, as in Annotated[Share, "is a share of the rows"],
+comes before "must …" in the remedy, and replaces it if it says what the number must be."""
+Unbounded = Field(allow_inf_nan=True)
+"""Marks a bound that no number may reach, so that it may be infinite."""
+Dtype = Literal["float32", "bfloat16"]
+ExportDtype = Literal[Dtype, "float16"]
+
+
+def must(test: Callable[[Any], bool], says: str) -> AfterValidator:
+    """Return what refuses a value for which ``test`` is false, with the remedy ``says``."""
+
+    def checked(value: Any) -> Any:
+        if not test(value):
+            raise ValueError(says)
+        return value
+
+    return AfterValidator(checked)
+
+
+def need(of: Any, condition: bool, name: str, says: str) -> None:
+    """Raise ConfigError about the setting ``name`` of the section ``of``, with its value, unless
+    ``condition``."""
+    require(condition, f"{place_of(of)}{name}", getattr(of, name), says)
+
+
+def yaml_defaults(*places: str, name: str | None = None) -> Callable[[type[T]], type[T]]:
+    """Give the fields of a class the values that they have in config/, before ``dataclass`` reads them.
+
+    ``places`` are files of config/, each with an optional section, for example ``config.yaml:rounds``. The
+    first place that has a key gives its value, and the first place is also the section's name in messages,
+    unless ``name`` is. A field stays without a default if no place has it or its value there is ``???``, and
+    unchanged if it has one of its own. Fields that a base class leaves without a default are filled too.
+    """
+
+    def fill(cls: type[T]) -> type[T]:
+        file, _, inner = places[0].partition(":")
+        cls._place = name or ".".join(filter(None, (file.rpartition("/")[0], inner)))  # type: ignore[attr-defined]
+        for base in cls.__mro__[1:]:
+            hints = get_type_hints(base, include_extras=True) if is_dataclass(base) else {}
+            for item in fields(base) if is_dataclass(base) else ():
+                if item.default is item.default_factory:  # both are dataclasses.MISSING
+                    cls.__annotations__.setdefault(item.name, hints[item.name])
+        for key in cls.__annotations__:
+            value = next((at[key] for at in map(section, places) if key in at), "???")
+            if key not in vars(cls) and value != "???":
+                copied = field(default_factory=partial(copy.deepcopy, value))
+                setattr(cls, key, copied if isinstance(value, list | dict) else value)
+        return cls
+
+    return fill
+
+
+def _checked(cls: type[T], frozen: bool = True) -> type[T]:
+    """Make a section of ``cls``: a frozen dataclass whose fields are given by name and checked, also in
+    ``dataclasses.replace``. Making one raises ConfigError, and so may its ``__post_init__``."""
+    made: Any = pydantic_dataclass(cls, config=STRICT, frozen=frozen, kw_only=True)
+    made.__get_pydantic_core_schema__ = classmethod(_from_mapping)
+    checks = made.__init__
+
+    @wraps(checks)
+    def init(self: Any, **values: Any) -> None:
+        _build(made)
+        try:
+            checks(self, **values)
+        except ValidationError as error:
+            raise config_error(error, made, place_of(made)) from error
+
+    init.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # within another section it is not called
+    made.__init__ = init
+    return cast(type[T], made)
+
+
+def _build(section: Any) -> None:
+    """Let pydantic read the annotations of a section. That takes a while, so it waits until the section is
+    needed; it also brings another ``__init__``."""
+    if not section.__pydantic_complete__:
+        init = section.__init__
+        rebuild_dataclass(section)
+        section.__init__ = init
+
+
+if TYPE_CHECKING:
+    from dataclasses import dataclass
+else:
+    dataclass = _checked
+
+
+def _from_mapping(cls: type, source: Any, handler: Callable[[Any], Any]) -> Any:
+    """Return pydantic's schema of a section, which also takes a mapping of its settings; the settings
+    themselves stay strict."""
+    schema = inner = handler(source)
+    while inner["type"] != "dataclass":
+        inner = inner["schema"]
+    inner["strict"] = False
+    return schema
+
+
+def with_defaults(of: type[T], **values: Any) -> T:
+    """Return a section built from ``values``, with the defaults for all other fields. A type checker does not
+    see these defaults, so it would reject the plain call."""
+    return of(**values)
+
+
+def nested(of: type[T]) -> T:
+    """Return the default of a field that is itself a section: that section with all its defaults."""
+    return cast(T, field(default_factory=of))
+
+
+def typed(cfg: DictConfig | dict[str, Any], schema: type[T], prefix: str = "") -> T:
+    """Return ``cfg`` as the section ``schema``. ``prefix`` is its place among all settings, for example
+    ``reward.judge.``, and appears in messages.
 
     Raises ConfigError for an unknown key (with the nearest known one), a wrong type, a missing value, a value
     out of range or an impossible combination.
     """
-    raw = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(raw, dict)
+    if not hasattr(schema, "__pydantic_validator__"):  # a plain dataclass of the user's
+        checked = typed(cfg, _plain(cast(Any, schema)), prefix)
+        return schema(**{item.name: getattr(checked, item.name) for item in fields(cast(Any, checked))})
+    raw = cfg if isinstance(cfg, dict) else OmegaConf.to_container(cfg, resolve=True)
     remember(raw)
-    _refuse_unknown({str(key): value for key, value in raw.items()}, schema, prefix, schema, prefix)
-    cfg = OmegaConf.create(_infinities(raw))
+    _build(schema)
     try:
-        merged = OmegaConf.merge(structured(schema), cfg)  # type: ignore[arg-type]
-        config = OmegaConf.to_object(merged)
-    except MissingMandatoryValue as error:
-        key = (error.full_key or "").removeprefix(f"{schema.__name__}.")
-        raise ConfigError(prefix + key, "???", "has no default; set it on the command line") from error
-    except (ValidationError, ConfigKeyError) as error:
-        key = error.full_key or "config"
-        value = OmegaConf.select(cfg, key)
-        raise ConfigError(prefix + key, value, _right_value(schema, prefix, key, value, error)) from error
-    except OmegaConfBaseException as error:
-        raise ConfigError(prefix + (error.full_key or "config"), "?", str(error).splitlines()[0]) from error
-    assert isinstance(config, schema)
-    refuse_not_finite(config, prefix)
-    return config
-
-
-def _right_value(schema: type, prefix: str, key: str, value: Any, error: OmegaConfBaseException) -> str:
-    """Return what a setting of another type takes, with a value that is right."""
-    first_line = str(error.msg or error).splitlines()[0]
-    kinds = {"to Float": "a number", "to Integer": "a whole number", "valid bool": "true or false"}
-    kind = next((kinds[name] for name in kinds if name in first_line), None)
-    *sections, last = key.split(".")
-    for part in sections:
-        schema = type_hints(schema).get(part, object) if is_dataclass(schema) else object
-    if kind is None or not is_dataclass(schema):
-        return f"{first_line} (wrong type)"
-    right = str(getattr(schema, last, None)).lower()
-    right = {"none": "1"}.get(right, right) if kind != "true or false" else "true"
-    return f"must be {kind}, as in {prefix}{key}={right}"
+        made = schema.__pydantic_validator__.validate_python(_read(raw, prefix))  # type: ignore[attr-defined]
+    except ValidationError as error:
+        raise config_error(error, schema, prefix) from error
+    return cast(T, made)
 
 
 @cache
-def structured(schema: type) -> DictConfig:
-    """Return the settings of a dataclass with their types and defaults, to be merged with others and never
-    changed: they are worked out once."""
-    made = OmegaConf.structured(schema)
-    assert isinstance(made, DictConfig)
-    return made
+def _plain(schema: Any) -> Any:
+    return _checked(schema, frozen=False)
 
 
-def refuse_not_finite(found: Any, key: str = "", free: bool = False) -> None:
-    """Raise ConfigError for a number in ``found``, the settings under ``key``, that is NaN, because every
-    comparison with it is false, and for an infinite one outside of ``INFINITE``. With ``free``, as in a
-    mapping of a loss's own settings, the code that reads a number knows whether it may be infinite."""
-    if is_dataclass(found):
-        start = f"{key}." if key and not key.endswith(".") else key
-        for item in fields(found):
-            refuse_not_finite(getattr(found, item.name), f"{start}{item.name}", free)
-    elif isinstance(found, dict):
-        for name, item in found.items():
-            refuse_not_finite(item, f"{key}.{name}", True)
-    elif isinstance(found, list | tuple):
-        for i, item in enumerate(found):
-            refuse_not_finite(item, f"{key}[{i}]", free)
-    elif isinstance(found, float):
-        require(not math.isnan(found), key, found, "is not a number; give a number")
-        require(free or key in INFINITE or math.isfinite(found), key, found, "must be finite")
-
-
-def _infinities(tree: Any) -> Any:
-    """Return ``tree`` with YAML's words for infinity as numbers, because Hydra reads ``.inf`` on the command
-    line as a text."""
+def _read(tree: Any, key: str) -> Any:
+    """Return the settings under ``key`` with YAML's infinities as numbers. Raises ConfigError for a value
+    that is missing, and for NaN, because every comparison with it is false."""
     if isinstance(tree, dict):
-        return {key: _infinities(value) for key, value in tree.items()}
-    return (
-        {".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf}.get(tree, tree)
-        if isinstance(tree, str)
-        else tree
-    )
+        start = f"{key}." if key and not key.endswith(".") else key
+        return {str(name): _read(item, f"{start}{name}") for name, item in tree.items()}
+    if isinstance(tree, list):
+        return [_read(item, f"{key}[{i}]") for i, item in enumerate(tree)]
+    require(tree != "???", key, tree, UNSET)
+    require(not isinstance(tree, float) or not math.isnan(tree), key, tree, NAN)
+    return INFINITIES.get(tree, tree) if isinstance(tree, str) else tree
 
 
-def _refuse_unknown(raw: dict[str, Any], schema: Any, prefix: str, whole: Any, start: str) -> None:
-    """Raise ConfigError for a key that the schema does not have, because nothing would read it. ``whole`` is
-    the schema of all settings, whose names begin with ``start``."""
-    known = type_hints(schema)
-    for key, value in raw.items():
-        if key not in known:
-            said = remedy(f"{prefix}{key}", str(value), names(whole, start))
-            here = f"; known here: {', '.join(sorted(known))}" if said == NOTHING else ""
-            raise ConfigError(f"{prefix}{key}", value, said + here)
-        if known[key] in _MAPPINGS:
-            said = f"is a mapping, as in {_MAPPINGS[known[key]]}"
-            require(isinstance(value, dict | None), prefix + key, value, said)
-        is_mapping = get_origin(known[key]) is dict or is_dataclass(known[key])
-        if is_mapping and not isinstance(value, dict) and value != "???":
-            said = f"is a mapping: give its settings, as in {prefix}{key}.name=value"
-            if is_dataclass(known[key]):
-                said = f"is a section, not a setting; {section_says(prefix + key, names(whole, start))}"
-            raise ConfigError(prefix + key, value, said)
-        section = _dataclass_in(known[key])
-        if section is None:
-            continue
-        if isinstance(value, dict):
-            _refuse_unknown(value, section, f"{prefix}{key}.", whole, start)
-        for i, part in enumerate(value if isinstance(value, list) else []):
-            required = "a mapping, as in {name: hh, weight: 0.7}"
-            require(isinstance(part, dict), f"{prefix}{key}[{i}]", part, f"is one of {key}: {required}")
-            _refuse_unknown(part, section, f"{prefix}{key}[{i}].", whole, start)
+def config_error(error: ValidationError, schema: type, place: str) -> ConfigError:
+    """Return the first of pydantic's refusals: unknown keys come first, missing ones last."""
+    order = {"unexpected_keyword_argument": 0, "missing": 2}
+    first = min(error.errors(include_url=False), key=lambda one: order.get(one["type"], 1))
+    raised = first.get("ctx", {}).get("error")
+    if isinstance(raised, ConfigError):
+        return raised
+    key = place.rstrip(".")
+    for part in first["loc"]:
+        key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else str(part)
+    if first["type"] == "missing":
+        return ConfigError(key, "???", UNSET)
+    value, limits = first["input"], first.get("ctx", {}).values()
+    value = float(value) if any(isinstance(limit, float) for limit in limits) else value  # 0 is 0.0 there
+    return ConfigError(key, value, str(raised) if raised else _remedy(first, key, schema, place))
 
 
-def _dataclass_in(hint: Any) -> Any:
-    """Return the dataclass that a type hint is or contains, for example as a list item or beside None; return
-    None if it contains none."""
-    if is_dataclass(hint):
-        return hint
-    return next((found for part in get_args(hint) if (found := _dataclass_in(part)) is not None), None)
+def _remedy(error: Any, key: str, schema: Any, place: str) -> str:
+    """Return what to do about a refusal of the setting ``key``."""
+    kind, value = error["type"], error["input"]
+    start = f"{place.rstrip('.')}.".lstrip(".")
+    section, name = _holder(schema, [part for part in error["loc"] if isinstance(part, str)])
+    if kind == "unexpected_keyword_argument":
+        said = remedy(key, str(value), names(schema, start))
+        return said + (f"; known here: {', '.join(sorted(type_hints(section)))}" if said == NOTHING else "")
+    if kind == "dataclass_type":
+        listed = f"is one of {name}: a mapping, as in {{name: hh, weight: 0.7}}"
+        alone = f"is a section, not a setting; {section_says(key, names(schema, start))}"
+        return listed if isinstance(error["loc"][-1], int) else alone
+    parts = list(_parts(get_type_hints(section, include_extras=True)[name]))
+    *base, said = ["", *(part for part in parts if isinstance(part, str))]
+    if kind.startswith(("greater", "less")):
+        limit = said if "must " in said else f"{said}: {base[-1]}"
+        return f"{limit}, or null" if NoneType in parts and "null" not in limit else limit
+    if kind == "literal_error":
+        choices = (choice for part in parts if get_origin(part) is Literal for choice in get_args(part))
+        return f"use one of {', '.join(map(str, [*(None,) * (NoneType in parts), *choices]))}"
+    if kind == "finite_number":
+        return NAN if math.isnan(value) else said if "finite" in said else "must be finite"
+    if kind == "dict_type":
+        return f"is a mapping{said or f': give its settings, as in {key}.name=value'}"
+    default = getattr(section, name, None)
+    number = str(default if isinstance(default, int | float) else 1)
+    texts = "[0,1]" if int in parts else "[a,b]"
+    takes, example = {
+        "bool": ("true or false", "true"),
+        "int": ("a whole number", number),
+        "float": ("a number", number),
+        "list": ("a list", texts),
+    }.get(kind.split("_")[0], ("a text", ""))
+    quoted = "is a text: " if isinstance(value, str) and re.fullmatch(r"[-+.\deE]*\d", value) else ""
+    return f"{quoted}must be {takes}{f', as in {key}={example}' if example else ''}"
+
+
+def _holder(schema: Any, path: list[str]) -> tuple[Any, str]:
+    """Return the section of the setting at ``path`` within ``schema``, and the setting's own name, which may
+    be a mapping that has the rest of the path."""
+    for name in path[:-1]:
+        inner = next((part for part in _parts(type_hints(schema)[name]) if is_dataclass(part)), None)
+        if inner is None:
+            return schema, name
+        schema = inner
+    return schema, path[-1]
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    """Yield a type hint and everything in it: types, annotations and choices."""
+    yield hint
+    if get_origin(hint) is not Literal:
+        for part in (
+            (hint.__origin__, *hint.__metadata__) if hasattr(hint, "__metadata__") else get_args(hint)
+        ):
+            yield from _parts(part)
+
+
+def place_of(of: Any) -> str:
+    """Return the place of a section among all settings, with a full stop behind it; "" for all of them."""
+    place: str = getattr(of, "_place", "")
+    return f"{place}." if place else ""

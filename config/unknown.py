@@ -11,9 +11,8 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from common.secrets import is_secret
-from config.defaults import section
 from config.elsewhere import DIFFERENT, Row, known_elsewhere
-from config.files import FOLDER
+from config.files import FOLDER, section
 
 MOST_NAMED = 4
 """Most settings with the same last name that a message lists. A longer list would not help."""

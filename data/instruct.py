@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 
 from common.errors import ConfigError, DataError, require
-from config.defaults import section
+from config.files import section
 from config.schema_data import DataConfig
 from config.schema_instruct import StoriesConfig
 from data.groups import read_groups

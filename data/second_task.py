@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from common.errors import ConfigError
 from config.files import group_file
+from config.schema import RetentionConfig
 from config.schema_data import DataConfig
-from config.schema_retention import RetentionConfig
 from data.sources import load_groups
 from data.types import Group
 

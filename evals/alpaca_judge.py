@@ -22,7 +22,7 @@ import yaml  # type: ignore[import-untyped]
 from common.errors import StoppedError
 from common.files import write_whole
 from common.progress import progress
-from config.schema_benchmarks import AlpacaEvalConfig
+from config.schema_eval import AlpacaEvalConfig
 from evals.alpaca_files import Row
 from evals.alpaca_library import annotator_settings, library, quiet
 from rollouts.rewards.base import Missing, RewardError

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from common.errors import ConfigError, DataError, StoppedError, require
 from config.schema import Config
@@ -120,7 +121,7 @@ def check_leaves_something(
     """Raise ConfigError if the feedback of all samples would be an empty file, with the reasons and the
     settings that leave something."""
 
-    def made(kind: str) -> list[object]:
+    def made(kind: Any) -> list[object]:
         settings = with_threshold(replace(rounds, feedback=kind, zero_variance=None), scores)
         return [feedback(one, values, settings, seed) for one, values in zip(samples, scores, strict=True)]
 

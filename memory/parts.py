@@ -16,12 +16,11 @@ from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from common.errors import ConfigError
-from config.defaults import with_defaults
-from config.schema import Config
+from config.schema import Config, RetentionConfig
 from config.schema_model import ModelConfig
-from config.schema_retention import RetentionConfig
 from config.schema_rewards import RewardModelConfig, TeacherConfig
 from config.schema_weighted import WeightedConfig
+from config.typed import with_defaults
 from memory.simulate import Answer, evaluates
 from models.attention import heads_of
 from models.shapes import architecture

@@ -102,7 +102,7 @@ def answer(question: Question) -> Answer:
     return carried_on(answers[0], answers[1], layers)
 
 
-def exported_in(given: ModelConfig, hf_config: PretrainedConfig) -> str:
+def exported_in(given: ModelConfig, hf_config: PretrainedConfig) -> Any:
     """Return the dtype of the exported model, which the temporary folder's missing weights cannot tell."""
     try:
         dtype: str | torch.dtype = export_dtype(given)

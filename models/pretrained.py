@@ -29,7 +29,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import find_adapter_config_file, is_flash_attn_2_available, is_flash_attn_3_available
 
 from common.errors import ConfigError, require
-from config.defaults import section
+from config.files import section
 from config.schema_model import SELECTIVE, ModelConfig
 from data.templates import chosen_template
 from models.gguf import check_gguf, check_split, dequantised, is_gguf, source, split_as_stored

@@ -79,7 +79,7 @@ class Conversations:
         """Raises ConfigError for a chat template without such turns, stops that are not single tokens, or a
         function that cannot be imported."""
         self.config, self.renderer = config, renderer
-        self.added = {config.role: AddedTurns(renderer, config.role)}
+        self.added: dict[str, AddedTurns] = {config.role: AddedTurns(renderer, config.role)}
         self.stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *self._markers())))
         self.process = EnvironmentProcess(config, log_dir)
 

@@ -15,6 +15,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from common.errors import ConfigError, require
+from config.files import Loader
 from launch.grid import Run, Settings
 
 TASKS = {name: Path(__file__).parent / name / "plan.yaml" for name in ("adder", "instruct")}
@@ -259,8 +260,8 @@ def read_yaml(key: str, path: Path, missing: str) -> Any:
     """Return the content of a YAML file. Raises ConfigError if it does not exist or cannot be read."""
     require(path.is_file(), key, path, missing)
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        return yaml.load(path.read_text(encoding="utf-8"), Loader)
+    except (yaml.YAMLError, ValueError, TypeError) as error:
         raise ConfigError(key, path, f"is no YAML: {' '.join(str(error).split())}") from error
 
 

@@ -17,8 +17,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from common.errors import StoppedError
 from config.cli import guarded
-from config.defaults import section, with_defaults
+from config.files import section
 from config.schema_model import ModelConfig
+from config.typed import with_defaults
 from models.export import export, full_state, whole_folder
 from models.pretrained import load_policy, load_tokenizer
 

@@ -13,9 +13,9 @@ from statistics import fmean
 
 from tokenizers import Regex, decoders, pre_tokenizers
 
-from config.defaults import with_defaults
 from config.schema_data import DataConfig
 from config.schema_model import ModelConfig
+from config.typed import with_defaults
 from data import adder
 from data.chat import Renderer, make_renderer
 from data.groups import write_groups

@@ -30,8 +30,7 @@ from torch import Tensor
 
 from common.errors import require
 from common.imports import import_function
-from config.schema import Config
-from config.schema_correction import CorrectionConfig
+from config.schema import Config, CorrectionConfig
 from data.batches import Segment
 from data.types import Microbatch
 from trainers.losses.base import LossResult, Mean, TokenScores, mean_where, token_mean

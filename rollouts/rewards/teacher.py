@@ -22,9 +22,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from common.errors import require
-from config.defaults import with_defaults
 from config.schema_model import ModelConfig
 from config.schema_rewards import TeacherConfig
+from config.typed import with_defaults
 from data.batches import collate
 from data.chat import vocabulary_fingerprint
 from data.types import Completion, Prompt

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from common.errors import ConfigError
-from config.defaults import section
+from config.files import section
 from config.schema_rewards import VerifierConfig
 from data.types import Prompt
 from rollouts.rewards.base import Missing, RewardError

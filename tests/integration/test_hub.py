@@ -180,7 +180,7 @@ def test_an_adapter_on_the_hub_says_the_line_that_merges_it(hub, tmp_path, monke
     files = {"adapter_config.json": b'{"base_model_name_or_path": "org/base", "peft_type": "LORA"}'}
     hub.files["org/lora"] = files | ({"tokenizer_config.json": b"{}"} if own else {})
     with pytest.raises(ConfigError, match="is an adapter of org/base: merge it with python -c") as said:
-        model_config(ModelConfig(name_or_path="org/lora"))
+        model_config(ModelConfig(name="lora", name_or_path="org/lora"))
     assert "M.from_pretrained('org/lora', dtype" in str(said.value)
     assert f"T.from_pretrained('org/{'lora' if own else 'base'}')" in str(said.value)
     assert str(said.value).endswith("give lora-merged")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -141,7 +142,7 @@ def test_names_on_the_hub_are_resolved_to_their_commit(tmp_path: Path, monkeypat
     (tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)
     state = {"data": "d", "inputs": dict.fromkeys(found, "c" * 40)}
     (tmp_path / "checkpoints" / "step_00000001" / "state.json").write_text(json.dumps(state))
-    config.resume = True
+    config = replace(config, resume=True)
     with pytest.raises(ConfigError, match=r"^reward\.classifier\.name_or_path=org/reward: is not what"):
         check_inputs(tmp_path, config, found)
     check_inputs(tmp_path, config, {"data.path": "b" * 40})  # its rows are compared

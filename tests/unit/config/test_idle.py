@@ -9,8 +9,7 @@ from functools import cache
 import pytest
 
 from common.errors import UserError
-from config.defaults import section
-from config.files import FOLDER
+from config.files import FOLDER, section
 from config.idle import ABSENT, _value, check_idle, conditions, why_idle
 from config.schema import Config
 from config.schema_stages import LabelStage, SampleStage

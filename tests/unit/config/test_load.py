@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from common.errors import ConfigError
-from config.defaults import section
+from config.files import section
 from config.load import changed, dump, load_saved, run_name, settings_of
 from launch.composing import Composer, compose_config
 from launch.grid import Run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import get_args, get_type_hints
 
 import pytest
@@ -10,11 +10,12 @@ import yaml
 from omegaconf import OmegaConf
 
 from common.errors import ConfigError
-from config.defaults import section, yaml_defaults
+from config.files import section
 from config.load import split_settings
 from config.schema import Config
 from config.schema_eval import EvalStage
 from config.schema_stages import LabelStage, SampleStage
+from config.typed import dataclass, yaml_defaults
 from tests.tiny import ROOT
 
 FILES = {"config.yaml": Config, "eval.yaml": EvalStage, "sample.yaml": SampleStage, "label.yaml": LabelStage}
@@ -49,7 +50,7 @@ def test_the_yaml_and_the_schema_have_the_same_keys(file):
 GROUP_FILES = {
     "model": ("model/base.yaml", "config.schema_model.ModelConfig"),
     "data": ("data/_base.yaml", "config.schema_data.DataConfig"),
-    "correction": ("correction/none.yaml", "config.schema_correction.CorrectionConfig"),
+    "correction": ("correction/none.yaml", "config.schema.CorrectionConfig"),
     "environment": ("environment/none.yaml", "config.schema_environment.EnvironmentConfig"),
 }
 
@@ -86,13 +87,11 @@ def test_no_default_of_the_yaml_files_stands_in_the_schema_too():
                 held = [section(p)[item.target.id] for p in places if item.target.id in section(p)]
                 if any(not isinstance(value, dict) and value != "???" for value in held):
                     twice.append(f"{path.stem}.{node.name}.{item.target.id}")
-    # Which trainer it is comes from its own file, never from the one that gives the other defaults.
+    # Which trainer it is comes from its own file, never from the one that gives the other defaults: no value.
     assert twice == ["schema_trainer.TrainerConfig.name", "schema_trainer.TrainerConfig._target_"]
 
 
 def test_defaults_are_copied_and_the_first_place_wins():
-    from dataclasses import dataclass
-
     @dataclass
     @yaml_defaults("config.yaml:wandb", "config.yaml")
     class Some:
@@ -101,9 +100,8 @@ def test_defaults_are_copied_and_the_first_place_wins():
         lr: float
         own: int = 3
 
-    assert Some() == Some([], None, 5e-6, 3)
+    assert Some() == Some(tags=[], project=None, lr=5e-6, own=3)
     assert Some().tags is not Some().tags
-    assert {f.name: f.default for f in fields(Some)}["lr"] != MISSING
 
 
 def test_own_settings_stand_beside_those_of_a_run():

@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 from common.errors import ConfigError, UserError
 from config.cli import compose
-from config.defaults import section
 from config.elsewhere import known_elsewhere, sources
+from config.files import section
 from config.help import help_on
 from config.load import load
 from config.schema import Config
@@ -164,6 +164,24 @@ def test_all_are_named_at_once_with_what_to_type_in_their_place() -> None:
         ("humanline=maybe", "humanline=maybe: must be true or false, as in humanline=true"),
         ("humanline = maybe", "humanline=maybe: must be true or false"),
         ("model.batch_size=3.5", "model.batch_size=3.5: must be a whole number, as in model.batch_size=32"),
+        ("seed=3.0", "seed=3.0: must be a whole number, as in seed=1"),
+        ("resume=yes", "resume=yes: must be true or false, as in resume=true"),
+        ('lr="1e-5"', "lr=1e-5: is a text: must be a number, as in lr=5e-06"),
+        ("sampler=vllm sampler.devices=0", "sampler.devices=0: must be a list, as in sampler.devices=[0,1]"),
+        ("wandb.tags=[a,[b]]", "wandb.tags[1]=['b']: must be a text"),
+        ("optimizer=null", "optimizer=None: use one of AdamW, Muon, AdamW8bit"),
+        ("wandb=true", "wandb=True: is a section, not a setting; the settings of wandb are dir, enabled"),
+        (
+            "model.chat_template_kwargs=3",
+            "model.chat_template_kwargs=3: is a mapping, as in {enable_thinking",
+        ),
+        ("rounds.lag=-1", "rounds.lag=-1: counts rounds: must be at least 0"),
+        ("save_every=0", "save_every=0: must be at least 1, or null"),
+        (
+            "data.eval_fraction=1",
+            "data.eval_fraction=1.0: is the share of the prompts held out for evaluation",
+        ),
+        ("data=mix data.mix=[{name:adder,weight:0}]", "data.mix[0].weight=0.0: must be above 0"),
         ("loss.beta=0,1", "loss.beta=0,1: a decimal has a point, as in loss.beta=0.1"),
     ],
 )

@@ -55,7 +55,10 @@ def files(tmp_path):
 
 
 def test_sets_are_mixed_and_what_one_evaluates_on_none_trains_on(files):
-    parts = [MixPart("local", 1.0, str(files["one"])), MixPart("local", 3.0, str(files["two"]))]
+    parts = [
+        MixPart(name="local", weight=weight, path=str(files[file]))
+        for file, weight in (("one", 1.0), ("two", 3.0))
+    ]
     config = DataConfig(name="mix", source="data.mix.mixed", eval_fraction=0, mix=parts)
     train, evaluation = load_splits(config)
     of = {
@@ -71,7 +74,7 @@ def test_sets_are_mixed_and_what_one_evaluates_on_none_trains_on(files):
 
 def test_the_command_line_gives_typed_parts():
     config = make_config("data=mix", "data.mix=[{name: hh, weight: 0.7}, {name: shp, weight: 0.3}]")
-    assert config.data.mix == [MixPart("hh", 0.7), MixPart("shp", 0.3)]
+    assert config.data.mix == [MixPart(name="hh", weight=0.7), MixPart(name="shp", weight=0.3)]
     assert part_config(config.data.mix[0]).path == "Anthropic/hh-rlhf"
 
 
@@ -80,7 +83,7 @@ def test_the_command_line_gives_typed_parts():
     [
         (["data=mix"], "data.mix"),
         (["data=mix", "data.mix=[{name: hh, wieght: 1}]"], "data.mix"),
-        (["data=mix", "data.mix=[{name: hh, weight: 0}]"], "data.mix.weight"),
+        (["data=mix", "data.mix=[{name: hh, weight: 0}]"], "data.mix[0].weight"),
         (["loss=kto", "data.frac_unique_desirable=1.5"], "data.frac_unique_desirable"),
         (["loss=dpo", "data.frac_unique_undesirable=0.5"], "data.frac_unique_undesirable"),
     ],
@@ -94,7 +97,7 @@ def test_wrong_settings_are_refused(overrides, key):
 def test_a_set_that_is_none_is_refused():
     for name in ("hhh", "hub", "mix"):
         with pytest.raises(ConfigError) as error:
-            mixed(DataConfig("mix", "data.mix.mixed", mix=[MixPart(name)]), "train")
+            mixed(DataConfig(name="mix", source="data.mix.mixed", mix=[MixPart(name=name)]), "train")
         assert error.value.key == "data.mix.name"
 
 
@@ -133,9 +136,9 @@ def test_shares_are_of_the_training_data_alone(tmp_path):
         "".join(json.dumps({"prompt": f"q {i}", "chosen": "a", "rejected": "b"}) + "\n" for i in range(40))
     )
     config = DataConfig(
-        "x",
-        "data.sources.local",
-        str(path),
+        name="x",
+        source="data.sources.local",
+        path=str(path),
         eval_fraction=0.25,
         frac_unique_desirable=1.0,
         frac_unique_undesirable=0.0,

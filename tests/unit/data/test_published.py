@@ -13,6 +13,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from config.schema_data import DataConfig
+from config.typed import typed
 from data.chat import Renderer
 from data.detection import FORMATS
 from data.published import SOLVERS, transcript
@@ -33,9 +34,7 @@ def shipped(name: str, *overrides: str) -> DataConfig:
     """config/data/NAME.yaml as the command line composes it."""
     with initialize_config_dir(str(CONFIG / "data"), version_base=None):
         raw = compose(name, overrides=list(overrides))
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), raw))
-    assert isinstance(config, DataConfig)
-    return config
+    return typed(raw, DataConfig)
 
 
 def load(name: str, *records: dict, **settings: object) -> Loaded:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from common.errors import StoppedError
-from config.schema_benchmarks import AlpacaEvalConfig
+from config.schema_eval import AlpacaEvalConfig
 from evals import alpaca_judge
 from evals.alpaca_judge import estimate, judge
 from tests.unit.evals.judging import Judge, answers

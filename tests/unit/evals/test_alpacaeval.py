@@ -17,8 +17,7 @@ from huggingface_hub import constants
 from omegaconf import OmegaConf
 
 from common.errors import ConfigError, DataError
-from config.schema_benchmarks import AlpacaEvalConfig, LmEvalConfig
-from config.schema_eval import EvalStage
+from config.schema_eval import AlpacaEvalConfig, EvalStage, LmEvalConfig
 from config.typed import typed
 from evals import alpaca_files, alpacaeval
 from evals.base import Target

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError, DataError
-from config.schema_benchmarks import IfevalConfig
-from config.schema_eval import EvalStage
+from config.schema_eval import EvalStage, IfevalConfig
 from evals import ifeval
 
 ROWS = [

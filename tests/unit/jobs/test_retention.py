@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from config.schema_retention import RetentionConfig
+from config.schema import RetentionConfig
 from data.batches import collate
 from data.second_task import second_task
 from data.types import Group, Prompt, Turn

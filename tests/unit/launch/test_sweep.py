@@ -44,10 +44,9 @@ if kind == "requeue" and n == 1: sys.exit(75)
 @pytest.fixture
 def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "stand_in.py").write_text(STAND_IN)
-    base = compose_config([])
+    base = compose_config([f"runs_dir='{tmp_path}'"])
 
     def make(*kinds: str, slots: int = 2, gpus: tuple[str, ...] = ()) -> Pool:
-        base.runs_dir = str(tmp_path)
         states = [
             State(Run("s", f"{kind}{i}", 1, {"kind": kind}, None), base, NEW) for i, kind in enumerate(kinds)
         ]

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import GenerationConfig
 
 from benchmarks.parts import drawn_pairs, llama
-from config.defaults import with_defaults
 from config.schema_model import ModelConfig
+from config.typed import with_defaults
 from data.batches import microbatch
 from data.types import Example
 from models.policy import Policy

@@ -247,12 +247,12 @@ def test_packing_is_refused_where_a_row_would_read_its_neighbours(model_type):
     policy, batch = tiny(model_type) if model_type in FAMILIES else of_type(model_type), rows(6)
     packed, padded = (policy(collate(batch, CPU, pack)) for pack in (True, False))
     assert (packed - padded).abs().max() > 0.1
-    found, config = policy.model.config, ModelConfig(attn_implementation="eager")
+    found, config = policy.model.config, ModelConfig(name="m", name_or_path="m", attn_implementation="eager")
     assert packs_rows(config, found)[0] is False
     with pytest.raises(
         ConfigError, match=rf"model.packing=true: .*\({model_type}\) would .* use null or false"
     ):
-        packs_rows(ModelConfig(packing=True), found)
+        packs_rows(ModelConfig(name="m", name_or_path="m", packing=True), found)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def places(monkeypatch):
 def test_what_stands_in_the_way_is_refused_where_it_was_asked_for_and_else_merged(words, said):
     config = make_config(*ONLINE, words)
     assert base_of_adapters(config) is None
-    config.sampler.adapters = "alone"
+    config = replace(config, sampler=replace(config.sampler, adapters="alone"))
     with pytest.raises(ConfigError, match=rf"^sampler\.adapters=alone: .*{said}"):
         base_of_adapters(config)
 

@@ -27,7 +27,7 @@ SCORES: list[list[float | None]] = [[1.0, 4.0, None, 2.0], [0.0, 0.0, 0.0, 0.0],
 
 def read(path, **columns):
     return load_groups(
-        DataConfig("local", "data.sources.local", path=str(path), eval_fraction=0.0), "train"
+        DataConfig(name="local", source="data.sources.local", path=str(path), eval_fraction=0.0), "train"
     ).groups
 
 

@@ -92,7 +92,7 @@ def changed(without=None, **changes):
         (lambda: ClassifierConfig(dtype="float16"), "reward.classifier.dtype"),
         (lambda: ClassifierConfig(rendering="pair"), "reward.classifier.rendering"),
         (
-            lambda: ClassifierConfig(max_length=10, max_prompt_length=10),
+            lambda: ClassifierConfig(name_or_path="m", max_length=10, max_prompt_length=10),
             "reward.classifier.max_prompt_length",
         ),
     ],

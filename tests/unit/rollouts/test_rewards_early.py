@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from common.errors import Requeue
 from common.progress import stops_if
 from common.worker_process import replies_of
-from config.defaults import section
+from config.files import section
 from config.schema_rewards import FunctionConfig, VerifierConfig
 from data.chat import make_renderer
 from data.types import Prompt, Turn

@@ -18,7 +18,7 @@ LENGTHS = {"reward": "function", "path": f"{FUNCTIONS}.lengths", "conversational
 
 
 def weighted(max_missing=0.0, normalize="none", **parts):
-    config = RewardConfig.of_kind("weighted", WeightedConfig(parts, normalize), max_missing)
+    config = RewardConfig.of_kind("weighted", WeightedConfig(parts=parts, normalize=normalize), max_missing)
     return make_reward(config)
 
 

@@ -327,7 +327,9 @@ def test_a_rounds_groups_file_trains_offline(tmp_path, compress):
         for g in feedback(replace(sampled(4), prompt=prompt(i)), [1.0, 2.0, 3.0, 4.0], RoundsConfig(), 0)
     ]
     folder.write("groups", map(to_dict, made), {}, {})
-    config = DataConfig("local", "data.sources.local", path=str(folder.file("groups")), eval_fraction=0.0)
+    config = DataConfig(
+        name="local", source="data.sources.local", path=str(folder.file("groups")), eval_fraction=0.0
+    )
     assert load_groups(config, "train").groups == made == folder.groups()
 
 

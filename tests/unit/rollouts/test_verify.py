@@ -208,7 +208,7 @@ def test_nothing_is_checked_without_verifier_or_reference(renderer, world):
     unknown = [Group(Prompt((Turn("user", "01+02="),)))]
     assert make_accuracy(config, policy, renderer, unknown, world) is None
     assert make_accuracy(config, policy, renderer, [], world) is None
-    config.data = DataConfig(name="local", source="data.sources.local")
+    config = replace(config, data=DataConfig(name="local", source="data.sources.local"))
     assert make_accuracy(config, policy, renderer, [Group(PROMPTS[0])], world) is None
 
 

@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from omegaconf import OmegaConf
 
 from common.errors import ConfigError
 from common.imports import import_function
 from common.worker_process import ROOT, WorkerError
+from config.files import section
 from config.schema_sampler import SamplerConfig
+from config.typed import typed
 from data.chat import Renderer
 from data.types import Prompt, Sequence, Turn
 from models.distributed import start
@@ -237,7 +238,7 @@ def test_the_embedded_sampler_has_no_engines(key, value):
 @pytest.mark.parametrize("name", ["embedded", "vllm"])
 def test_the_shipped_settings_are_the_schemas_with_a_comment_on_every_key(name):
     path = ROOT / "config" / "sampler" / f"{name}.yaml"
-    merged = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SamplerConfig), OmegaConf.load(path)))
+    merged = typed(dict(section(f"sampler/{name}.yaml")), SamplerConfig)
     target = f"rollouts.{name}_sampling.{name.capitalize()}Sampling"
     assert merged == SamplerConfig(name=name, _target_=target, separate=name == "vllm")
     assert callable(import_function("sampler._target_", target))

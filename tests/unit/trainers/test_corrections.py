@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from config.schema_correction import CorrectionConfig
+from config.schema import CorrectionConfig
 from data.batches import collate
 from data.examples import with_tokens
 from data.formats import RowError
