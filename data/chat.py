@@ -136,7 +136,8 @@ class Renderer:
         own = list(ids)
         while own and own[-1] in self._closing:
             own.pop()
-        return str(self.tokenizer.decode(own, skip_special_tokens=False))
+        # transformers looks at each id of a list in turn, and at an array as a whole
+        return str(self.tokenizer.decode(np.asarray(own, dtype=np.int64), skip_special_tokens=False))
 
     # Rendering
 

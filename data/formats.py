@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import math
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -121,6 +122,15 @@ def number(values: Values, column: str) -> float:
 def is_finite(found: Any) -> bool:
     """Return whether ``found`` is a number that is finite in float32, the precision of later computations."""
     return isinstance(found, int | float) and -LARGEST <= found <= LARGEST
+
+
+def are_finite(found: list[Any], most: float = LARGEST) -> bool:
+    """Return whether all of ``found`` are numbers that are finite in float32, and at most ``most``. No Python
+    runs for each of them: there are as many as tokens."""
+    if not all(issubclass(kind, int | float) for kind in set(map(type, found))):
+        return False
+    inside = not found or (min(found) >= -LARGEST and max(found) <= most)
+    return inside and all(map(math.isfinite, found))
 
 
 def shown(found: Any) -> str:

@@ -30,6 +30,7 @@ from data.columns import Values
 from data.formats import (
     RowError,
     answered,
+    are_finite,
     is_finite,
     keys_of,
     listed,
@@ -99,7 +100,10 @@ def _completion_dict(completion: Completion) -> dict[str, Any]:
     if completion.tokenizer is not None:
         made["tokenizer"] = completion.tokenizer
     if completion.behavior_logprobs is not None:
-        made["behavior_logprobs"] = [None if math.isnan(v) else v for v in completion.behavior_logprobs]
+        values: list[float | None] = list(completion.behavior_logprobs)
+        if any(map(math.isnan, completion.behavior_logprobs)):
+            values = [None if math.isnan(v) else v for v in completion.behavior_logprobs]
+        made["behavior_logprobs"] = values
         if completion.behavior_temperature != 1:
             made["behavior_temperature"] = completion.behavior_temperature
     if completion.loss_mask is not None:
@@ -122,9 +126,9 @@ def from_dict(values: Values) -> Group:
     completions, rewards = listed(values, "completions"), listed(values, "rewards")
     if len(completions) != len(rewards):
         raise RowError("'completions' and 'rewards' are not two lists of one length")
-    if not all(is_finite(r) for r in rewards):
+    if not are_finite(rewards):
         raise RowError("'rewards' are not all finite numbers")
-    group = Group(prompt, tuple(_completion(c) for c in completions), tuple(float(r) for r in rewards))
+    group = Group(prompt, tuple(_completion(c) for c in completions), tuple(map(float, rewards)))
     return with_tools(group, values)
 
 
@@ -136,7 +140,7 @@ def _completion(found: Any) -> Completion:
         raise RowError("a completion has neither 'text' nor 'token_ids'")
     if not isinstance(words, str | None):
         raise RowError(f"a completion's 'text' is a {type(words).__name__}, not a string")
-    if not isinstance(ids, list | None) or not all(_is_id(i) for i in ids or ()):
+    if not isinstance(ids, list | None) or not _are_ids(ids or []):
         raise RowError("a completion's 'token_ids' are not a list of integers from 0 on")
     if not isinstance(whose, str | None):
         raise RowError("a completion's 'tokenizer' is not a string, the fingerprint of a vocabulary")
@@ -154,9 +158,9 @@ def _completion(found: Any) -> Completion:
         raise RowError("a completion's 'behavior_temperature' is not a number above 0")
     behavior = _behavior(found.get("behavior_logprobs"), len(ids))
     mask, rewards = found.get("loss_mask"), found.get("token_rewards")
-    if not all(counts in (0, 1) and isinstance(counts, int) for counts in mask or ()):
+    if not set(map(type, mask or ())) <= {int, bool} or not set(mask or ()) <= {0, 1}:
         raise RowError("a completion's 'loss_mask' is not a list of 0 and 1")
-    if not all(is_finite(reward) for reward in rewards or ()):
+    if not are_finite(rewards or []):
         raise RowError("a completion's 'token_rewards' are not all finite numbers")
     return Completion(
         words,
@@ -165,8 +169,8 @@ def _completion(found: Any) -> Completion:
         whose,
         behavior,
         float(at),
-        None if mask is None else tuple(bool(counts) for counts in mask),
-        None if rewards is None else tuple(float(reward) for reward in rewards),
+        None if mask is None else tuple(map(bool, mask)),
+        None if rewards is None else tuple(map(float, rewards)),
         turns(found["turns"], "turns") if found.get("turns") else (),
     )
 
@@ -182,18 +186,20 @@ def _behavior(found: Any, tokens: int) -> tuple[float, ...] | None:
     RowError."""
     if found is None:
         return None
-    if not isinstance(found, list) or not all(v is None or (is_finite(v) and v <= _ROUNDING) for v in found):
+    known = [v for v in found if v is not None] if isinstance(found, list) else []
+    if not isinstance(found, list) or not are_finite(known, most=_ROUNDING):
         raise RowError("a completion's 'behavior_logprobs' are not a list of numbers up to 0, or null")
     if len(found) != tokens:
         raise RowError(
             f"a completion has {len(found)} behavior_logprobs and {tokens} token_ids: they belong to other "
             "tokens"
         )
-    return tuple(math.nan if v is None else float(v) for v in found)
+    return tuple(map(float, known if len(known) == tokens else (math.nan if v is None else v for v in found)))
 
 
-def _is_id(found: Any) -> bool:
-    return isinstance(found, int) and not isinstance(found, bool) and found >= 0
+def _are_ids(found: list[Any]) -> bool:
+    kinds = set(map(type, found))
+    return all(issubclass(kind, int) and kind is not bool for kind in kinds) and min(found, default=0) >= 0
 
 
 def groups(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
