@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from config.typed import Count, Natural, NotNegative, SmallShare, dataclass, must, need, yaml_defaults
@@ -12,6 +13,11 @@ DESIRABLE = (
     "is the score from which a sample is desirable: a number, as in rounds.threshold=0.5, or mean or median, "
     "of the round's scores"
 )
+Threshold = Annotated[
+    Any,
+    must(lambda at: at in CENTRES or type(at) in (int, float), DESIRABLE),
+    must(lambda at: at in CENTRES or math.isfinite(at), "must be finite"),
+]
 
 
 @dataclass
@@ -25,7 +31,7 @@ class RoundsConfig:
     samples: Count
     feedback: Literal["pair", "random", "min", "threshold", "group"]
     tau: Annotated[NotNegative, "is the least difference of two rewards"]
-    threshold: Annotated[Any, must(lambda at: at in CENTRES or type(at) in (int, float), DESIRABLE)]
+    threshold: Threshold
     zero_variance: Literal["drop", "keep"] | None
     truncated: Literal["keep", "drop", "mask"]
     fill: bool
