@@ -149,7 +149,10 @@ def attention(device: torch.device, name: str, shared: bool, compiled: bool) -> 
     return Check(name, OK if why is None else FAILED, said)
 
 
-WAYS = ("padded", "packed", "prompts shared", "checkpointed", "padded, compiled", "packed, compiled")
+WAYS = (
+    *("padded", "packed", "prompts shared", "checkpointed", "checkpointed selectively"),
+    *("padded, compiled", "packed, compiled"),
+)
 """How a model's rows may be computed."""
 
 
@@ -221,8 +224,8 @@ def as_computed(policy: Policy, way: str) -> Policy:
     for block in decoder_blocks(policy):
         if "compiled" in way:
             block.forward = torch.compile(block.forward, dynamic=True, fullgraph=way.startswith("packed"))
-    if way == "checkpointed":
-        checkpoint_activations(decoder_blocks(policy))
+    if way.startswith("checkpointed"):
+        checkpoint_activations(decoder_blocks(policy), selective=way.endswith("selectively"))
     return policy
 
 

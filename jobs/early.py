@@ -9,8 +9,9 @@ from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 
-from common.errors import ConfigError, require
+from common.errors import ConfigError, UserError, require
 from common.imports import check_importable
+from common.versions import refusal
 from config.schema import Config
 from config.schema_evaluations import evaluation_sets, of_set
 from data.sources import check_found
@@ -61,8 +62,8 @@ def check_early(config: Config, name: str) -> None:
 
 
 def check_inputs(config: Config, uses: Collection[str]) -> None:
-    """Raise ConfigError for a package, a model's folder, data or a function that are not there. ``uses``: the
-    sections of the settings that are read."""
+    """Raise ConfigError for a package, a model's folder, data or a function that are not there, and UserError
+    for a torch that is not accepted. ``uses``: the sections of the settings that are read."""
     for key, value, package, install in PACKAGES:
         section, _, last = key.rpartition(".")
         found = getattr(config, section or last)
@@ -73,6 +74,8 @@ def check_inputs(config: Config, uses: Collection[str]) -> None:
             value,
             f"needs {package}, which is not installed: pip install -r {install}",
         )
+    if (refused := refusal("torch")) is not None:
+        raise UserError(f"this environment {refused}")
     if "model" in uses:
         refuse_address("model.name_or_path", config.model.name_or_path)
         check_named(config.model)

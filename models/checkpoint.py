@@ -65,7 +65,7 @@ class Checkpoints:
         """``behind``: a thread writes the shards from a copy in CPU memory while training goes on. Such a
         checkpoint exists, as any other, only once it is complete; one that a kill interrupts does not."""
         self.folder, self.world, self.keep = folder, world, keep
-        self._stager = DefaultStager(UNSHARED) if behind else None
+        self._behind = behind
         self._group = aside() if behind else None
         self._writing: Writing | None = None
 
@@ -109,16 +109,16 @@ class Checkpoints:
                 about = state | {"fresh_optimizer": not optimizer.state}
                 (part / "state.json").write_text(json.dumps(about, indent=2))
 
-        stager = self._stager
         with self._whole_or_not_at_all(part, step):
             tensors = everywhere(prepare)
-            if stager is None:
+            if not self._behind:
                 everywhere(lambda: dcp.save(tensors, checkpoint_id=part))
                 everywhere(write)  # a rank that still writes has unfinished files in the folder
                 self._seal(part, step)
             else:
                 everywhere(write)  # the state of this moment, like the copy's
-                staged = everywhere(lambda: stager.stage(tensors))
+                # A stager for each: torch 2.11 closes its own after a copy.
+                staged = everywhere(lambda: DefaultStager(UNSHARED).stage(tensors))
                 self._writing = Writing(lambda: self._write_behind(part, step, staged))
 
     def remove_unfinished(self) -> None:

@@ -23,9 +23,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from common.errors import UserError
+from common.versions import refusal
 from config.machine import refuse_left_over
 
-TIMEOUT = timedelta(minutes=30)
+TIMEOUT = timedelta(minutes=10)
+"""How long a collective between devices may take: a rank that is dead or hangs ends the others after it."""
 PATIENCE = timedelta(days=7)
 T = TypeVar("T")
 
@@ -54,8 +56,10 @@ class World:
 def start(replicas: int = 1) -> World:
     """Join (or create) the process group and return this process's World. ``replicas`` > 1: the number of
     copies of the sharded model (HSDP), for several nodes. Raises UserError for a launcher's variables without
-    a launcher."""
+    a launcher, and for a torch that is not accepted (``common.versions``)."""
     refuse_left_over(os.environ)
+    if (refused := refusal("torch", torch.__version__)) is not None:
+        raise UserError(f"this environment {refused}")
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:

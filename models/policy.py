@@ -326,16 +326,17 @@ def checkpoint_activations(blocks: list[nn.Module], selective: bool = False) -> 
 def keep_dear() -> Any:
     """Return contexts of a block's forward and of its recomputation. The results of attention and of every
     second matrix product are kept, as torchtitan does; everything else is recomputed."""
-    products = 0
+    products = {False: 0, True: 0}
+    """Whether it is the recomputation -> the products seen so far. Some releases of torch (2.11) ask again in
+    the recomputation, where the same product has to get the same answer."""
 
-    def policy(_: Any, op: Any, *args: Any, **keywords: Any) -> CheckpointPolicy:
-        nonlocal products
+    def policy(context: Any, op: Any, *args: Any, **keywords: Any) -> CheckpointPolicy:
         name = str(op)
         if "attention" in name or "attn" in name:
             return CheckpointPolicy.MUST_SAVE
         if any(f".{product}." in name for product in PRODUCTS):
-            products += 1
-            if products % 2:
+            products[context.is_recompute] += 1
+            if products[context.is_recompute] % 2:
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

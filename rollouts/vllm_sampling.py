@@ -12,6 +12,7 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from common.errors import require
+from common.versions import warning
 from config.schema import Config
 from data.chat import Renderer
 from data.types import Prompt
@@ -48,6 +49,8 @@ class VllmSampling:
     def __init__(self, config: Config, renderer: Renderer, world: World, log_dir: Path) -> None:
         refuse_options(config)
         check_logprobs(config)
+        if world.is_main and not config.sampler.urls and (untested := warning("vllm")) is not None:
+            print(f"warning: {untested}; the probe compares what it computes", flush=True)
         self.config, self.renderer, self.world, self.log_dir = config, renderer, world, log_dir
         on_main = attempt(partial(base_of_adapters, config)) if world.is_main else None
         self._base: Path | None = outcome(from_main(on_main))

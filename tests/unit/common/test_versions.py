@@ -1,0 +1,47 @@
+"""The releases that are accepted: others are refused with what to install, untested ones are said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.versions import ACCEPTED, TESTED, refusal, warning
+from models import distributed
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(
+    ("package", "found", "accepted", "tested"),
+    [
+        ("torch", "2.13.0+cpu", True, True),
+        ("torch", "2.11.0a0+d7b4.nv26.02", True, False),
+        ("torch", "2.10.1", False, False),
+        ("torch", "2.14.0a0", False, False),
+        ("torch", "3.0", False, False),
+        ("vllm", "0.32.1", True, True),
+        ("vllm", "0.31.1", True, False),
+        ("vllm", "0.30.0", False, False),
+        ("vllm", "0.33.0", False, False),
+        ("vllm", "1.0.0", False, False),
+    ],
+)
+def test_a_release_is_tested_accepted_or_refused(package, found, accepted, tested):
+    refused, said = refusal(package, found), warning(package, found)
+    assert (refused is None, said is None) == (accepted, tested)
+    assert refused is None or (f"is {package} {found}" in refused and str(ACCEPTED[package]) in refused)
+    assert said is None or f"{package} {found}" in said
+
+
+def test_what_is_pinned_is_what_the_tests_run_on():
+    for package, file in (("torch", "requirements/cpu.txt"), ("vllm", "requirements.txt")):
+        lines = (ROOT / file).read_text().splitlines()
+        (pinned,) = [line.partition("==")[2] for line in lines if line.startswith(f"{package}==")]
+        assert pinned in TESTED[package] and refusal(package) is None
+
+
+def test_another_torch_is_refused_before_ranks_meet(monkeypatch):
+    monkeypatch.setattr(distributed.torch, "__version__", "2.10.0")
+    with pytest.raises(distributed.UserError, match=r"torch 2\.10\.0; accepted is .*: install torch==2"):
+        distributed.start()
