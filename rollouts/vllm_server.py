@@ -44,6 +44,8 @@ RESETS = 20
 UPDATING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 ASK_S = 60.0
 """Seconds within which a server must answer a question about itself."""
+WATCH_S = 10.0
+"""Seconds after which a server that has not answered is asked whether it is well, and asked again."""
 KEEP_ALIVE = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75"}
 """Seconds for which a server keeps a connection without requests: far longer than this client does, or a
 request may meet a connection that the server is just closing."""
@@ -86,8 +88,17 @@ class ServerEngine:
         self._asked.append(self._client.submit(self._answer(method, arguments)))
 
     async def _answer(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        """Return the reply to a request. vLLM leaves the connections open of requests on which its engine
+        died, so the server is asked meanwhile whether it is well."""
         async with self._turn:
-            return await getattr(self, method)(*arguments)
+            work = asyncio.ensure_future(getattr(self, method)(*arguments))
+            try:
+                while not (await asyncio.wait({work}, timeout=WATCH_S))[0]:
+                    if not (await is_healthy(self._client) or await is_healthy(self._client)):
+                        raise WorkerError(f"{self.url}: its engine died in {method}")
+                return await work
+            finally:
+                work.cancel()
 
     def ready(self, seconds: float, part: Callable[[Any], None] | None = None) -> bool:
         """Return whether the reply to the oldest unanswered request is there, after waiting at most

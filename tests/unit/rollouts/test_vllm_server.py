@@ -6,6 +6,7 @@ import json
 import socket
 import struct
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -260,6 +261,7 @@ class Losing(http_server.Server):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Losing)
         self.url, self.seen, self.ill = f"http://127.0.0.1:{self.server_address[1]}", Counter(), False
+        self.waits = 0.0
 
 
 class _Losing(BaseHTTPRequestHandler):
@@ -272,6 +274,7 @@ class _Losing(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         token = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["token_ids"][0]
         self.server.seen[token] += 1
+        time.sleep(self.server.waits)
         if self.server.seen.total() % 3 == 0:
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.close_connection = True
@@ -316,6 +319,16 @@ def test_a_connection_to_a_server_that_is_not_well_is_not_tried_again(losing):
     with pytest.raises(WorkerError, match=f"{losing.url}: .*(reset|disconnected|closed)"):
         asked(losing.url, "generate", [GenerateRequest([i], 1.0, 1.0, 8, (2,), i) for i in range(20)])
     assert losing.seen.total() <= 20
+
+
+def test_a_server_whose_engine_died_is_not_waited_for(losing, monkeypatch):
+    monkeypatch.setattr("rollouts.vllm_server.WATCH_S", 0.05)
+    losing.waits, request = 1.0, [GenerateRequest([1], 1.0, 1.0, 8, (2,), 0)]
+    assert asked(losing.url, "generate", request) == ("3", None), "this one is slow"
+    losing.waits, losing.ill, start = 20.0, True, time.monotonic()
+    with pytest.raises(WorkerError, match=f"{losing.url}: its engine died in generate"):
+        asked(losing.url, "generate", request)
+    assert time.monotonic() - start < 10
 
 
 def test_a_server_without_a_key_is_named(stand, capsys):
