@@ -64,7 +64,7 @@ class MemoryPlan:
         count = self.answer
         where = "on the CPU" if self.card is None else f"on {self.card.name} ({self.card.memory:.1f} GiB)"
         said = [
-            f"{count.parameters / 1e6:,.1f} M parameters. Memory of the fullest of {self.ranks} rank(s) "
+            f"{size_in_words(count.parameters)}. Memory of the fullest of {self.ranks} rank(s) "
             f"{where}, microbatches of {count.tokens:,} tokens at most:",
             *(f"  {situation}" for situation in self.situations),
         ]
@@ -76,6 +76,10 @@ class MemoryPlan:
                 "card are kept for gaps"
             )
         return [*said, *(f"  {note}" for note in self.notes)]
+
+
+def size_in_words(parameters: float) -> str:
+    return f"{parameters / 1e6:,.{1 if parameters >= 1e5 else 6}f} M parameters"
 
 
 def cut_in_words(tokens: int) -> str:
@@ -114,7 +118,7 @@ def of_shapes(config: Config, longest: int, ranks: int, card: Card | None) -> di
     gathered = ranks > 1 and card is not None and config.model.reshard_after_forward is None
     where = "on the CPU" if card is None else f"on {card.name} ({card.memory:.1f} GiB)"
     lines = [
-        f"{parameters / 1e6:,.1f} M parameters. A bound from the shapes, of a rank of {ranks} {where} that "
+        f"{size_in_words(parameters)}. A bound from the shapes, of a rank of {ranks} {where} that "
         "computes the whole batch at once:",
         f"  {most}",
         f"  fits: {room:.1f} GiB are left, more than {MARGIN} times as much, so no step was simulated",
