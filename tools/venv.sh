@@ -18,15 +18,15 @@ complete() {
 raise SystemExit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' 2>/dev/null
 }
 
-# Microseconds of a loop of plain Python, the least of nine.
+# Microseconds of a core for a loop of plain Python, the least of nine.
 loop_takes() {
     "$1" -c 'import time
 def loop(counts, words):
-    start = time.perf_counter()
+    start = time.process_time()
     for i in range(20000):
         words[i % 100] = str(i)
         counts["all"] += len(words[i % 100])
-    return time.perf_counter() - start
+    return time.process_time() - start
 print(int(1e6 * min(loop({"all": 0}, {}) for _ in range(9))))'
 }
 

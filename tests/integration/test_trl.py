@@ -4,7 +4,9 @@ and ours take ten steps on the same token ids, and end with the same weights."""
 from __future__ import annotations
 
 import copy
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,6 @@ from models.policy import Policy
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
 from tests.integration.test_two_models import make_policy
 from tests.tiny import ROOT, tiny_llama
-
-trl = pytest.importorskip("trl", "1.16", reason="TRL 1.16 is not installed: pip install trl==1.16.0")
 
 STEPS, BOUNDS = 10, (-0.05, 0.08)
 UNITS = {"dpo": 4, "kto": 8, "grpo": 8}
@@ -79,6 +79,14 @@ def generated(batch: list[Example]) -> dict[str, torch.Tensor]:
     return made | {"num_items_in_batch": made["completion_mask"].sum()}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def trl() -> Iterator[Any]:
+    """TRL, imported when its tests run: its import silences the vLLM of all later ones, by the environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_LOGGING_LEVEL", os.environ.get("VLLM_LOGGING_LEVEL", "INFO"))
+        yield pytest.importorskip("trl", "1.16", reason="TRL 1.16 is not installed: pip install trl==1.16.0")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model as a folder that TRL loads."""
@@ -93,6 +101,7 @@ def with_trl(
     loss: str, config: Config, segment: Segment, folder: Path, model: Any, accumulation: int = 1
 ) -> Any:
     """TRL's trainer after ten steps on the segment's batches."""
+    import trl
     from datasets import Dataset
     from transformers import AutoTokenizer
 
@@ -206,7 +215,7 @@ def test_other_bounds_would_not_pass(tmp_path: Path, folder: Path, loss: str) ->
         assert apart > 1e-3 * moved
 
 
-def test_grpo_samples_and_trains_by_itself_without_a_kl_term(tmp_path: Path, folder: Path) -> None:
+def test_grpo_samples_and_trains_by_itself_without_a_kl_term(tmp_path: Path, folder: Path, trl: Any) -> None:
     """TRL's own sampling, its default beta of 0, and a batch that several steps use."""
     from datasets import Dataset
 
@@ -242,7 +251,9 @@ def test_grpo_samples_and_trains_by_itself_without_a_kl_term(tmp_path: Path, fol
     assert any(line["humanline/clipped_low"] + line["humanline/clipped_high"] > 0 for line in said[1:])
 
 
-def test_settings_that_would_ask_another_reference_are_refused(tmp_path: Path, folder: Path) -> None:
+def test_settings_that_would_ask_another_reference_are_refused(
+    tmp_path: Path, folder: Path, trl: Any
+) -> None:
     from datasets import Dataset
 
     from tools.humanline_trl import HumanlineDPOTrainer

@@ -46,7 +46,7 @@ def stand_in(folder: Path, name: str, loop: int, *, complete: bool = True) -> Pa
     path.write_text(
         f"""#!/bin/bash
 case "$2" in
-    *perf_counter*) echo {loop} ;;
+    *process_time*) echo {loop} ;;
     *ensurepip*) exit {int(not complete)} ;;
     *) exec {sys.executable} "$@" ;;
 esac
