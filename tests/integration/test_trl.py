@@ -81,7 +81,7 @@ def generated(batch: list[Example]) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module", autouse=True)
 def trl() -> Iterator[Any]:
-    """TRL, imported when its tests run: its import silences the vLLM of all later ones, by the environment."""
+    """TRL, imported when its tests run: its import silences the vLLM of all later tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_LOGGING_LEVEL", os.environ.get("VLLM_LOGGING_LEVEL", "INFO"))
         yield pytest.importorskip("trl", "1.16", reason="TRL 1.16 is not installed: pip install trl==1.16.0")
