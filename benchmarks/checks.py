@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+SHAPE_NAMES = ("tiny", "small", "qwen2.5-1.5b", "llama-3-8b")
+"""Architectures that the programs can make (``benchmarks.parts.shape``)."""
 OK, NOTE, FAILED, NOT_HERE = "ok", "note", "FAILED", "not here"
 """Verdicts. NOTE: nothing is wrong, but the reader should know. NOT_HERE: what it checks does not exist on
 this machine."""
@@ -65,7 +67,8 @@ def written(checks: Iterable[Check], path: Path | None) -> Iterator[Check]:
 
 
 def read_checks(path: Path) -> list[Check]:
-    """Return the checks of a file that ``written`` made; none if it is not there."""
+    """Return the checks of a file that ``written`` made, or is about to make; none if it is not there."""
     if not path.exists():
         return []
-    return [Check(**json.loads(line)) for line in path.read_text().splitlines()]
+    whole = path.read_text().rpartition("\n")[0]
+    return [Check(**json.loads(line)) for line in whole.splitlines()]

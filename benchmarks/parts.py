@@ -72,9 +72,6 @@ def llama(
     )
 
 
-SHAPE_NAMES = ("tiny", "small", "qwen2.5-1.5b", "llama-3-8b")
-
-
 def shape(name: str, vocabulary: int | None = None) -> PretrainedConfig:
     """Return the architecture of that name: ``tiny`` and ``small`` (2 M weights) for a CPU, the published
     shapes for a GPU."""

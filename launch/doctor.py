@@ -274,6 +274,7 @@ def torchrun(ranks: int) -> list[str]:
 
 def run(words: Sequence[str], seconds: int) -> tuple[int, str]:
     """Run a process and return (exit code, all its output); (124, a message) if it took too long."""
+    given = os.environ.get("PYTHONPATH")
     try:
         done = subprocess.run(
             words,
@@ -282,7 +283,7 @@ def run(words: Sequence[str], seconds: int) -> tuple[int, str]:
             stderr=subprocess.STDOUT,
             text=True,
             timeout=seconds,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), given)))},
         )
     except subprocess.TimeoutExpired:
         return 124, f"no end after {seconds} seconds"

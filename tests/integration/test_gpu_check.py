@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from functools import partial
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,7 @@ def test_the_paths_of_a_cpu_are_right(paths: dict[str, Check]) -> None:
     }
     only_a_gpu = {name for name in paths if name.startswith("attention") or "compiled" in name}
     assert len(only_a_gpu) == 6 and not only_a_gpu & ok
+    assert "model, checkpointed selectively" in ok
 
 
 def test_rows_that_read_each_other_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,6 +101,8 @@ def test_a_peak_is_held_against_the_plan(taken: float, device: str, verdict: str
     numbers = {
         "planned_gib": 10.0,
         "peak_gib": taken,
+        "reserved_gib": taken,
+        "allocator_retries": 0,
         "microbatch_tokens": 8000,
         "tokens_per_second": 1e4,
         "mfu": 0.4,
@@ -224,3 +229,47 @@ def test_the_report_has_what_was_run_and_a_part_that_ends_early_fails(
         )
         assert refused.returncode == 2 and why in refused.stderr, refused.stderr
         assert "Traceback" not in refused.stderr
+
+
+def test_what_is_found_is_kept_although_the_time_runs_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import sys, time; from pathlib import Path; from benchmarks.checks import *;"
+    code += "list(written([Check('a', OK, 'b')], Path(sys.argv[-1]))); time.sleep(600)"
+    monkeypatch.setattr(gpu_check, "command", lambda part, args, ranks: [sys.executable, "-c", code])
+    monkeypatch.setenv("PATH", "")  # no git
+    out, texts = tmp_path / "found.json", []
+    write = gpu_check.write_whole
+    monkeypatch.setattr(gpu_check, "write_whole", lambda path, text: (texts.append(text), write(path, text)))
+    words = ["--device", "cpu", "--only", "paths", "--seconds", "4", "--out", str(out)]
+    assert gpu_check.main(words) == 0
+    kept = [[check["verdict"] for check in json.loads(text).get("checks", [])] for text in texts]
+    assert kept == [[], [OK], [OK, NOTE]] and json.loads(out.read_text())["commit"] is None
+
+
+def test_a_bare_machine_is_told_what_to_bring_and_needs_no_more(
+    monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """Only what the packages named install themselves can be imported."""
+    monkeypatch.setattr(gpu_check, "find_spec", lambda name: None if name == "hydra" else sys)
+    assert gpu_check.main(["--device", "cpu"]) == 2
+    said = capsys.readouterr().err
+    assert "hydra-core: not installed" in said and "--target FOLDER hydra-core==1.3.8 " in said
+    there, wanted = set(), [*gpu_check.NEEDED.values()]
+    while wanted:
+        name = re.split(r"[^\w.-]", wanted.pop())[0]
+        if plain(name) not in there and gpu_check.installed(name) is not None:
+            there.add(plain(name))
+            wanted += [line for line in requires(name) or () if "extra ==" not in line]
+    lacking = [m for m, of in packages_distributions().items() if not set(map(plain, of)) & there]
+    code = "import sys; sys.modules |= dict.fromkeys(sys.argv[1].split(',')); "
+    code += "from benchmarks import gpu_check, gpu_paths, gpu_runs, gpu_step; import jobs.job, train"
+    done = subprocess.run(
+        [sys.executable, "-c", code, ",".join(lacking)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert "pandas" in lacking and "hydra" not in lacking and done.returncode == 0, done.stderr[-2000:]
+
+
+def plain(name: str) -> str:
+    """The name of a distribution, however it is spelled."""
+    return re.sub("[-_.]+", "-", name).lower()
