@@ -235,7 +235,7 @@ def heaviest_batch(
     Only the CANDIDATES batches with the most tokens and those with the longest examples are dealt to ranks,
     so the result is a good guess."""
     packing, shared = how_rows_are_joined(config, architecture(config.model), gpu)
-    size = size_of(config.model, ranks)
+    size, rows = size_of(config.model, ranks), trainer.rows_per_example
     real = bool(segment.groups[0][0].prompt_id)  # the placeholders for future rounds are all alike
     steps = range(segment.steps if real else 1)
     lengths = [[row_tokens(example) for example in segment.batch(i)] for i in steps]
@@ -243,7 +243,4 @@ def heaviest_batch(
     by_longest = heapq.nlargest(CANDIDATES, steps, key=lambda i: max(lengths[i]))
     heaviest = [segment.batch(i) for i in (*by_sum, *by_longest)]
     candidates = [[told_apart(i, example) for i, example in enumerate(batch)] for batch in heaviest]
-    return max(
-        candidates,
-        key=lambda batch: widest(batch, ranks, size, trainer.rows_per_example, packing, shared),
-    )
+    return max(candidates, key=lambda batch: widest(batch, ranks, size, rows, packing, shared))
