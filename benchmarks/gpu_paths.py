@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -231,10 +232,11 @@ def as_computed(policy: Policy, way: str) -> Policy:
 
 # -- the update ------------------------------------------------------------------------------------
 
-OPTIMIZERS = ("AdamW", "Muon", "AdamW8bit")
+OptimizerName = Literal["AdamW", "Muon", "AdamW8bit"]
+OPTIMIZERS: tuple[OptimizerName, ...] = ("AdamW", "Muon", "AdamW8bit")
 
 
-def optimizer(device: torch.device, name: str) -> Check:
+def optimizer(device: torch.device, name: OptimizerName) -> Check:
     """Three updates, the second of which is skipped, against the same on the CPU; the skipped one changes
     nothing."""
     given = random_policy(llama(512, 64, 2, 4, 2, 128), CPU)
