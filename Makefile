@@ -50,7 +50,7 @@ check: $(INSTALLED_DEV)  ## lint and type-check, as the pre-commit hooks do
 bench-quick: venv  ## a minute's guard: ratios of cost against benchmarks/baseline.json
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.quick $(ARGS)
 
-real: smollm2    ## gates on a real model: step 0 of each cell, training on a set that must be learned (half an hour)
+real: smollm2    ## gates on a real model: step 0 of each cell, training on a set that must be learned (an hour or more)
 	@$(PY) -m benchmarks.real $(ARGS)
 
 real-full: smollm2  ## make real with every loss and variant on the set that must be learned (hours)

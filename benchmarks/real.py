@@ -1,4 +1,4 @@
-"""Gates on a real model, in the manner of nightly suites. ``make real`` takes half an hour on two idle cores.
+"""Gates on a real model, in the manner of nightly suites. ``make real`` takes more than 42 CPU minutes.
 
     python -m benchmarks.real                 # ends with a table and a picture
     python -m benchmarks.real --full          # the sanity set for each loss and variant: hours
@@ -194,6 +194,10 @@ def engine(suite: Suite, folder: Path) -> Gate:
 def memory(suite: Suite, given: Sequence[str], peak: float) -> Gate:
     """The peak of a run's process against the plan that a dry run with its settings makes."""
     said, _ = suite.program("train", *given, "dry_run=true", "exp_name=dry")
+    if "A bound from the shapes" in said:
+        return Gate(
+            "peak memory", "a simulated plan", "a bound from the shapes fits, nothing is simulated", None
+        )
     planned = max(float(found) for found in re.findall(r": ([\d.]+) GiB =", said))
     wanted = f"plan {planned:.2f} GiB + {BESIDE}"
     return Gate("peak memory", wanted, f"{peak:.2f} GiB", peak <= planned + BESIDE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.real import BAND, PAIRS, PROMPTS, Gate, Suite, engine, picture, sanity_pairs
+from benchmarks.real import BAND, PAIRS, PROMPTS, Gate, Suite, engine, memory, picture, sanity_pairs
 from data.constraints import all_met
 from data.types import Completion, Prompt, Turn
 from rollouts.rounds import SampledPrompt
@@ -40,3 +40,12 @@ def test_engine_and_trainer_are_compared_by_what_the_run_found(tmp_path: Path) -
         [Gate("sanity set: dpo", "", "", True, (0.4, 0.95)), engine(suite, tmp_path)], tmp_path / "gates.svg"
     )
     assert "<svg" in (tmp_path / "gates.svg").read_text()
+
+
+def test_a_peak_is_held_against_a_simulated_plan_alone(tmp_path: Path) -> None:
+    suite = Suite(tmp_path, [])
+    plan = "Memory of the fullest of 1 rank(s):\n  training step: 3.50 GiB = weights 1.00 + work 2.50\n"
+    bound = "A bound from the shapes, of a rank of 1 on the CPU:\n  at most: 9.00 GiB = activations 9.00\n"
+    for said, peak, passed in ((plan, 5.0, True), (plan, 5.1, False), (bound, 5.1, None)):
+        suite.program = lambda *words, said=said, **of: (said, 0.0)  # type: ignore[method-assign]
+        assert memory(suite, [], peak).passed is passed

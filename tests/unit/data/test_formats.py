@@ -4,7 +4,9 @@ reason."""
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+import math
 
 import pytest
 from hypothesis import given
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from common.errors import ConfigError, DataError
 from config.schema_data import DataConfig
-from data.formats import common_beginning
+from data.formats import LARGEST, are_finite, common_beginning, is_finite
 from data.groups import from_dict, read_groups, to_dict, write_groups
 from data.rows import Loaded, Row
 from data.sources import convert
@@ -295,3 +297,29 @@ def test_a_conversation_with_a_tool_asks_for_the_answer_behind_it():
     assert load(
         {"prompt": [*asked, {"role": "assistant", "content": "four"}], "chosen": "x", "rejected": "y"}
     ).dropped
+
+
+ODD = [
+    0,
+    -1,
+    True,
+    0.5,
+    1e-3,
+    1.1e-3,
+    LARGEST,
+    -3.5e38,
+    10**400,
+    -(10**400),
+    math.nan,
+    math.inf,
+    None,
+    "1",
+    [1],
+]
+
+
+@pytest.mark.parametrize("length", range(4))
+def test_lists_are_checked_at_once_as_their_numbers_are_one_by_one(length: int) -> None:
+    for values in map(list, itertools.product(ODD, repeat=length)):
+        assert are_finite(values) == all(map(is_finite, values)), values
+        assert are_finite(values, most=1e-3) == all(is_finite(v) and v <= 1e-3 for v in values), values
