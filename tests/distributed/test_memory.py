@@ -10,8 +10,8 @@ from tests.memory_questions import WAYS, question
 from tests.real_memory import real_peaks
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_fullest_rank_takes_what_was_planned(quick_python: None, ranks: int) -> None:
+def test_the_fullest_rank_takes_what_was_planned(quick_python: None) -> None:
+    ranks = 2
     asked = [question("deep", ranks=ranks), question("wide", *WAYS["checkpointed LoRA"], ranks=ranks)]
     asked.append(question("deep", "model.reshard_after_forward=false", ranks=ranks))
     asked.append(question("deep", "loss.shape=m2po", loss="grpo", ranks=ranks))

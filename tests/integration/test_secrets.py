@@ -109,7 +109,7 @@ def start(folder: Path, *more: str, env: dict[str, str] | None = None) -> subpro
         "+callbacks.c._target_=planted_module.Callback",
     )
     long = () if "online=true" in more else ("n_examples=16",)
-    small = (*long, "n_eval_examples=4", "model.batch_size=4", "retention.kl=false")
+    small = (*long, "n_eval_examples=4", "n_eval_prompts=4", "model.batch_size=4", "retention.kl=false")
     command = [sys.executable, "train.py", "loss=kto", *small, *places, *words(), *more]
     return subprocess.run(
         command,
