@@ -37,6 +37,11 @@ def make_config(*overrides: str) -> Config:
     return dataclasses.replace(composed, **given)
 
 
+def compose_config(overrides: list[str]) -> Config:
+    """``launch.composing.compose_config`` for settings that compose, as quick as ``make_config``."""
+    return copy.deepcopy(_composed(tuple(overrides)))
+
+
 PLACE = re.compile(r"(?:runs_dir|cache_dir)=(?!null$)[\w./-]+")
 
 

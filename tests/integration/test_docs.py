@@ -8,8 +8,8 @@ import shlex
 
 import pytest
 
-from launch.composing import compose_config
 from tests.docs import PAGES, ROOT, blocks, is_command, settings
+from tests.tiny import compose_config
 
 TABLES = {"from-halos-and-trl.md": "", "losses.md": "loss=grpo", "syncing.md": ""}
 """Pages whose tables name settings -> what those settings are for, where they do not say it themselves."""

@@ -14,8 +14,7 @@ from config.idle import ABSENT, _value, check_idle, conditions, why_idle
 from config.schema import Config
 from config.schema_stages import LabelStage, SampleStage
 from config.unknown import names
-from launch.composing import compose_config
-from tests.tiny import ROOT
+from tests.tiny import ROOT, compose_config
 from trainers import corrections
 from trainers.losses import shapes
 

@@ -16,7 +16,8 @@ from config.help import help_on
 from config.load import load
 from config.schema import Config
 from config.unknown import NEAR, NOTHING, names, names_of, nearest, no_file, remedy
-from launch.composing import _composed, compose_config
+from launch.composing import _composed
+from tests.tiny import compose_config
 
 DPO = list(names_of(OmegaConf.to_container(_composed([]), resolve=False)))
 ROWS = [(whose, row) for whose, rows in sources().items() for row in rows]

@@ -10,9 +10,8 @@ import jinja2
 import pytest
 
 from config.schema import Config
-from launch.composing import compose_config
 from launch.grid import CONFIG_DIR
-from tests.tiny import make_config
+from tests.tiny import compose_config, make_config
 from train import train
 
 CHATML = "config/templates/chatml.jinja"

@@ -18,9 +18,9 @@ from config.load import dump
 from launch import results, status
 from launch.cells import cells_of
 from launch.collect import NO_NUMBERS, of_folders, read_run
-from launch.composing import compose_config
 from reports.metrics import numbers
 from reports.statistics import Mean, compare, holm, mean, paired
+from tests.tiny import compose_config
 
 METRIC = "eval_accuracy_sampled"
 
