@@ -35,6 +35,9 @@ SHORT = (
     "warmup=0",
     "lr=3e-4",
     "log_drift=false",
+    "retention.kl=false",
+    "diagnostics=false",
+    "report=false",
 )
 
 

@@ -20,6 +20,7 @@ SMALL = (
     "n_eval_prompts=8",
     "wandb.enabled=false",
     "diagnostics=false",
+    "retention.kl=false",
     "report=false",
 )
 OFFLINE = ("loss=dpo", "n_examples=100", *SMALL)  # 13 steps, the last of them short
@@ -51,18 +52,7 @@ def weights(run: Path) -> bytes:
     return (run / "model" / "model.safetensors").read_bytes()
 
 
-def test_the_quarters_of_an_offline_run(tmp_path):
-    go(tmp_path, "five", *OFFLINE, "eval_every=null")
-    go(tmp_path, "two", *OFFLINE, "eval_every=0")
-    # 100 examples of 8 a step: the first steps with 25, 50 and 75 behind them are 4 (32), 7 (56) and 10 (80).
-    assert evaluated(tmp_path / "five") == [0, 4, 7, 10]
-    assert evaluated(tmp_path / "two") == [0]
-    assert weights(tmp_path / "five") == weights(tmp_path / "two")
-    kept = sorted(path.name for path in (tmp_path / "five" / "checkpoints").iterdir())
-    assert "step_00000010" in kept, "a checkpoint is written with each"
-
-
-def test_a_killed_run_evaluates_where_it_would_have(tmp_path, monkeypatch):
+def test_the_quarters_of_an_offline_run_that_is_killed(tmp_path, monkeypatch):
     real = RunWatch.before_step
 
     def before_step(self, segment):
@@ -75,7 +65,13 @@ def test_a_killed_run_evaluates_where_it_would_have(tmp_path, monkeypatch):
         with pytest.raises(KilledError):
             go(tmp_path, "five", *OFFLINE, "eval_every=null")
     go(tmp_path, "five", *OFFLINE, "eval_every=null", "resume=true")
+    go(tmp_path, "two", *OFFLINE, "eval_every=0")
+    # 100 examples of 8 a step: the first steps with 25, 50 and 75 behind them are 4 (32), 7 (56) and 10 (80).
     assert evaluated(tmp_path / "five") == [0, 4, 7, 10]
+    assert evaluated(tmp_path / "two") == [0]
+    assert weights(tmp_path / "five") == weights(tmp_path / "two")
+    kept = sorted(path.name for path in (tmp_path / "five" / "checkpoints").iterdir())
+    assert "step_00000010" in kept, "a checkpoint is written with each"
 
 
 def test_the_quarters_of_rounds(tmp_path):

@@ -162,12 +162,11 @@ def test_interrupted_inside_a_round(whole, tmp_path):
     assert_same(run_online(tmp_path, "r", *LAGGING, "resume=true"), whole)
 
 
-@pytest.mark.parametrize("fill", ["true", "false"])
-def test_killed_before_the_groups_of_a_round_ahead_are_written(whole, tmp_path, monkeypatch, fill):
+def test_killed_before_the_groups_of_a_round_ahead_are_written(tmp_path, monkeypatch):
     """Whether more must be sampled for a round is known from its groups alone: until then its weights
     stay."""
-    if fill == "true":  # by default it is not
-        whole = run_online(tmp_path, "whole", *LAGGING, "rounds.fill=true")
+    filling = (*LAGGING, "rounds.fill=true")
+    whole = run_online(tmp_path, "whole", *filling)
     write = RoundFolder.write
 
     def killed(self, stage, *others):
@@ -178,10 +177,10 @@ def test_killed_before_the_groups_of_a_round_ahead_are_written(whole, tmp_path, 
     with monkeypatch.context() as patch:
         patch.setattr(RoundFolder, "write", killed)
         with pytest.raises(KeyboardInterrupt):
-            run_online(tmp_path, "r", *LAGGING, f"rounds.fill={fill}")
+            run_online(tmp_path, "r", *filling)
     ahead = rounds(tmp_path / "r")[2]
     assert ahead.done("scores") and not ahead.done("groups")
-    assert_same(run_online(tmp_path, "r", *LAGGING, f"rounds.fill={fill}", "resume=true"), whole)
+    assert_same(run_online(tmp_path, "r", *filling, "resume=true"), whole)
     assert not list((tmp_path / "r").glob("rounds/*/weights"))
 
 

@@ -14,6 +14,8 @@ from tests.tiny import make_config
 from train import train
 
 SETTINGS = (
+    "humanline=true",
+    "sync_freq=3",
     "model.batch_size=4",
     "n_eval_examples=4",
     "wandb.enabled=false",
@@ -21,20 +23,22 @@ SETTINGS = (
     "warmup=0.5",
     "data.verifier=null",
     "retention.kl=false",
+    "diagnostics=false",
+    "report=false",
     "resume=true",
 )
 FIRST, SECOND = 22, 38
 """Examples: five steps and a half, and then four steps more."""
 
 
-@pytest.fixture(scope="module", params=["humanline=false", "humanline=true sync_freq=3"])
-def run(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
     """(train as far as so many examples, with other settings; the folder of the runs)."""
     folder = tmp_path_factory.mktemp("runs")
 
     def go(name: str, examples: int, *more: str):
         here = (f"runs_dir={folder}", f"cache_dir={folder / 'cache'}", f"n_examples={examples}")
-        train(make_config("loss=dpo", *here, *SETTINGS, *request.param.split(), *more), name)
+        train(make_config("loss=dpo", *here, *SETTINGS, *more), name)
 
     go("longer", FIRST)
     go("longer", SECOND)

@@ -36,12 +36,12 @@ MODEL = (
     else ()
 )
 COMMANDS = [
-    ("train.py", "loss=dpo", "data=adder", *TINY),
     ("train.py", "loss=dpo", "online=true", "humanline=true", "data=adder", *ROUNDS),
     ("sample.py", "data=adder", "limit=4", "rounds.samples=2", "sampler.max_tokens=32"),
 ]
 if MODEL:
     COMMANDS += [
+        ("train.py", "loss=dpo", "data=adder", *TINY),
         ("train.py", "loss=dpo", "data=adder", "dry_run=true"),
         ("train.py", "loss=kto", "humanline=true", "data=adder", "model.use_peft=true", *TINY),
         ("train.py", "loss=grpo", "data=adder", *TINY),
@@ -137,5 +137,6 @@ def test_a_request_to_stop_is_answered_at_once(tmp_path: Path, number: int, at: 
         assert terminal.read(says, within=1.0), terminal.text
         terminal.read()
         assert terminal.process.returncode == 75
+        assert terminal.longest < 3.0, f"{terminal.longest:.1f} CPU seconds after {terminal.silent_after!r}"
     finally:
         terminal.close()

@@ -22,6 +22,7 @@ from train import train
 
 LINES = (ROOT / "assets" / "adder" / "pairs.jsonl").read_text().splitlines(keepends=True)[:40]
 FAST = ("model.batch_size=8", "n_eval_examples=8", "wandb.enabled=false", "data.verifier=null", "resume=true")
+FAST += ("report=false", "diagnostics=false", "retention.kl=false")
 
 
 def go(folder: Path, lines: list[str], *more: str) -> dict:

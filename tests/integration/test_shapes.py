@@ -15,6 +15,9 @@ SMALL = (
     "loss=grpo",
     "data=adder",
     "data.verifier=null",
+    "report=false",
+    "diagnostics=false",
+    "retention.kl=false",
     "n_examples=32",
     "n_eval_examples=4",
     "model.batch_size=8",
@@ -42,8 +45,10 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("shapes")
 
 
-@pytest.mark.parametrize("humanline", ["false", "true"])
-@pytest.mark.parametrize(("shape", "advantage"), zip(SHAPES, OF_SCORES * 2, strict=True))
+@pytest.mark.parametrize(
+    ("shape", "advantage", "humanline"),
+    zip(SHAPES, OF_SCORES * 2, ("false", "true", "true", "false") * 2, strict=True),
+)
 def test_a_run(folder, shape, advantage, humanline):
     words = (f"loss.shape={shape}", f"loss.advantage={advantage}", f"humanline={humanline}", *SMALL)
     epsilon = ["loss.epsilon=0.01"] if "epsilon" in READS[shape] else []  # so that something is clipped
