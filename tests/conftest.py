@@ -21,8 +21,6 @@ from tests.quick_start import compose_quickly, prepare_once
 
 gc.disable()  # until everything is imported: a quarter of the time that it takes would be spent on looking
 sys.dont_write_bytecode = False  # or each worker rewrites the assertions of every test: a third of its start
-compose_quickly()
-prepare_once()
 atexit.register(gc.unfreeze)  # or libraries would complain of what they find at the very end
 UNIT = Path(__file__).parent / "unit"
 settings.register_profile("humanline", deadline=None)  # a loaded machine is slow, not wrong
@@ -31,8 +29,11 @@ settings.load_profile("humanline")
 
 def pytest_configure(config: pytest.Config) -> None:
     """The processes that share the tests share what programs are forked from; whose CPU seconds programs
-    take is known only where each has its own."""
+    take is known only where each has its own. The process that shares them out imports no torch."""
     shares = bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
+    if not shares:
+        compose_quickly()
+        prepare_once()
     if shares and "HUMANLINE_TEST_CPU_LOG" not in os.environ:
         programs.share()
 

@@ -87,7 +87,7 @@ def question(shape: str, *overrides: str, ranks: int = 1, loss: str = "dpo", gpu
 
 def with_many_layers(asked: Question) -> Question:
     assert asked.hf_config is not None
-    return replace(asked, hf_config=with_layers(asked.hf_config, 12))
+    return replace(asked, hf_config=with_layers(asked.hf_config, 10))
 
 
 def whole(asked: Question) -> Question:

@@ -84,7 +84,7 @@ def test_adapters_of_another_round_stop_the_run(tmp_path, monkeypatch):
 
 def test_a_run_ahead_goes_on_from_the_adapters_that_were_kept(tmp_path):
     """The round ahead had not been sampled: the engine is started on the model, and given its adapters."""
-    lagging = (*LAGGING, *LORA, "lr=1e-3", "rounds.contexts=72")
+    lagging = (*LAGGING, *LORA, "lr=1e-3")
     whole = run_online(tmp_path, "whole", *lagging)
     at = next(line["step"] for line in lines(whole) if line["round"] == 1) + 1
     with cut_off(at) as patch:

@@ -6,7 +6,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.chat import CONTROLLED, Renderer
@@ -35,6 +35,7 @@ def row(made: Sequence | str) -> Sequence:
 
 
 @pytest.mark.parametrize("family", TOKENIZERS)
+@settings(max_examples=30)
 @given(before=st.text("ab c", max_size=6), behind=st.text("ab c", max_size=6))
 def test_control_tokens_are_kept_escaped_or_dropped(family, before, behind):
     tokenizer, end = TOKENIZERS[family], END_OF_TURN[family]
