@@ -1,134 +1,191 @@
-"""How evenly a batch's tokens are spread over ranks, with packed rows dealt by length, as padded ones are,
-against dealt by tokens. Only lengths are computed, no model runs.
+"""How evenly a batch's operations are spread over ranks, with packed rows dealt by length, as padded ones
+are, against dealt by what they cost. Only lengths are computed, no model runs.
 
-    python -m benchmarks.balance                       # embedded pairs, drawn pairs, real ones where they are
-    python -m benchmarks.balance --data hh PATH:FORMAT --ranks 8 64 --shapes 4x1 4x2
+    python -m benchmarks.balance                       # drawn lengths, embedded pairs, real ones if there
+    python -m benchmarks.balance --data hh PATH:FORMAT --losses dpo --ranks 8 64 --shapes 4x1 16384tx4
 
-Every number is the share of a step in which ranks do not wait for each other: the mean load over ranks,
-summed over turns, divided by the largest load, summed over turns. A shape is examples per rank and turn x
-turns.
+A number is the share of a step in which ranks do not wait for each other: the mean load over ranks, summed
+over turns, divided by the largest load, summed over turns; beside it what the longest example allows. A shape
+is examples per rank and turn, or tokens (16384t), x turns. Where GRPO's prompts are shared, the time of a
+step is given relative to one in which they are not.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
-from benchmarks.floor import forward
 from benchmarks.measure import ROOT, machine, table
-from benchmarks.parts import KNOWN, benchmark_pairs, drawn_pairs, shape
-from data.balance import example_tokens
-from data.batches import deal
-from data.types import Example
+from benchmarks.parts import KNOWN, Pair, benchmark_pairs, shape
+from data.balance import Work
+from data.batches import Tokens, deal
+from data.types import Example, Sequence
+from data.views import mismatched
 
 Turns = list[list[list[Example]]]
-DATA = ("adder", "hh", "gsm8k", "drawn")
-SINGLE = ("gsm8k",)
-"""Formats whose rows stand alone (for GRPO and KTO); in other formats an example is a pair."""
 COMPUTED = shape("qwen2.5-1.5b")
-"""The architecture whose operations are counted."""
+"""The architecture whose operations are counted, in a humanline step."""
+DRAWN = ("log-normal", "heavy", "bimodal")
+DATA = ("adder", "hh", "gsm8k", *DRAWN)
+LOSSES = {"dpo": 2, "kto": 1, "grpo": 1, "grpo shared": 1}
+"""loss -> rows of an example."""
+GROUP = 8
+"""Answers to a prompt in GRPO."""
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Means over batches. The evenness in tokens and in operations, dealt by length (before) and by tokens
-    (after), and the seconds to deal a batch by tokens."""
+    """Means over batches."""
 
-    tokens_before: float
-    tokens_after: float
-    operations_before: float
-    operations_after: float
+    before: float
+    """the evenness of operations where rows are dealt by length, as padded ones are"""
+    after: float
+    """where they are dealt by their operations"""
+    possible: float
+    """the most that the longest example allows beside the shortest others"""
+    time: float
+    """the time of a step relative to one without shared prompts (1 where none are shared)"""
+    turns: float
     seconds: float
+    """CPU time to deal a batch"""
 
 
-def examples(data: str, count: int, longest: int) -> list[Example]:
-    """Return the first ``count`` examples of ``data``. ``drawn``: pairs about as long as UltraFeedback's."""
-    if data == "drawn":
-        pairs = drawn_pairs(count, 8192, prompt=150.0, completion=280.0, longest=longest)
-    else:
+def lengths(kind: str, count: int, longest: int, rng: np.random.Generator) -> np.ndarray:
+    """Return completions' lengths: log-normal, Pareto with exponent 1.2, or three in ten far longer."""
+    drawn = {
+        "log-normal": lambda: 280 * np.exp(0.8 * rng.standard_normal(count)),
+        "heavy": lambda: 120 * (1 + rng.pareto(1.2, count)),
+        "bimodal": lambda: np.where(rng.random(count) < 0.7, 200, 2000)
+        * np.exp(0.3 * rng.standard_normal(count)),
+    }[kind]()
+    return np.clip(drawn, 1, longest).astype(int)
+
+
+def pairs_of(data: str, count: int, longest: int) -> list[Pair]:
+    """Return ``count`` pairs of rows of ``data``: of this kind of length, or real ones."""
+    if data not in DRAWN:
         path = f"{ROOT / 'assets' / 'adder' / 'pairs.jsonl'}:groups" if data == "adder" else data
-        pairs = benchmark_pairs(path, count, 8192, longest)
-    if data.rpartition(":")[2] in SINGLE:
-        return [Example(f"p{i}", (chosen,)) for i, (chosen, _) in enumerate(pairs)]
-    return [Example(f"p{i}", pair) for i, pair in enumerate(pairs)]
+        return benchmark_pairs(path, count, 8192, longest)
+    rng = np.random.default_rng(0)
+    prompts = np.clip(150 * np.exp(0.6 * rng.standard_normal(count)), 1, longest // 4).astype(int)
+    answers = lengths(data, 2 * count, longest - longest // 4, rng)
+    return [
+        (row(i, p, a), row(i, p, b))
+        for i, (p, a, b) in enumerate(zip(prompts, answers[:count], answers[count:], strict=True))
+    ]
 
 
-def evenness(turns: Turns, cost: Callable[[Example], float]) -> float:
-    """Return the mean load over ranks, summed over turns, divided by the largest load, summed over turns; 1
-    if no rank waits."""
-    loads = np.array([[sum(map(cost, part)) for part in turn] for turn in turns])
-    return float(loads.mean(axis=1).sum() / loads.max(axis=1).sum())
+def row(prompt: int, p: int, c: int) -> Sequence:
+    return Sequence(np.full(p, prompt, np.int32), np.zeros(c, np.int32))
 
 
-def operations(example: Example) -> float:
-    return forward(COMPUTED, example.rows).training
-
-
-def measure(found: list[Example], ranks: int, size: int, turns: int, batches: int) -> Balance:
-    """Measure ``batches`` batches drawn from ``found``; each has as many examples as fill every rank in every
-    turn."""
-    rng, count = np.random.default_rng(0), ranks * size * turns
+def batch_of(
+    pairs: list[Pair], loss: str, count: int, longest: int, rng: np.random.Generator
+) -> list[Example]:
+    """Return a batch of ``count`` examples of the loss. A group's answers are those of as many pairs."""
+    drawn = [pairs[i] for i in rng.choice(len(pairs), count, replace=count > len(pairs))]
+    if loss == "dpo":
+        return [Example(f"p{i}", pair) for i, pair in enumerate(drawn)]
+    if loss == "kto":
+        return mismatched([Example(f"p{i}", pair[:1]) for i, pair in enumerate(drawn)], longest)
     rows = []
+    for i, (answer, _) in enumerate(drawn):
+        prompt = drawn[i - i % GROUP][0].prompt_ids
+        rows.append(Sequence(prompt, answer.completion_ids[: longest - len(prompt)]))
+    return [Example(f"p{i // GROUP}", (own,)) for i, own in enumerate(rows)]
+
+
+def busy(turns: Turns, work: Work, shared: bool) -> tuple[float, float]:
+    """Return (the mean load over ranks, summed over turns, divided by the largest load, summed over turns;
+    the latter). The first is 1 if no rank waits."""
+    loads = np.array([[work.part(part, shared) for part in turn] for turn in turns], float)
+    return float(loads.mean(axis=1).sum() / loads.max(axis=1).sum()), float(loads.max(axis=1).sum())
+
+
+def allowed(costs: list[int], ranks: int, size: int | Tokens) -> float:
+    """Return the most even that a batch of these ``costs``, in ascending order, can be: the rank that has the
+    longest example has the shortest others beside it, and the others of its turn at most the longest."""
+    mean = most = sum(costs) / ranks
+    longest = costs[-1]
+    if isinstance(size, int):
+        longest, most = longest + sum(costs[: size - 1]), sum(costs[-ranks * size :]) / ranks
+    return mean / (mean + max(0.0, longest - most))
+
+
+def measure(
+    pairs: list[Pair], loss: str, ranks: int, size: int | Tokens, turns: int, longest: int, batches: int
+) -> Balance:
+    """Measure ``batches`` batches drawn from ``pairs``, each of as many examples as fill every rank in every
+    turn; of ``turns`` times 8 a rank where ``size`` counts tokens."""
+    rng, found = np.random.default_rng(0), []
+    work, shared, width = Work.of(COMPUTED, other=1 / 2), loss.endswith("shared"), LOSSES[loss]
+    each = turns * (8 if isinstance(size, Tokens) else size)
     for _ in range(batches):
-        batch = [found[i] for i in rng.choice(len(found), count, replace=count > len(found))]
-        width = len(batch[0].rows)
-        before = deal(batch, ranks, size, width, packed=False)
-        started = time.perf_counter()
-        after = deal(batch, ranks, size, width, packed=True)
-        seconds = time.perf_counter() - started
-        rows.append(
-            [evenness(of, cost) for cost in (example_tokens, operations) for of in (before, after)]
-            + [seconds]
-        )
-    return Balance(*np.mean(rows, axis=0).tolist())
+        batch = batch_of(pairs, loss, ranks * each, longest, rng)
+        before = deal(batch, ranks, size, width, packed=False) if isinstance(size, int) else None
+        apart = deal(batch, ranks, size, width, work=work)
+        started = time.process_time()
+        after = deal(batch, ranks, size, width, shared=shared, work=work)
+        seconds = time.process_time() - started
+        even, took = busy(after, work, shared)
+        possible = allowed(sorted(work.part([example]) for example in batch), ranks, size)
+        old = np.nan if before is None else busy(before, work, False)[0]
+        found.append([old, even, possible, took / busy(apart, work, False)[1], len(after), seconds])
+    return Balance(*np.mean(found, axis=0).tolist())
 
 
 def report(
-    found: dict[str, list[Example]], ranks: list[int], shapes: list[tuple[int, int]], batches: int
+    found: dict[str, list[Pair]],
+    losses: list[str],
+    ranks: list[int],
+    shapes: list[str],
+    longest: int,
+    batches: int,
 ) -> str:
-    """Return a table for each data set, with a row for each number of ranks: the evenness in tokens before ->
-    after for each shape, then the evenness in operations after."""
+    """Return a table for each data set and loss, with a row for each number of ranks."""
     parts = []
-    for name, of in found.items():
-        tokens = [example_tokens(example) for example in of]
-        header = ["ranks", *(f"{size} x {turns}" for size, turns in shapes), "operations", "ms to deal"]
+    for (name, pairs), loss in product(found.items(), losses):
         lines = []
         for n in ranks:
-            rows = [measure(of, n, size, turns, batches) for size, turns in shapes]
-            lines.append(
-                [
-                    str(n),
-                    *(f"{row.tokens_before:.2f} -> {row.tokens_after:.3f}" for row in rows),
-                    ", ".join(f"{row.operations_after:.3f}" for row in rows),
-                    ", ".join(f"{1000 * row.seconds:.1f}" for row in rows),
-                ]
-            )
-        kind = "pairs" if len(of[0].rows) == 2 else "sequences"
-        about = f"median {np.median(tokens):.0f}, longest {max(tokens)} tokens"
-        parts.append(f"{name}: {len(of)} {kind}, {about}\n\n{table(header, lines)}")
+            rows = [measure(pairs, loss, n, *sized(shape), longest, batches) for shape in shapes]
+            cells = [
+                f"{r.before:.2f} -> {r.after:.3f} of {r.possible:.2f}"
+                + f", {r.time:.2f} x" * loss.endswith("shared")
+                for r in rows
+            ]
+            lines.append([str(n), *cells, ", ".join(f"{r.turns:.1f}" for r in rows)])
+            lines[-1].append(", ".join(f"{1000 * r.seconds:.0f}" for r in rows))
+        header = ["ranks", *shapes, "turns", "ms to deal"]
+        parts.append(f"{name}, {loss}: {len(pairs)} prompts\n\n{table(header, lines)}")
     return "\n\n".join(parts)
+
+
+def sized(shape: str) -> tuple[int | Tokens, int]:
+    """Return (size of a microbatch, turns) of ``8x1``, or of ``16384tx4``: at most so many tokens."""
+    size, _, turns = shape.partition("x")
+    return (Tokens(int(size[:-1])) if size.endswith("t") else int(size)), int(turns)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", nargs="+", default=list(DATA), help="adder, hh, gsm8k, drawn, PATH:FORMAT")
+    parser.add_argument("--data", nargs="+", default=list(DATA), help=f"{', '.join(DATA)}, PATH:FORMAT")
+    parser.add_argument("--losses", nargs="+", default=list(LOSSES), choices=list(LOSSES))
     parser.add_argument("--examples", type=int, default=2048, help="how many of each are read")
-    parser.add_argument("--longest", type=int, default=2048, help="rows are cut at this many tokens")
+    parser.add_argument("--longest", type=int, default=4096, help="rows are cut at this many tokens")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64])
-    parser.add_argument("--shapes", nargs="+", default=["4x1", "8x1", "2x4", "4x2"])
-    parser.add_argument("--batches", type=int, default=20)
+    parser.add_argument("--shapes", nargs="+", default=["8x1", "4x2", "16384tx4"])
+    parser.add_argument("--batches", type=int, default=5)
     args = parser.parse_args()
-    shapes = [(int(size), int(turns)) for size, turns in (text.split("x") for text in args.shapes)]
     there = [data for data in args.data if data not in KNOWN or KNOWN[data][0].exists()]
-    found = {data: examples(data, args.examples, args.longest) for data in there}
+    found = {data: pairs_of(data, args.examples, args.longest) for data in there}
     print(f"{machine()}\n{args.batches} batches a number\n")
-    print(report(found, args.ranks, shapes, args.batches))
+    print(report(found, args.losses, args.ranks, args.shapes, args.longest, args.batches))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Distribution of examples over ranks and turns, so that ranks wait little for the one with the most tokens
+"""Distribution of examples over ranks and turns, so that ranks wait little for the one that computes longest
 in a turn.
 
-A cost is a count of tokens: prompt and completion of all rows of an example, including its mismatched row.
-Memory grows in proportion to the tokens, and so does nearly all of the time (docs/performance.md counts the
-operations, and says from which lengths on attention's quadratic part dominates).
+What a row costs (``Work``) is counted in tokens: one for each of its own, more for attention and for the
+head, as the model's shape says, and less where nothing is trained on (a mismatched row). Memory grows in
+proportion to the tokens alone.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from data.sharing import own_tokens
+from data.sharing import own_tokens, prompt_owners
 from data.types import Example, Sequence
 
 CLOSE = 1.005
@@ -22,9 +24,69 @@ CLOSE = 1.005
 then."""
 MIXTURES = 8
 """Number of mixtures of long and short items that are tried for a turn."""
+LIGHTEST = 16
+"""Number of parts that are asked first for an exchange."""
+ROOM = 3
+"""Maximum number of items in a share that is limited by tokens, as a multiple of the average."""
 
 Shares = list[list[int]]
 """Indices of the items of each rank."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a row costs: a token of it 1, by the products of the blocks with their weights. The defaults count
+    tokens alone, trained on or not."""
+
+    square: float = 0.0
+    """attention's operations for a pair of tokens, of those of the blocks' products for one token"""
+    head: float = 0.0
+    """the head's operations for a token of a completion, likewise"""
+    other: float = 1.0
+    """what a mismatched row costs, of what a row of the loss does"""
+
+    def __str__(self) -> str:
+        other = "" if self.other == 1 else f", mismatched rows {self.other:.3g}"
+        return f"operations {self.square:.3g} {self.head:.3g}{other}"
+
+    @classmethod
+    def of(cls, architecture: Any, other: float = 1.0) -> Work:
+        """Return what rows cost in a transformers configuration; without the numbers of a decoder in it,
+        tokens alone count."""
+        of = architecture.get_text_config()
+        try:
+            heads, layers = of.num_attention_heads, of.num_hidden_layers
+            size = getattr(of, "head_dim", None) or of.hidden_size // heads
+            keys = getattr(of, "num_key_value_heads", None) or heads
+            inner = getattr(of, "moe_intermediate_size", None) or of.intermediate_size
+            inner *= getattr(of, "num_experts_per_tok", None) or 1
+            weights = of.hidden_size * (2 * size * (heads + keys) + 3 * inner)
+            head = of.vocab_size * of.hidden_size / (layers * weights)
+            return cls(heads * size / weights, head, other)
+        except (AttributeError, TypeError):  # no such number, or one for each layer
+            return cls(other=other)
+
+    def rows(self, rows: Seq[Sequence], shared: bool) -> float:
+        """Return the cost of one forward of packed rows, of which those with the same prompt may have it in
+        common."""
+        owners = prompt_owners(rows) if shared else range(len(rows))
+        cost = 0.0
+        for r, (row, owner) in enumerate(zip(rows, owners, strict=True)):
+            n, c = max(len(row), 1), len(row.completion_ids)
+            known = 0 if owner == r else n - c
+            cost += n - known + self.square * (n * n - known * known) + self.head * c
+        return cost
+
+    def part(self, part: Seq[Example], shared: bool = False) -> int:
+        """Return the cost of one rank's packed share of one turn, in tokens of a row of the loss, at least
+        1. Forward and backward, which costs two forwards, are one cost: whether the reference scores the row
+        too, or its activations are computed twice, changes what a row costs, but not beside others."""
+        trained, other = _forwards(part)
+        again = self.head * sum(len(row.completion_ids) for row in trained) / 3  # backward makes logits anew
+        return max(1, round(self.rows(trained, shared) + again + self.other * self.rows(other, shared)))
+
+
+TOKENS = Work()
 
 
 def example_tokens(example: Example) -> int:
@@ -78,14 +140,14 @@ def in_turns(costs: Seq[int], ranks: int, size: int) -> list[Shares]:
 
 
 def _turn(left: list[int], count: int, costs: Seq[int], ranks: int, size: int) -> Shares:
-    """Return ``count`` of the items ``left`` (the longest first), distributed so that ranks wait for the
-    fewest tokens among the mixtures tried."""
+    """Return ``count`` of the items ``left`` (the longest first), distributed so that ranks wait least
+    among the mixtures tried."""
     best: Shares = []
     least = math.inf
     for short in sorted({count * i // MIXTURES for i in range(MIXTURES)}):
         items = left[: count - short] + left[len(left) - short :]
         shares = partition([costs[i] for i in items], ranks, size)
-        loads = [sum(costs[items[j]] for j in share) for share in shares]
+        loads = _loads(shares, [costs[i] for i in items])
         waiting = max(loads) * ranks - sum(loads)
         if waiting < least:
             best, least = [[items[j] for j in share] for share in shares], waiting
@@ -94,31 +156,50 @@ def _turn(left: list[int], count: int, costs: Seq[int], ranks: int, size: int) -
     return best
 
 
+def within(costs: Seq[int], tokens: Seq[int], ranks: int, most: int) -> list[Shares]:
+    """Return indices into ``costs`` as [turn][rank], in as few turns as are found with at most ``most`` of
+    ``tokens`` in a share, and with shares of about equal cost in a turn. Raises ValueError if a single item
+    has more."""
+    turns = max(1, -(-sum(tokens) // (ranks * most)))
+    while turns <= len(costs):
+        parts = turns * ranks
+        size = ROOM * -(-len(costs) // parts)
+        shares = partition(tokens, parts, size)
+        if max(_loads(shares, tokens)) > most:
+            shares = _first_that_fits(tokens, parts, size, most)
+        if shares:
+            shares = evened(shares, costs, size, tokens, most)
+            return [shares[first : first + ranks] for first in range(0, parts, ranks)]
+        turns += 1
+    raise ValueError(f"an example has more than {most} tokens")
+
+
+def _first_that_fits(tokens: Seq[int], parts: int, size: int, most: int) -> Shares:
+    """Place each item, the longest first, into the first part that has room for it (Johnson 1973); [] if one
+    finds no room."""
+    out: Shares = [[] for _ in range(parts)]
+    left = np.full(parts, most)
+    for i in sorted(range(len(tokens)), key=lambda i: -tokens[i]):
+        fits = [p for p in np.flatnonzero(left >= tokens[i]) if len(out[p]) < size]
+        if not fits:
+            return []
+        out[fits[0]].append(i)
+        left[fits[0]] -= tokens[i]
+    return out
+
+
 def partition(costs: Seq[int], parts: int, size: int) -> Shares:
     """Split indices into ``costs`` (each at least 1) into ``parts`` lists of at most ``size`` items, with
     sums made as equal as exchanges of two items can make them. The list with the largest sum comes first, and
     each list is in ascending order.
 
     Items are placed longest first, each into the part that has the smallest sum (Graham 1969, "Bounds on
-    Multiprocessing Timing Anomalies") and room for it. Then an item of the heaviest part is exchanged with
-    the item that leaves the heavier of the two parts lightest, or moves to free room, as long as that helps.
-    Raises ValueError if there is no room for all.
+    Multiprocessing Timing Anomalies") and room for it; then they are exchanged (``evened``). Raises
+    ValueError if there is no room for all.
     """
     if len(costs) > parts * size:
         raise ValueError(f"{len(costs)} items do not fit into {parts} parts of {size}")
-    owners, weights = _slots(_longest_first(costs, parts, size), costs, size)
-    loads = weights.sum(axis=1)
-    while loads.max() * parts > CLOSE * loads.sum():
-        heaviest = int(loads.argmax())
-        found = _best_exchange(weights, loads, heaviest)
-        if found is None:
-            break
-        here, there = (heaviest, found[0]), found[1:]
-        for slots in (owners, weights):
-            slots[here], slots[there] = slots[there], slots[here]
-        loads = weights.sum(axis=1)
-    order = np.argsort(-loads, kind="stable")
-    return [sorted(int(i) for i in owners[p] if i >= 0) for p in order]
+    return evened(_longest_first(costs, parts, size), costs, size)
 
 
 def _longest_first(costs: Seq[int], parts: int, size: int) -> Shares:
@@ -133,25 +214,66 @@ def _longest_first(costs: Seq[int], parts: int, size: int) -> Shares:
     return out
 
 
-def _slots(shares: Shares, costs: Seq[int], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return ([parts, size] indices, -1 for free room; [parts, size] their costs, 0 for free room)."""
+def evened(
+    shares: Shares, costs: Seq[int], size: int, tokens: Seq[int] | None = None, most: int = 0
+) -> Shares:
+    """Return the shares with their costs made as equal as exchanges of two items can make them: an item of
+    the heaviest share is exchanged with the item that leaves the heavier of the two shares lightest, or moves
+    to free room, as long as that helps. No share has more than ``size`` items then, or more than ``most`` of
+    ``tokens`` (None: any number). The heaviest share comes first, and each is in ascending order."""
     owners = np.full((len(shares), size), -1, np.int64)
     for p, share in enumerate(shares):
         owners[p, : len(share)] = share
-    return owners, np.where(owners < 0, 0, np.append(np.asarray(costs, np.int64), 0)[owners])
+    weights = np.append(np.asarray(costs, np.int64), 0)[owners]
+    taken = None if tokens is None else np.append(np.asarray(tokens, np.int64), 0)[owners]
+    loads = weights.sum(axis=1)
+    while loads.max() * len(shares) > CLOSE * loads.sum():
+        heaviest, order = int(loads.argmax()), np.argsort(loads, kind="stable")
+        found = _best_exchange(weights, loads, taken, most, heaviest, order[:LIGHTEST])
+        if found is None:
+            found = _best_exchange(weights, loads, taken, most, heaviest, order[LIGHTEST:])
+        if found is None:
+            break
+        here, there = (heaviest, found[0]), found[1:]
+        for slots in (owners, weights) if taken is None else (owners, weights, taken):
+            slots[here], slots[there] = slots[there], slots[here]
+        loads = weights.sum(axis=1)
+    order = np.argsort(-loads, kind="stable")
+    return [sorted(int(i) for i in owners[p] if i >= 0) for p in order]
 
 
-def _best_exchange(weights: np.ndarray, loads: np.ndarray, heaviest: int) -> tuple[int, int, int] | None:
-    """Return (slot of ``heaviest``, other part, slot there) of the exchange that leaves the heavier of the
-    two parts lightest; None if no exchange improves it."""
+def _best_exchange(
+    weights: np.ndarray,
+    loads: np.ndarray,
+    tokens: np.ndarray | None,
+    most: int,
+    heaviest: int,
+    others: np.ndarray,
+) -> tuple[int, int, int] | None:
+    """Return (slot of ``heaviest``, one of the ``others``, slot there) of the exchange that leaves the
+    heavier of the two parts lightest, and neither with more than ``most`` of ``tokens``; None if no exchange
+    improves it."""
     best, found = int(loads[heaviest]), None
+    if not len(others):
+        return None
+    others = np.sort(others)
+    theirs, load = weights[others], loads[others, None]
     for slot, cost in enumerate(weights[heaviest]):
-        given = cost - weights
-        after = np.maximum(loads[heaviest] - given, loads[:, None] + given)
+        given = cost - theirs
+        after = np.maximum(loads[heaviest] - given, load + given)
+        if tokens is not None:
+            moved, taken = tokens[heaviest, slot] - tokens[others], tokens.sum(axis=1)
+            too_many = (taken[heaviest] - moved > most) | (taken[others, None] + moved > most)
+            after = np.where(too_many, best, after)
         at = int(after.argmin())
         if after.flat[at] < best:
-            best, found = int(after.flat[at]), (slot, *divmod(at, weights.shape[1]))
+            other, place = divmod(at, theirs.shape[1])
+            best, found = int(after.flat[at]), (slot, int(others[other]), place)
     return found
+
+
+def _loads(shares: Shares, costs: Seq[int]) -> list[int]:
+    return [sum(costs[i] for i in share) for share in shares]
 
 
 def token_balance(turns: Seq[Seq[Seq[Example]]], packed: bool, shared: bool = False) -> float:

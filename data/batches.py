@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from config.schema_model import ModelConfig
-from data.balance import example_tokens, in_turns, partition, row_tokens, share_tokens
-from data.bundles import deal_by_count, deal_by_tokens
+from data.balance import TOKENS, Work, in_turns, row_tokens, share_tokens, within
+from data.bundles import deal_together
 from data.examples import ExampleGroups, columns_of
 from data.sharing import own_tokens, prompt_owners
 from data.types import Example, Microbatch, PackedRows, Sequence, Sequences
@@ -128,26 +128,24 @@ def deal(
     rows_per_example: int,
     packed: bool = True,
     shared: bool = False,
+    work: Work = TOKENS,
 ) -> list[list[list[Example]]]:
     """Deal the global batch in turns: ``turns[t][r]`` are the examples, at most ``size``, that rank r
     computes in turn t. A rank that gets none has a row without a completion token.
 
-    Rows that are ``packed`` are dealt so that every rank of a turn has about as many tokens, with rank 0 most
-    (data/balance.py). If their prompts are also ``shared``, examples of one prompt stay together
-    (data/bundles.py). Rows that are padded are dealt by length instead, so that rows side by side are about
-    equally long and little is padded. On one rank, where no rank waits, both kinds are dealt by length.
+    Rows that are ``packed`` are dealt so that the ranks of a turn have about as much to do by ``work``, with
+    rank 0 most (data/balance.py). If their prompts are also ``shared``, examples of one prompt stay together
+    as long as no rank waits for it (data/bundles.py). Rows that are padded are dealt by length instead, so
+    that rows side by side are about equally long and little is padded. On one rank, where no rank waits, both
+    kinds are dealt by length. Raises ValueError if a single example has more tokens than ``size``.
     """
-    if isinstance(size, Tokens):
-        turns = (
-            deal_by_tokens(batch, ranks, size.most) if shared else _within(batch, ranks, size.most, packed)
-        )
-    elif shared:
-        turns = deal_by_count(batch, ranks, size)
-    elif packed and ranks > 1:
-        shares = in_turns([example_tokens(example) for example in batch], ranks, size)
-        turns = [[[batch[i] for i in share] for share in turn] for turn in shares]
-    else:
-        turns = _slices(batch, ranks, size)
+    fits = isinstance(size, int) or max(map(row_tokens, batch)) <= size.most  # without sharing
+    turns = _apart(batch, ranks, size, work) if packed and not (shared and (ranks == 1 or not fits)) else []
+    if shared:
+        by_tokens, most = (True, size.most) if isinstance(size, Tokens) else (False, size)
+        turns = deal_together(batch, ranks, most, by_tokens, work if ranks > 1 else TOKENS, turns)
+    elif not packed:
+        turns = _padded(batch, ranks, size)
     has_mismatched = any(example.mismatched is not None for example in batch)
     fill = Example(
         prompt_id="", rows=FILL.rows * rows_per_example, mismatched=FILL.rows[0] if has_mismatched else None
@@ -155,29 +153,32 @@ def deal(
     return [[part or [fill] for part in turn] for turn in turns]
 
 
-def _within(batch: Seq[Example], ranks: int, most: int, packed: bool) -> list[list[list[Example]]]:
-    """Deal the batch in as few turns as possible with at most ``most`` tokens per share, including padding if
-    rows are padded. Shares of a turn are about equally heavy. Mismatched rows, which keep nothing for
-    backward, do not count. Raises ValueError if a single example has more."""
-    costs = [example_tokens(example) for example in batch]
-    turns = max(1, -(-sum(map(row_tokens, batch)) // (ranks * most)))
+def _apart(batch: Seq[Example], ranks: int, size: Size, work: Work) -> list[list[list[Example]]]:
+    """Deal packed rows example by example. A budget of tokens is one of rows with a gradient; mismatched
+    rows, which keep nothing for backward, do not count."""
+    tokens = [row_tokens(example) for example in batch]
+    costs = tokens if ranks == 1 else [work.part([example]) for example in batch]
+    if isinstance(size, Tokens):
+        shares = within(costs, tokens, ranks, size.most)
+    elif ranks == 1:
+        return _slices(batch, ranks, size)
+    else:
+        shares = in_turns(costs, ranks, size)
+    return [[[batch[i] for i in share] for share in turn] for turn in shares]
+
+
+def _padded(batch: Seq[Example], ranks: int, size: Size) -> list[list[list[Example]]]:
+    """Deal padded rows in slices of similar length, in as few turns as possible if ``size`` counts tokens,
+    padding included. Mismatched rows, which keep nothing for backward, do not count."""
+    if not isinstance(size, Tokens):
+        return _slices(batch, ranks, size)
+    turns = max(1, -(-sum(map(row_tokens, batch)) // (ranks * size.most)))
     while turns <= len(batch):
-        parts = turns * ranks
-        room = -(-len(batch) // parts)
-        if packed:
-            shares = partition(costs, parts, ROOM * room)
-            found = [[batch[i] for i in share] for share in shares]
-            made = [found[first : first + ranks] for first in range(0, parts, ranks)]
-        else:
-            made = _slices(batch, ranks, room)
-        if max(share_tokens(share, packed) for turn in made for share in turn) <= most:
+        made = _slices(batch, ranks, -(-len(batch) // (turns * ranks)))
+        if max(share_tokens(share, packed=False) for turn in made for share in turn) <= size.most:
             return made
         turns += 1
-    raise ValueError(f"an example has more than {most} tokens")
-
-
-ROOM = 3
-"""Maximum number of examples in a share, as a multiple of the average."""
+    raise ValueError(f"an example has more than {size}")
 
 
 def _slices(batch: Seq[Example], ranks: int, size: int) -> list[list[list[Example]]]:
@@ -191,12 +192,20 @@ def _slices(batch: Seq[Example], ranks: int, size: int) -> list[list[list[Exampl
     return [[by_length[first : first + size] for first in of] for of in firsts]
 
 
-def dealing(packed: bool, shared: bool = False) -> str:
+def dealing(packed: bool, shared: bool = False, work: Work = TOKENS) -> str:
     """Return a description of how ``deal`` deals. Data kept on the rank that was dealt a row can be found
     again only with the same dealing."""
-    if shared:
-        return "by tokens, examples of a prompt together"
-    return "by tokens" if packed else "by length"
+    if not packed:
+        return "by length"
+    return f"by {work}{', examples of a prompt together' * shared}"
+
+
+def widest(
+    batch: Seq[Example], ranks: int, size: Size, rows: int, packed: bool, shared: bool, work: Work
+) -> int:
+    """Return the tokens of the widest share that a batch is dealt into. ``rows``: those of an example."""
+    turns = deal(batch, ranks, size, rows, packed, shared, work)
+    return max(share_tokens(share, packed, shared) for turn in turns for share in turn)
 
 
 def cut(
@@ -207,10 +216,11 @@ def cut(
     rows_per_example: int,
     packed: bool = True,
     shared: bool = False,
+    work: Work = TOKENS,
 ) -> list[list[Example]]:
     """Return this rank's microbatches of a global batch: at most ``size`` examples each, the same number on
     every rank, filled up if short (``deal``)."""
-    return [turn[rank] for turn in deal(batch, ranks, size, rows_per_example, packed, shared)]
+    return [turn[rank] for turn in deal(batch, ranks, size, rows_per_example, packed, shared, work)]
 
 
 def collate(rows: Seq[Sequence], device: torch.device, pack: bool = False, share: bool = False) -> Sequences:

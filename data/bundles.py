@@ -1,42 +1,71 @@
 """Division of a global batch whose rows share prompts, so that examples of one prompt lie in one microbatch
-as far as they fit into it.
+as far as they fit into it and no rank waits long.
 
 ``data.balance`` does this for single examples, which it can exchange freely. Here it is done for bundles of
-examples: the heaviest bundle comes first, and each goes to the share with the fewest tokens.
+examples. Where ranks would wait for one with a large bundle, bundles are cut, although each part computes the
+prompt once more.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from data.balance import part_tokens, share_tokens
+from data.balance import Shares, Work, evened, share_tokens
 from data.types import Example
 
 Bundle = list[Example]
 Turns = list[list[Bundle]]
 """[turn][rank]: the examples that a rank computes in that turn"""
+LARGEST = (math.inf, 0.7, 0.35, 0.25, 0.18, 0.12)
+"""Largest bundles that are tried, relative to the cost of the mean share."""
+NEAR = 1.02
+"""No smaller bundles are tried where ranks take at most this many times what they would without waiting."""
 
 
-def deal_by_count(batch: Seq[Example], ranks: int, size: int) -> Turns:
-    """Deal the batch in as few turns as possible with at most ``size`` examples per rank and turn."""
-    turns = -(-len(batch) // (size * ranks))
-    bundles = [bundle[i : i + size] for bundle in by_prompt(batch) for i in range(0, len(bundle), size)]
-    return _in_turns(_shares(bundles, turns * ranks, size), ranks)
+def deal_together(
+    batch: Seq[Example], ranks: int, most: int, by_tokens: bool, work: Work, apart: Turns
+) -> Turns:
+    """Deal the batch in as few turns as are found with at most ``most`` examples in a share, or ``by_tokens``
+    with at most as many tokens in its rows with a gradient, a shared prompt counted once. On several ranks
+    ``apart``, the batch dealt example by example, is the result where it takes less time than every way with
+    bundles. Raises ValueError if a single example has too many tokens."""
+    measure: Callable[[Bundle], int] = _tokens if by_tokens else len
 
+    def cost(bundle: Bundle) -> int:
+        return work.part(bundle, shared=True)
 
-def deal_by_tokens(batch: Seq[Example], ranks: int, most: int) -> Turns:
-    """Deal the batch in as few turns as possible with at most ``most`` tokens per share. A shared prompt
-    counts once. Mismatched rows, which keep nothing for backward, do not count. Raises ValueError if a single
-    example has more."""
-    bundles = [part for bundle in by_prompt(batch) for part in _within(bundle, most)]
-    total = sum(_tokens(bundle) for bundle in bundles)
-    turns = max(1, -(-total // (ranks * most)))
+    if by_tokens:
+        whole = [part for bundle in by_prompt(batch) for part in _halved(bundle, _tokens, most)]
+        if max(map(_tokens, whole)) > most:
+            raise ValueError(f"an example has more than {most} tokens")
+    else:
+        whole = [bundle[i : i + most] for bundle in by_prompt(batch) for i in range(0, len(bundle), most)]
+    costs = [(bundle, cost(bundle)) for bundle in whole]
+    least = sum(of for _, of in costs)
+    found: list[tuple[int, Turns]] = [(_longest(apart, cost), apart)] if apart else []
+    turns = max(1, -(-sum(map(measure, whole)) // (ranks * most)))
     while True:
-        shares = _shares(bundles, turns * ranks, len(batch))
-        if max(map(_tokens, shares)) <= most:
-            return _in_turns(shares, ranks)
+        pieces, tried = costs, 0
+        for largest in LARGEST if ranks > 1 else LARGEST[:1]:
+            limit = largest * least / (turns * ranks)
+            pieces = [
+                (part, of if part is bundle else cost(part))
+                for bundle, of in pieces
+                for part in ([bundle] if of <= limit else _halved(bundle, cost, limit))
+            ]
+            if len(pieces) == tried:
+                continue
+            tried = len(pieces)
+            if (made := _dealt(pieces, turns, ranks, cost, measure, most)) is not None:
+                found.append((_longest(made, cost), made))
+                if found[-1][0] * ranks <= NEAR * least:
+                    break
+        if len(found) > bool(apart) or turns >= len(apart) > 0:
+            return min(found, key=lambda one: one[0])[1]
         turns += 1  # the loop ends: with one share per bundle there is room
 
 
@@ -48,46 +77,61 @@ def by_prompt(batch: Seq[Example]) -> list[Bundle]:
     return list(found.values())
 
 
-def _within(bundle: Bundle, most: int) -> list[Bundle]:
-    """Split the bundle into pieces of at most ``most`` tokens."""
-    if _tokens(bundle) <= most:
+def _halved(bundle: Bundle, size: Callable[[Bundle], int], most: float) -> list[Bundle]:
+    """Split the bundle into pieces of at most ``most`` by ``size``, or of one example."""
+    if len(bundle) == 1 or size(bundle) <= most:
         return [bundle]
-    if len(bundle) == 1:
-        raise ValueError(f"an example has more than {most} tokens")
     half = len(bundle) // 2
-    return [*_within(bundle[:half], most), *_within(bundle[half:], most)]
+    return [*_halved(bundle[:half], size, most), *_halved(bundle[half:], size, most)]
 
 
-def _shares(bundles: list[Bundle], parts: int, room: int) -> list[Bundle]:
-    """Distribute the bundles over ``parts`` shares of at most ``room`` examples and return the heaviest share
-    first. The heaviest bundle is placed first, and each goes to the share that has the fewest tokens and room
-    for it. A bundle that fits nowhere is cut."""
-    waiting = sorted(bundles, key=_cost)  # pop() takes the last, the heaviest
-    shares: list[Bundle] = [[] for _ in range(parts)]
-    loads, left = np.zeros(parts, np.int64), np.full(parts, room)
-    while waiting:
-        bundle = waiting.pop()
-        fits = np.flatnonzero(left >= len(bundle))
-        part = int(fits[loads[fits].argmin()]) if len(fits) else int(left.argmax())
-        taken = bundle[: left[part]]
-        if len(taken) < len(bundle):
-            waiting.append(bundle[len(taken) :])
-        shares[part] += taken
-        loads[part] += _cost(taken)
-        left[part] -= len(taken)
-    return [shares[part] for part in np.argsort(-loads, kind="stable")]
-
-
-def _in_turns(shares: list[Bundle], ranks: int) -> Turns:
-    """Return the shares in turns, with shares of about equal weight in the same turn. A turn without any
+def _dealt(
+    pieces: list[tuple[Bundle, int]],
+    turns: int,
+    ranks: int,
+    cost: Callable[[Bundle], int],
+    measure: Callable[[Bundle], int],
+    most: int,
+) -> Turns | None:
+    """Distribute the pieces, each with its cost, over as many shares, each of at most ``most`` by
+    ``measure``. The heaviest is placed first, and each goes to the share that costs least and has room for
+    it. A piece measured in examples that fits nowhere is cut; None if one measured in tokens does not fit. On
+    several ranks pieces are then exchanged. The heaviest shares are in the first turn; a turn without any
     example is left out."""
-    turns = [shares[first : first + ranks] for first in range(0, len(shares), ranks)]
-    return [turn for turn in turns if any(turn)]
+    parts = turns * ranks
+    waiting = sorted(pieces, key=lambda piece: piece[1])  # pop() takes the last, the heaviest
+    placed: list[tuple[Bundle, int]] = []
+    sizes: list[int] = []
+    shares: Shares = [[] for _ in range(parts)]
+    loads, left = np.zeros(parts, np.int64), np.full(parts, most)
+    while waiting:
+        bundle, of = waiting.pop()
+        size = measure(bundle)
+        fits = np.flatnonzero(left >= size)
+        part = int(fits[loads[fits].argmin()]) if len(fits) else int(left.argmax())
+        if not len(fits):
+            if measure is not len:
+                return None
+            size = int(left[part])
+            waiting.append((bundle[size:], cost(bundle[size:])))
+            bundle, of = bundle[:size], cost(bundle[:size])
+        shares[part].append(len(placed))
+        placed.append((bundle, of))
+        sizes.append(size)
+        loads[part] += of
+        left[part] -= size
+    if ranks > 1:
+        shares = evened(shares, [of for _, of in placed], max(map(len, shares)) + 1, sizes, most)
+    else:
+        shares = [shares[part] for part in np.argsort(-loads, kind="stable")]
+    dealt = [[example for i in share for example in placed[i][0]] for share in shares]
+    every = [dealt[first : first + ranks] for first in range(0, parts, ranks)]
+    return [turn for turn in every if any(turn)]
 
 
-def _cost(bundle: Bundle) -> int:
-    """Return the number of tokens of all forward passes."""
-    return part_tokens(bundle, packed=True, shared=True)
+def _longest(turns: Turns, cost: Callable[[Bundle], int]) -> int:
+    """Return what the ranks with most to do take, summed over turns."""
+    return sum(max(map(cost, turn)) for turn in turns)
 
 
 def _tokens(bundle: Bundle) -> int:

@@ -87,7 +87,7 @@ def initial_scores(
         several = trainer.packing and trainer.world.size > 1
         parts = parts | {
             "cut": f"{size}{' examples' * isinstance(size, int)} x {trainer.world.size} ranks"
-            + f", {dealing(True, trainer.shares_prompts)}" * several,
+            + f", {dealing(True, trainer.shares_prompts, trainer.work)}" * several,
             "packing": "prompts shared" if trainer.shares_prompts else str(trainer.packing),
         }
         parts["rows"] = hashlib.sha256(b"\n".join(wanted.tolist())).hexdigest()

@@ -107,7 +107,7 @@ class RunWatch:
         if path is None:
             return None
         trainer = self.trainer
-        dealt = dealing(trainer.packing, trainer.shares_prompts)
+        dealt = dealing(trainer.packing, trainer.shares_prompts, trainer.work)
         state, mine = self.checkpoints.load(Path(path), trainer.policy, trainer.optimizer, dealt)
         everywhere(lambda: self._restore(state, mine), Path(path))
         interval = trainer.progress.step if self.diagnostics is None else self.diagnostics.first

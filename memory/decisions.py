@@ -18,10 +18,10 @@ from config.schema import Config
 from config.schema_model import ModelConfig
 from config.schema_plan import card_memory
 from data.balance import row_tokens
-from data.batches import Segment, size_of
+from data.batches import Segment, size_of, widest
 from data.examples import longest
 from data.types import Example
-from memory.fit import how_rows_are_joined, widest
+from memory.fit import how_rows_are_joined
 from memory.parts import GIB, Card
 from memory.plan import (
     cut_in_words,
@@ -234,8 +234,9 @@ def heaviest_batch(
 
     Only the CANDIDATES batches with the most tokens and those with the longest examples are dealt to ranks,
     so the result is a good guess."""
-    packing, shared = how_rows_are_joined(config, architecture(config.model), gpu)
-    size, rows = size_of(config.model, ranks), trainer.rows_per_example
+    hf_config, size = architecture(config.model), size_of(config.model, ranks)
+    joined = how_rows_are_joined(config, hf_config, gpu)
+    dealt = ranks, size, trainer.rows_per_example, *joined, trainer.work_of(config, hf_config)
     real = bool(segment.groups[0][0].prompt_id)  # the placeholders for future rounds are all alike
     steps = range(segment.steps if real else 1)
     lengths = [[row_tokens(example) for example in segment.batch(i)] for i in steps]
@@ -243,4 +244,4 @@ def heaviest_batch(
     by_longest = heapq.nlargest(CANDIDATES, steps, key=lambda i: max(lengths[i]))
     heaviest = [segment.batch(i) for i in (*by_sum, *by_longest)]
     candidates = [[told_apart(i, example) for i, example in enumerate(batch)] for batch in heaviest]
-    return max(candidates, key=lambda batch: widest(batch, ranks, size, rows, packing, shared))
+    return max(candidates, key=lambda batch: widest(batch, *dealt))

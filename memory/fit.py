@@ -10,9 +10,8 @@ import torch
 from transformers import PretrainedConfig
 
 from config.schema import Config
-from data.balance import row_tokens, share_tokens
-from data.batches import Size, deal, size_of
-from data.types import Example
+from data.balance import row_tokens
+from data.batches import size_of, widest
 from memory.parts import GIB, Card, Situation, peak
 from memory.simulate import Answer, Question
 from models.attention import packs_rows, shares_prompts
@@ -145,8 +144,9 @@ def planned_tokens(
     """Return ``fitting_tokens`` for the batch of the question. ``room``: GiB for the step's own parts."""
     config, batch = asked.config, asked.batch
     packing, shared = how_rows_are_joined(config, hf_config, asked.gpu)
-    rows = trainer_class(config).rows_per_example
-    whole = widest(batch, asked.ranks, size_of(config.model, asked.ranks), rows, packing, shared)
+    trainer, size = trainer_class(config), size_of(config.model, asked.ranks)
+    work = trainer.work_of(config, hf_config)
+    whole = widest(batch, asked.ranks, size, trainer.rows_per_example, packing, shared, work)
     most = max(longest_example, *map(row_tokens, batch))
     return fitting_tokens(asked, most, whole, room, ask)
 
@@ -156,9 +156,3 @@ def how_rows_are_joined(config: Config, hf_config: PretrainedConfig, gpu: bool) 
     with simulated_gpu(gpu):
         packing, _ = packs_rows(config.model, hf_config)
         return packing, shares_prompts(config.model, hf_config, packing)
-
-
-def widest(batch: list[Example], ranks: int, size: Size, rows: int, packing: bool, shared: bool) -> int:
-    """Return the tokens of the widest share that a batch is dealt into."""
-    turns = deal(batch, ranks, size, rows, packing, shared)
-    return max(share_tokens(share, packing, shared) for turn in turns for share in turn)

@@ -15,9 +15,10 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from config.schema import Config
-from data.balance import token_balance
+from data.balance import Work, token_balance
 from data.batches import Segment, Size, deal, dealing, microbatch, size_of, token_count
 from data.types import Example, Microbatch
 from data.views import View
@@ -148,6 +149,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
         found = causal_lm(cast(Policy, policy).model).config
         self.packing = all_pack_rows(config.model, found, gather_objects)  # all ranks must deal rows alike
         self.shares_prompts = all(gather_objects(shares_prompts(config.model, found, self.packing)))
+        self.work = self.work_of(config, found)
         self.micro_size = size_of(config.model, world.size)
         self.microbatches_of_step = 0
 
@@ -221,7 +223,13 @@ class BasicTrainer(ABC, Generic[Prepared]):
 
     def deal(self, arranged: list[Example], size: Size) -> list[list[list[Example]]]:
         """Deal ``arranged``, the output of ``arrange``, to the ranks: [turn][rank] lists of examples."""
-        return deal(arranged, self.world.size, size, self.rows_per_example, self.packing, self.shares_prompts)
+        joined = self.packing, self.shares_prompts
+        return deal(arranged, self.world.size, size, self.rows_per_example, *joined, self.work)
+
+    @staticmethod
+    def work_of(config: Config, architecture: PretrainedConfig) -> Work:
+        """Return what rows cost in a step of these settings, by which they are dealt to several ranks."""
+        return Work.of(architecture)
 
     def mine(self, turns: list[list[list[Example]]]) -> list[Microbatch]:
         """Return this rank's microbatches of the dealt ``turns``, on the device."""
@@ -419,7 +427,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
         return {
             "progress": asdict(self.progress),
             "reference_step": self.reference.step,
-            "dealing": dealing(self.packing, self.shares_prompts),
+            "dealing": dealing(self.packing, self.shares_prompts, self.work),
         }
 
     def reference_scores(self) -> dict[str, Tensor]:

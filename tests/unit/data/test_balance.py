@@ -10,7 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data.balance import CLOSE, example_tokens, in_turns, partition, token_balance
+from benchmarks.balance import COMPUTED, DRAWN, batch_of, busy, measure, pairs_of
+from benchmarks.floor import floor
+from data.balance import CLOSE, Work, example_tokens, in_turns, partition, row_tokens, token_balance
+from data.batches import Tokens, deal
 from data.types import Example, Sequence
 
 COSTS = st.lists(st.integers(1, 3000), min_size=1, max_size=60)
@@ -117,3 +120,33 @@ def test_the_balance_is_the_share_of_time_in_which_no_rank_waits():
     assert (
         token_balance([[[a, b]], [[c]]], packed=False) == token_balance([[[a, b]], [[c]]], packed=True) == 1.0
     )
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_what_examples_cost_is_in_proportion_to_their_operations(scored):
+    batch = batch_of(pairs_of("heavy", 64, 4096), "kto", 64, 4096, np.random.default_rng(0))
+    work, ratios = Work.of(COMPUTED, other=1 / 2 if scored else 1 / 3), []
+    for e in batch:
+        needed = floor(COMPUTED, e.rows, [e.mismatched])
+        ratios.append((needed.scored if scored else needed.cached) / work.part([e]))
+    assert max(ratios) / min(ratios) < 1.015
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
+@pytest.mark.parametrize(("ranks", "least"), [(8, 0.95), (64, 0.9)])
+def test_ranks_have_as_many_operations_where_the_longest_row_allows_it(kind, loss, ranks, least):
+    for size, turns in ((8, 1), (4, 2)):
+        found = measure(pairs_of(kind, 1024, 4096), loss, ranks, size, turns, 4096, batches=1)
+        assert found.after >= min(least, 0.97 * found.possible)
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+@pytest.mark.parametrize("ranks", [1, 8, 16])
+def test_mismatched_rows_take_no_further_microbatches(kind, ranks):
+    """They cost time and no memory: a budget's turns are as few as its tokens allow."""
+    batch = batch_of(pairs_of(kind, 1024, 4096), "kto", 32 * ranks, 4096, np.random.default_rng(ranks))
+    work = Work.of(COMPUTED, other=1 / 3)
+    turns = deal(batch, ranks, Tokens(8192), 1, work=work)
+    assert len(turns) == -(-sum(map(row_tokens, batch)) // (8192 * ranks))
+    assert busy(turns, work, False)[0] >= 0.95

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.balance import part_tokens, share_tokens, token_balance
+from benchmarks.balance import COMPUTED, DRAWN, batch_of, busy, pairs_of
+from data.balance import Work, part_tokens, share_tokens, token_balance
 from data.batches import FILL, Tokens, collate, deal
 from data.sharing import own_tokens, prompt_owners
 from data.types import Example, Sequence
@@ -129,4 +130,19 @@ def test_groups_that_fit_stay_together_and_ranks_have_as_much_to_do(ranks):
 
 def test_a_group_larger_than_a_microbatch_is_cut():
     turns = dealt(groups([57]), 2, 16)
-    assert sorted(len(part) for turn in turns for part in turn) == [9, 16, 16, 16]
+    counts = [len(part) for turn in turns for part in turn]
+    assert len(turns) == 2 and max(counts) <= 16 and sum(counts) == 57
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+@pytest.mark.parametrize(("ranks", "size"), [(2, 8), (8, 8), (16, 16), (64, 8), (16, Tokens(8192))])
+def test_a_step_takes_no_longer_than_without_sharing(kind, ranks, size):
+    """Groups as large as a rank's share: whole bundles would leave ranks waiting."""
+    work, count = Work.of(COMPUTED), ranks * (size if isinstance(size, int) else 32)
+    batch = batch_of(pairs_of(kind, 512, 4096), "grpo", count, 4096, np.random.default_rng(ranks))
+    batch = [replace(example, label=float(i)) for i, example in enumerate(batch)]
+    turns = deal(batch, ranks, size, 1, shared=True, work=work)
+    assert sorted(e.label for turn in turns for part in turn for e in part if e.prompt_id) == [*range(count)]
+    alone, before = busy(deal(batch, ranks, size, 1, work=work), work, False)
+    even, took = busy(turns, work, True)
+    assert took <= before and even > 0.9 * alone

@@ -135,7 +135,7 @@ def test_a_step_says_how_evenly_its_tokens_lie_on_the_ranks(tmp_path):
         trainer.micro_size //= ranks
         trainer.reference.refresh(trainer.policy, 0, trainer.upcoming(segment, 0, 0))
         found.append(trainer.step(segment).known["token_balance"])
-    turns = deal(trainer.arrange(segment.batch(0)), 2, 4, 1)
+    turns = deal(trainer.arrange(segment.batch(0)), 2, 4, 1, work=trainer.work)
     loads = [[sum(example_tokens(e) for e in part) for part in turn] for turn in turns]
     assert all(e.mismatched is not None for turn in turns for part in turn for e in part)
     assert found == [1.0, *[sum(map(sum, loads)) / 2 / sum(map(max, loads))] * 2]
