@@ -30,7 +30,6 @@ SHORT = (
     "model.batch_size=8",
     "data.verifier=null",
     "n_eval_examples=4",
-    "n_eval_prompts=8",
     "wandb.enabled=false",
     "warmup=0",
     "lr=3e-4",
