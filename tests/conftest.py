@@ -90,10 +90,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 LONG = (
     "test_docs_commands",
     "test_slurm",
+    "test_simulate",
+    "test_gpu_check",
+    "test_online",
     "test_runs",
-    "test_study",
-    "test_vllm",
-    "test_torture",
+    "test_vllm_servers",
+    "test_online_adapters",
+    "test_no_silence",
     "test_equality",
 )
 """Files that take longest, which begin first: what ends last shall be short."""

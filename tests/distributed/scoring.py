@@ -55,5 +55,5 @@ def lagging(rank: int, ranks: int, store: str, folder: str, armorm: str) -> None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jobs.online, "make_sampling", second)
         patch.setattr(ModelReward, "_of_batch", noted)
-        train(make_config(*SHORT, *places, *LAGGING, "reward=armorm", *words), "r")
+        train(make_config(*SHORT, *places, *LAGGING, "rounds.contexts=24", "reward=armorm", *words), "r")
     (Path(folder) / f"scored-{rank}.json").write_text(json.dumps(threads))

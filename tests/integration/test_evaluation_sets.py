@@ -22,8 +22,9 @@ SMALL = (
     "loss=dpo",
     "humanline=true",
     "lr=1e-3",
-    "n_examples=192",
-    "eval_every=64",
+    "n_examples=48",
+    "model.batch_size=8",
+    "eval_every=16",
     "n_eval_examples=16",
     "n_eval_prompts=8",
     "wandb.enabled=false",
@@ -128,7 +129,7 @@ def test_a_resumed_run_measures_the_same(folder):
 
 def test_each_is_said_at_the_start_and_on_the_terminal(folder, capsys):
     other = f"evaluations.other.path={folder}/other.jsonl"
-    train(config_of(folder, other, "n_examples=64", "n_eval_samples=1"), "said-s1")
+    train(config_of(folder, other, "n_examples=16", "n_eval_samples=1"), "said-s1")
     out = capsys.readouterr().out
     assert "evaluations.other: 16 pairs, 16 prompts whose answers are checked, 1 of 17 rows dropped" in out
     assert "\n  other: margin +0.0000, reward accuracy 50.0%, sampled accuracy" in out
@@ -180,7 +181,7 @@ def test_prompts_alone_are_answered_and_labelled_rows_measured(tmp_path, monkeyp
         f"evaluations.asked.path={tmp_path}/prompts.jsonl",
         f"evaluations.scored={{path: {ROOT}/assets/adder/eval_pairs.jsonl, verifier: null}}",
     ]
-    summary = train(config_of(tmp_path, *words, "n_examples=64"), "run")
+    summary = train(config_of(tmp_path, *words, "n_examples=16"), "run")
     asked = {key for key in summary["after"] if key.startswith("eval_asked_")}
     assert asked == {f"eval_asked_{key}" for key in ("accuracy_sampled", "accuracy_greedy", "length_sampled")}
     scored = {key for key in summary["after"] if key.startswith("eval_scored_")}

@@ -27,10 +27,10 @@ SMALL = (
     "n_examples=32",
     "eval_every=8",
     "n_eval_examples=8",
-    "n_eval_prompts=8",
     "data.verifier=null",
     "wandb.enabled=false",
     "diagnostics=false",
+    "retention.kl=false",
     "report=false",
 )
 HERE = "tests.integration.test_observers"

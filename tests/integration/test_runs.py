@@ -32,10 +32,11 @@ SMALL = (
     "n_examples=48",
     "model.batch_size=4",
     "n_eval_examples=8",
-    "n_eval_prompts=8",
     "wandb.enabled=false",
     "lr=1e-3",
     "data.verifier=null",
+    "diagnostics=false",
+    "retention.kl=false",
 )
 
 
