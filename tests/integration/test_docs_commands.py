@@ -39,8 +39,10 @@ NOT_RUN = {
     ),
     "python export.py runs/NAME --push-to-hub org/name": "would upload; tests/integration/test_hub.py does",
 }
-EVERY = "n_eval_examples=2 n_eval_prompts=1 wandb.enabled=false"
+EVERY = "n_eval_examples=2 n_eval_prompts=1 wandb.enabled=false diagnostics=false"
 OFFLINE, ONLINE = f"n_examples=8 {EVERY}", f"rounds.contexts=2 rounds.contexts_per_round=2 {EVERY}"
+VALUES = r"(loss|loss\.\w+|lr|humanline|sync_\w+|log_epsilon_\w+|correction|model\.logit_temperature)=\S+"
+ROUND = r"(online=true|reward=adder|rounds\.(feedback|passes|lag)=\S+|sampler\.(temperature|top_p)=\S+)"
 SWEPT = f"{OFFLINE} --only '*-dpo-*-s1'"
 STUDY = "--plan plan.yaml --jobs 1"
 FEW = "limit=4 resamples=100"
@@ -79,10 +81,20 @@ RULES = [
     Rule(r"(python label\.py|python -m launch\.results|accelerate launch)$", "--help"),
     # Training
     Rule(r"python train\.py --cfg job$"),
+    Rule(  # one with a reference, one as the docs add it, one without a reference, one with a critic
+        r"python train\.py loss=((dpo|hinge) humanline=true|simpo|ppo .*)$", f"{OFFLINE} overwrite=true"
+    ),
+    # What trains the embedded task with a loss, a reference and a schedule of the choices that
+    # tests/integration/test_{shapes,twelve_cells,sync_modes}.py and the tests of every loss train with
+    Rule(rf"python train\.py( {VALUES})*( {ROUND})( {VALUES}| {ROUND})*$", f"dry_run=true {ONLINE}"),
+    Rule(rf"python train\.py( {VALUES})*$", f"dry_run=true {OFFLINE}"),
     # The small model's answers are all worth 0, and a run that learns nothing ends with an error
     Rule(r"python train\.py .*data=constraints loss=grpo online=true", f"dry_run=true {ONLINE}"),
     Rule(r"python train\.py .*environment=calculator reward=verifier", f"dry_run=true {ONLINE}"),
     Rule(r"python train\.py .*own_share", f"{OFFLINE} data.instruct.prompts=8"),
+    Rule(r"python train\.py model=instruct .*online=true", f"{ONLINE} data.instruct.prompts=64"),
+    Rule(r"python train\.py model=instruct ", f"{OFFLINE} data.instruct.prompts=64"),
+    Rule(r"python train\.py -m ", OFFLINE, {"seed=1,2": "seed=1"}),
     Rule(r"python train\.py .*exp_name=foreign", OFFLINE, {"n_examples=1280": "n_examples=8"}),
     Rule(  # a teacher has the student's tokenizer
         r"python train\.py .*reward=teacher", ONLINE, {"org/name": "assets/adder/model"}
@@ -138,9 +150,9 @@ RULES = [
     Rule(r"python -m launch\.sweep .*--rate", "--only '*-kto-offline-s1'"),
     Rule(r"python -m launch\.sweep .*--local 4", f"{OFFLINE} --only '*-kto-*-s1'"),
     Rule(r"python -m launch\.sweep .*--local", SWEPT),
-    # Each cell's plan takes a second or two; the README's command submits all twelve of a sweep
-    Rule(r"python -m launch\.sweep sweeps/table3\.yaml --site .*--submit", "--only '*-dpo-offline*-s1'"),
-    Rule(r"python -m launch\.sweep sweeps/maths\.yaml --site .*--submit", "--only '*-64x-humanline-k12-s*'"),
+    # Each cell's plan takes seconds
+    Rule(r"python -m launch\.sweep sweeps/table3\.yaml .*--submit", "--only '*-kto-offline-s1'"),
+    Rule(r"python -m launch\.sweep sweeps/maths\.yaml --site .*--submit", "--only '*-64x-humanline-k12-s1'"),
     Rule(r"python -m launch\.sweep "),
     Rule(r"python -m launch\.results "),
     Rule(r"python -m launch\.doctor "),
@@ -180,7 +192,7 @@ MADE = {
     ),
     r"runs/stories": (
         "runs/stories/summary.json",
-        [f"python train.py model=instruct data=instruct exp_name=stories {OFFLINE}"],
+        [f"python train.py model=instruct data=instruct exp_name=stories data.instruct.prompts=64 {OFFLINE}"],
     ),
     r"model=kitchen": (
         "config/data/kitchen.yaml",
