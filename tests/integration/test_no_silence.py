@@ -130,7 +130,7 @@ def test_no_three_seconds_pass_without_output(tmp_path: Path, words: tuple[str, 
     ],
 )
 def test_a_request_to_stop_is_answered_at_once(tmp_path: Path, number: int, at: str, says: str) -> None:
-    terminal = Terminal(tmp_path, "train.py", *MODEL, "loss=dpo", "data=adder", *TINY[1:], "n_examples=2000")
+    terminal = Terminal(tmp_path, "train.py", *MODEL, "loss=dpo", "data=adder", *TINY[1:], "n_examples=400")
     try:
         assert terminal.read(at), terminal.text
         terminal.process.send_signal(number)

@@ -78,18 +78,12 @@ def test_a_run_improves_what_is_measured_and_an_author_is_compared_with(tmp_path
     assert 0 < found["win_rate"] < 0.5 and 8.5 < found["reward_against"] < 9.6
 
 
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        "embedded",
-        pytest.param("vllm", marks=pytest.mark.skipif(not installed(), reason="vLLM is not installed")),
-    ],
-)
 def test_rounds_of_stories_are_labelled_as_the_offline_pairs_are(
-    sampler: str, tmp_path: Path, request: pytest.FixtureRequest
+    tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    own = (f"sampler={sampler}",)
-    if sampler == "vllm":
+    """By vLLM where it is installed."""
+    own: tuple[str, ...] = ()
+    if installed():
         request.getfixturevalue("quick_vllm")
         own = (*VLLM, "sampler.enforce_eager=true")
     run = run_online(

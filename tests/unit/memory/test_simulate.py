@@ -15,12 +15,11 @@ from memory.simulate import Answer, Question
 from tests.memory_questions import NF4, WAYS, question, whole, with_many_layers
 from tests.real_memory import real_peaks
 
-CASES = [  # every way of a step with a shape, and every loss that holds something of its own with a way
+CASES = [  # each way, shape and loss that holds something of its own; checkpointed LoRA is on ranks
     ("deep", "full", "dpo", ()),
     ("deep", "checkpointed", "kto", ()),
     ("deep", "selective", "ppo", ()),
     ("deep", "LoRA", "grpo", ("loss.shape=m2po",)),
-    ("deep", "checkpointed LoRA", "dpo", ()),
     ("deep", "full", "dpo", ("model.dtype=bfloat16", "model.packing=false")),
     ("wide", "LoRA", "dpo", ("model.share_prompts=true",)),
     ("wide", "full", "grpo", ("model.share_prompts=true", "optimizer=Muon")),

@@ -62,7 +62,7 @@ def test_what_is_exported_is_what_was_trained(worker: WorkerProcess, dtype: str)
     worker.call("checked", "what_is_exported_is_what_was_trained", dtype, timeout=300)
 
 
-@pytest.mark.parametrize(("loss", "k"), [("dpo", None), ("dpo", 3), ("kto", 1), ("grpo", 3)])
+@pytest.mark.parametrize(("loss", "k"), [("dpo", None), ("kto", 1), ("grpo", 3)])
 def test_the_reference_is_that_of_a_second_model(worker: WorkerProcess, loss: str, k: int | None) -> None:
     worker.call("checked", "the_reference_is_that_of_a_second_model", loss, k, timeout=300)
 
