@@ -14,11 +14,17 @@ from config.typed import (
     PositiveShare,
     Text,
     dataclass,
+    must,
     need,
     yaml_defaults,
 )
 
 Seconds = Annotated[Positive, "is a number of seconds"]
+AUTO = "auto"
+Engines = Annotated[
+    Any,
+    must(lambda n: n == AUTO or (type(n) is int and n >= 1), "must be a whole number of at least 1, or auto"),
+]
 
 
 @dataclass
@@ -37,7 +43,7 @@ class SamplerConfig:
     dtype: ExportDtype | None
     devices: list[int] | None
     tensor_parallel: Count
-    data_parallel: Count
+    data_parallel: Engines
     gpu_memory_utilization: Annotated[PositiveShare, "is a share of the GPU's memory"]
     cpu_kv_cache_gb: Positive
     enforce_eager: bool
@@ -77,24 +83,29 @@ class SamplerConfig:
                 raise ConfigError("sampler.urls", url, said)
         different = len({url.rstrip("/") for url in self.urls}) == len(self.urls) > 0
         need(self, different, "urls", "must name at least one server, and none twice")
-        for key, default in (("devices", None), ("data_parallel", 1)):
-            own = f"is of engines that a run starts itself; with sampler.urls leave it at {default}"
-            need(self, getattr(self, key) == default, key, own)
+        for key, *unset in (("devices", None), ("data_parallel", AUTO, 1)):
+            own = f"is of engines that a run starts itself; with sampler.urls leave it at {unset[0]}"
+            need(self, getattr(self, key) in unset, key, own)
 
     def _check_devices(self) -> None:
         if self.devices is None:
             every = "needs sampler=vllm; the embedded sampler already uses every rank"
-            need(self, self.data_parallel == 1 or self.separate, "data_parallel", every)
+            need(self, self.data_parallel in (AUTO, 1) or self.separate, "data_parallel", every)
             return
-        wanted = self.tensor_parallel * self.data_parallel
+        wanted = self.tensor_parallel * self.copies
         need(self, self.separate, "devices", "needs sampler=vllm; embedded uses the trainer's own")
-        need(
-            self,
-            len(set(self.devices)) == len(self.devices) == wanted,
-            "devices",
-            f"must name {wanted} different GPUs (tensor_parallel={self.tensor_parallel} x "
-            f"data_parallel={self.data_parallel})",
-        )
+        for_each = f"tensor_parallel={self.tensor_parallel} x data_parallel={self.data_parallel}"
+        many = f"a multiple of {self.tensor_parallel}" if self.data_parallel == AUTO else wanted
+        different = len(set(self.devices)) == len(self.devices) == wanted
+        need(self, different, "devices", f"must name {many} different GPUs ({for_each})")
+
+    @property
+    def copies(self) -> int:
+        """Number of engines: data_parallel; where it is auto, as many as ``devices`` are enough for, or one
+        (``rollouts.vllm_options.with_engines`` counts the machine's GPUs)."""
+        if self.data_parallel != AUTO:
+            return int(self.data_parallel)
+        return max(1, len(self.devices or ()) // self.tensor_parallel)
 
     @property
     def shares_devices(self) -> bool:

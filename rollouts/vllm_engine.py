@@ -123,6 +123,8 @@ class VllmEngine:
         return self.ranks.run_on_main(
             lambda: {
                 "weight_transfer": self.backend,
+                "sampler_engines": self.sampler.engines,
+                "sampler_workers": self.sampler.engine_workers,
                 **self._adapter_facts(),
                 "write_seconds": self._writing,
                 "load_seconds": time.monotonic() - start - self._writing - self._proving,

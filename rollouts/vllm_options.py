@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 
-from common.errors import ConfigError
-from config.schema_sampler import SamplerConfig
+from common.errors import ConfigError, require
+from config.schema_sampler import AUTO, SamplerConfig
 from rollouts.vllm_messages import EngineOptions
 
 EXACT = {"TRITON_F32_DEFAULT": "ieee"}
@@ -23,6 +24,23 @@ Such engines are eager (``enforce_eager``). vLLM nevertheless compiles a functio
 that are likelier than a sampled one: seconds of a compiler at each start for a number that nobody reads here,
 and an error where there is no compiler. And its servers would keep the model in a third process, which uses
 up a core for a second after everything that it is asked, only to wait."""
+
+
+def with_engines(config: SamplerConfig, gpus: int, ranks: int | None) -> SamplerConfig:
+    """Return the settings with the number of engines of this machine, which has ``gpus`` GPUs, as
+    ``data_parallel``. ``ranks``: how many of them have a rank of the trainer; None: there is no trainer.
+    Every GPU samples where that is ``auto``. Raises ConfigError for engines that need more GPUs than there
+    are, or than have a rank where engines share them."""
+    there = gpus if ranks is None or not config.shares_devices else min(gpus, ranks)
+    if not gpus or config.devices or config.urls:
+        return replace(config, data_parallel=config.copies)
+    size, auto = config.tensor_parallel, max(1, there // config.tensor_parallel)
+    if config.data_parallel == AUTO:
+        return replace(config, data_parallel=auto)
+    has = f"has {gpus}" + ("" if ranks is None else f", {min(gpus, ranks)} of them with a rank")
+    remedy = f"needs {size} GPU(s) for each engine, and this machine {has}: use auto, which is {auto}"
+    require(config.copies in range(1, auto + 1), "sampler.data_parallel", config.data_parallel, remedy)
+    return config
 
 
 def engine_options(config: SamplerConfig, max_length: int, dtype: str, temperature: float) -> EngineOptions:
@@ -48,18 +66,16 @@ def engine_environment(config: SamplerConfig, replica: int, environment: Mapping
     ``sampler.devices`` counts within the owner's CUDA_VISIBLE_DEVICES, if that is set.
     """
     size = config.tensor_parallel
-    devices = (config.devices or list(range(size * config.data_parallel)))[
-        replica * size : (replica + 1) * size
-    ]
+    devices = (config.devices or list(range(size * config.copies)))[replica * size : (replica + 1) * size]
     visible = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if visible and max(devices) >= len(visible):
         raise ConfigError(
             "sampler.devices", devices, f"are counted from 0 among CUDA_VISIBLE_DEVICES={','.join(visible)}"
         )
     threads = {}
-    if config.data_parallel > 1 and "OMP_NUM_THREADS" not in environment:
+    if config.copies > 1 and "OMP_NUM_THREADS" not in environment:
         # Otherwise every engine would have a thread per core, and on a CPU they would wait for each other.
-        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // config.data_parallel))}
+        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // config.copies))}
     return (
         threads
         | {

@@ -74,7 +74,7 @@ class VllmSampler:
         self._urls = list(config.urls or ())
         self._vocabulary: int | None = None
         self._key: str | None = None
-        self._sizes = [config.tensor_parallel] * (len(self._urls) or config.data_parallel)
+        self._sizes = [config.tensor_parallel] * (len(self._urls) or config.copies)
 
     @property
     def address(self) -> str:
@@ -95,6 +95,11 @@ class VllmSampler:
     def running(self) -> bool:
         """Whether there are engines."""
         return bool(self._workers)
+
+    @property
+    def engines(self) -> int:
+        """Number of engines."""
+        return len(self._sizes)
 
     @property
     def engine_workers(self) -> int:
@@ -149,7 +154,7 @@ class VllmSampler:
                 self._leave_the_dead()
                 self._workers += [ServerEngine(url, self._vocabulary, self._key) for url in self._urls]
             else:
-                for replica in range(self.config.data_parallel):
+                for replica in range(len(self._sizes)):
                     self._workers.append(self._worker(replica))
         start = (self._options, folder, version)
         self._ask("start", [start] * len(self._workers), self.config.start_timeout)

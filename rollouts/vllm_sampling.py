@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import torch
 from transformers import AutoConfig
 
 from common.errors import require
 from common.versions import warning
 from config.schema import Config
+from config.schema_sampler import SamplerConfig
 from data.chat import Renderer
 from data.types import Prompt
 from models.distributed import World, from_main
@@ -29,7 +32,7 @@ from rollouts.transfer import chosen
 from rollouts.vllm_engine import VllmEngine, probe_rows
 from rollouts.vllm_key import key_file, key_in
 from rollouts.vllm_messages import SHAPE
-from rollouts.vllm_options import engine_options
+from rollouts.vllm_options import engine_options, with_engines
 from rollouts.vllm_sampler import VllmSampler, require_installed, says_logprobs
 from rollouts.vllm_server import check_servers, serve_command, without_adapters
 from rollouts.weights import model_folder
@@ -52,6 +55,7 @@ class VllmSampling:
         if world.is_main and not config.sampler.urls and (untested := warning("vllm")) is not None:
             print(f"warning: {untested}; the probe compares what it computes", flush=True)
         self.config, self.renderer, self.world, self.log_dir = config, renderer, world, log_dir
+        self._with_engines(trains=world.size > 1)  # a single process may have no trainer
         on_main = attempt(partial(base_of_adapters, config)) if world.is_main else None
         self._base: Path | None = outcome(from_main(on_main))
         self._servers: tuple[list[int], int, str | None] | None = None
@@ -87,11 +91,17 @@ class VllmSampling:
             print(f"{said}: whole models go there, with the adapters merged ({KEY})", flush=True)
         return (sizes, theirs.vocab_size, key), self._base if said is None else None
 
-    def sampler(self) -> VllmSampler:
+    def _with_engines(self, trains: bool) -> SamplerConfig:
+        """Return the sampler's settings with the number of its engines. ``trains``: whether ranks of this
+        machine train beside them. Raises ConfigError."""
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or self.world.size)
+        return with_engines(self.config.sampler, torch.cuda.device_count(), ranks if trains else None)
+
+    def sampler(self, trains: bool = True) -> VllmSampler:
         """Return the sampler, with its engines not started yet."""
         model = self.config.model
         made = VllmSampler(
-            self.config.sampler,
+            self._with_engines(trains),
             self.renderer,
             max_length=model.max_length,
             dtype=model.dtype,
@@ -106,8 +116,14 @@ class VllmSampling:
     def engine(self, policy: Policy, prompts: list[Prompt]) -> VllmEngine:
         probe = probe_rows(prompts, self.renderer)
         dtype = self.config.model.dtype
+        sampler = self.sampler()
+        if self.world.is_main and self.world.device.type == "cuda" and sampler.config.shares_devices:
+            said = f"{sampler.engine_workers} of {self.world.size} GPUs sample"
+            far = self.world.size > int(os.environ.get("LOCAL_WORLD_SIZE") or self.world.size)
+            more = ": engines start on the first node; sampler.urls names servers on others" * far
+            print(f"{said}, by {sampler.engines} engine(s){more}", flush=True)
         return VllmEngine(
-            self.sampler(),
+            sampler,
             policy,
             self.renderer,
             self.world,
@@ -126,7 +142,7 @@ class VllmSampling:
             "has processes of its own (sampler.data_parallel): start it without a launcher",
         )
         refuse_other_weights(self.config)
-        with self.sampler() as vllm:
+        with self.sampler(trains=False) as vllm:
             vllm.load(model_folder(self.config), 0)
             try:
                 yield OneProcess(vllm, self.world)

@@ -19,7 +19,7 @@ from data.types import Prompt, Sequence, Turn
 from models.distributed import start
 from rollouts import vllm_sampler
 from rollouts.samplers import SamplingSettings
-from rollouts.vllm_options import engine_environment
+from rollouts.vllm_options import engine_environment, with_engines
 from rollouts.vllm_sampler import VllmSampler, sample_seed
 from rollouts.vllm_sampling import VllmSampling, check_logprobs
 from tests.tiny import make_config
@@ -177,6 +177,35 @@ def test_engines_share_no_gpu_and_count_within_those_that_the_run_sees():
         engine_environment(config, 0, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
 
 
+@pytest.mark.parametrize(
+    ("given", "gpus", "ranks", "engines"),
+    [
+        ({}, 8, 8, 8),
+        ({}, 8, None, 8),
+        ({}, 0, 4, 1),
+        ({}, 8, 2, 2),
+        ({"tensor_parallel": 2}, 8, 8, 4),
+        ({"tensor_parallel": 4}, 2, None, 1),
+        ({"devices": [4, 5, 6]}, 8, 4, 3),
+        ({"devices": [4, 5, 6, 7], "tensor_parallel": 2}, 8, 4, 2),
+        ({"data_parallel": 3}, 8, 4, 3),
+        ({"data_parallel": 3}, 0, 1, 3),
+        ({"urls": ["http://node:8000"]}, 8, 8, 1),
+        ({"data_parallel": 5}, 8, 4, None),
+        ({"data_parallel": 9}, 8, None, None),
+        ({"data_parallel": 3, "tensor_parallel": 2}, 8, 5, None),
+    ],
+)
+def test_every_gpu_samples_unless_somebody_says_how_many(given, gpus, ranks, engines):
+    config = SamplerConfig(name="vllm", separate=True, **given)
+    assert config.data_parallel == given.get("data_parallel", "auto")
+    if engines is None:
+        with pytest.raises(ConfigError, match=rf"^sampler\.data_parallel=.*has {gpus}.*: use auto, which is"):
+            with_engines(config, gpus, ranks)
+    else:
+        assert with_engines(config, gpus, ranks).copies == engines
+
+
 def test_engines_share_the_cores_unless_somebody_says_how_many_threads(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 7)
 
@@ -207,7 +236,8 @@ def test_without_vllm_the_message_says_what_to_install(tmp_path, monkeypatch):
         ("cpu_kv_cache_gb", 0.0),
         ("tensor_parallel", 0),
         ("data_parallel", 0),
-        ("devices", [0, 1]),
+        ("data_parallel", "all"),
+        ("devices", [0, 0]),
         ("timeout", 0.0),
         ("weight_transfer", "post"),
         ("weight_transfer", "nccl"),
