@@ -1,6 +1,6 @@
 # What a newcomer types. The environment is made once and again only when a requirements file changes.
 .DEFAULT_GOAL := help
-.PHONY: help venv eval-tools run smollm2 real real-full test test-quick docs check bench-quick torture study
+.PHONY: help venv eval-tools run smollm2 real real-full test test-quick docs check lock bench-quick torture study
 SHELL := /bin/bash
 
 PY := .venv/bin/python
@@ -46,6 +46,10 @@ docs: $(INSTALLED_DEV)  ## the documentation as a site, in site/ (ARGS=serve sho
 
 check: $(INSTALLED_DEV)  ## lint and type-check, as the pre-commit hooks do
 	@$(PY) -m ruff check . && $(PY) -m mypy .
+
+lock:            ## write requirements/gpu.lock: what requirements.txt resolves to today, with hashes (needs uv)
+	@uv pip compile requirements.txt --universal --python-version 3.11 --generate-hashes --no-annotate --upgrade -q \
+		--custom-compile-command "make lock" -o requirements/gpu.lock
 
 bench-quick: venv  ## a minute's guard: ratios of cost against benchmarks/baseline.json
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.quick $(ARGS)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[3]
 SHOWN = "https://example.org/humanline"
@@ -66,6 +67,20 @@ def test_images_install_what_the_lists_say():
     ):
         assert (ROOT / line).exists()
     assert not re.search(r"pip install (?!--no-cache-dir -r)", docker + apptainer), "no version stands there"
+
+
+def test_the_lock_is_of_the_lists_and_every_package_in_it_has_its_hash():
+    """What make lock has to be run again for."""
+    blocks = re.findall(r"^\w.*(?:\n    .*)*", (ROOT / "requirements" / "gpu.lock").read_text(), re.M)
+    locked: dict[str, set[str]] = {}
+    for block in blocks:
+        assert "--hash=sha256:" in block
+        name, version = re.match(r"(\S+)==(\S+)", block).groups()
+        locked.setdefault(name, set()).add(version)
+    lists = [(ROOT / name).read_text() for name in ("requirements.txt", "requirements/cpu.txt")]
+    for line in re.findall(r"^\w.*", "\n".join(lists), re.M):
+        wanted = Requirement(line.partition("#")[0])
+        assert all(version in wanted.specifier for version in locked[wanted.name]), line
 
 
 def test_what_is_ignored_by_git_does_not_go_into_an_image():
