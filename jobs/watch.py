@@ -31,6 +31,7 @@ from jobs.without_signal import without_signal
 from models.checkpoint import everywhere
 from models.checkpoint_reading import CheckpointError
 from models.distributed import any_rank, from_main, on_main
+from models.pulse import Pulse
 from models.watchdog import Watchdog
 from reports.answers import FILE as ANSWERS
 from reports.answers import copy_answers, keep_answers
@@ -72,9 +73,10 @@ class RunWatch:
         self.signals, self.diagnostics = signals, diagnostics
         signals.kept = self.kept
         self._micro = 0
+        self._slowest: Metrics = {}
         self._undo: Callable[[], None] = lambda: None
         self._failed: StoppedError | None = None
-        self.watchdog = Watchdog(trainer.world, config.watchdog_seconds)
+        self.watchdog, self.pulse = Watchdog(trainer.world, config.watchdog_seconds), Pulse(trainer.world)
         of = (trainer.world, config.keep_checkpoints, config.async_save, self.ranking)
         self.checkpoints = RankedCheckpoints(folder / "checkpoints", *of)
         self.saving_seconds = 0.0
@@ -209,7 +211,16 @@ class RunWatch:
         self._micro = 0
         if self.diagnostics is not None:
             self._undo = self.diagnostics.mark()
+        self._compare_ranks()
         self._started = time.perf_counter()
+
+    def _compare_ranks(self) -> None:
+        """Say in this step's line which rank is slowest, once in some steps, and name one that stays slow."""
+        self._slowest = {}
+        if (found := self.pulse.beat()) is not None:
+            self._slowest = found.facts
+            if (news := self.pulse.news(found)) is not None and self.trainer.world.is_main:
+                self.bar.say(news)
 
     def _diagnose(self, first: bool = False, last: bool = False) -> None:
         """Write a line of diagnostics if one is due."""
@@ -317,7 +328,7 @@ class RunWatch:
 
     def after_step(self, record: StepRecord) -> None:
         self._flush()
-        record.known |= self._evaluated | self._of_round(record)
+        record.known |= self._evaluated | self._of_round(record) | self._slowest
         self._evaluated = {}
         self._pending = (record, time.perf_counter() - self._started)
 

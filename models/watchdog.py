@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
 import socket
 import threading
@@ -13,20 +14,25 @@ from dataclasses import dataclass
 
 from models.distributed import World, launchers_store
 
+INTERVAL = 10.0
+"""Seconds between two signs of life of a rank."""
+STORE = -1
+"""Stands for the holder of the store among the ranks that are gone."""
+
 
 class Watchdog:
     """Prints which ranks the others wait for, and which of them give no sign of life.
 
     Every rank marks what it is about to do. A thread of each rank writes its mark and a growing number to the
     launcher's store, and reads those of all ranks; a stopped process writes nothing more. When no rank has
-    marked anything new for ``seconds``, the first live rank prints which ranks are waited for. If the store
-    itself does not answer (without a launcher rank 0 holds it), every rank prints that. Nothing here makes a
-    step wait.
+    marked anything new for ``seconds``, the first live rank prints which ranks are waited for. Where a rank
+    gives no sign of life it does so after four intervals, and where the store itself does not answer (without
+    a launcher rank 0 holds it), every rank prints that as soon. Nothing here makes a step wait.
     """
 
     def __init__(self, world: World, seconds: float) -> None:
         self.world, self.seconds = world, seconds
-        self._interval = min(seconds / 4, 10.0)
+        self._interval = min(seconds / 4, INTERVAL)
         self._store = launchers_store("watchdog")
         self._stop = threading.Event()
         self._mark = "has begun"
@@ -66,8 +72,10 @@ class Watchdog:
                 self._signs[int(name)].take(*json.loads(text))
 
     def _watch(self) -> None:
-        tick = since = told = time.monotonic()
+        tick = since = time.monotonic()
+        told, named = -math.inf, set[int]()
         last: list[str] = []
+        dead = 4 * self._interval  # a call may hold the interpreter, and with it the signs, for some time
         while not self._stop.wait(self._interval):
             now, marks = time.monotonic(), [sign.mark for sign in self._signs]
             if now - tick > 3 * self._interval:  # this process itself was stopped: begin anew
@@ -75,15 +83,18 @@ class Watchdog:
             deaf = now - self._heard
             if marks != last or now - tick > 3 * self._interval or deaf > 2 * self._interval:
                 last, since = marks, now
-            if deaf > self.seconds and now - told > self.seconds:
-                print(silent_store(self.world.rank, deaf), flush=True)
-                told = now
-            elif min(now - since, now - told) > self.seconds:
-                silent = {r: sign for r, sign in enumerate(self._signs) if sign.age(now) > 3 * self._interval}
-                if min(set(range(self.world.size)) - set(silent), default=0) == self.world.rank:
-                    print(slow_ranks(marks, now - since, silent), flush=True)
-                told = now
+                named &= {STORE} if deaf > 2 * self._interval else set()
             tick = now
+            silent = {r: sign for r, sign in enumerate(self._signs) if sign.age(now) > 3 * self._interval}
+            gone = {STORE} if deaf > dead else set(silent)
+            stands = deaf > dead or now - since > (dead if silent else self.seconds)
+            if not stands or not (gone - named or now - told > self.seconds):
+                continue
+            told, named = now, gone
+            if deaf > dead:
+                print(silent_store(self.world.rank, deaf), flush=True)
+            elif min(set(range(self.world.size)) - set(silent), default=0) == self.world.rank:
+                print(slow_ranks(marks, now - since, silent), flush=True)
 
 
 @dataclass

@@ -1,7 +1,8 @@
-"""The watchdog names who is waited for, also when that is a stopped process."""
+"""Who the others wait for is named: a rank that is behind, a stopped process, and a slow device."""
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import time
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from common.ports import free_port
+from models.distributed import start
+from models.pulse import Pulse, slowest
 from models.watchdog import slow_ranks
 from tests import programs
 
@@ -27,6 +30,19 @@ def test_the_rank_that_is_not_where_the_others_are_is_named():
 
 def test_a_hang_of_all_is_said_to_be_one():
     assert "all are at: step 7, under way" in slow_ranks(["step 7, under way"] * 4, 300)
+
+
+def test_a_slow_rank_is_named_once_and_one_that_is_slow_now_and_then_is_not():
+    def said(*found):
+        pulse = Pulse(start())
+        return [pulse.news(slowest([(s, f"node{r}") for r, s in enumerate(seconds)])) for seconds in found]
+
+    steady, other = (0.010, 0.011, 0.013, 0.010), (0.013, 0.010, 0.010, 0.010)
+    lines = said(*[steady] * 5)
+    assert [line is None for line in lines] == [True, True, False, True, True]
+    assert lines[2].startswith("rank 2 (node2) takes 1.30 times as long as the median rank")
+    assert said(*[steady, other] * 4) == [None] * 8
+    assert said(*[(0.010, 0.0105, 0.0109, 0.010)] * 8) == [None] * 8
 
 
 HOLDER = """
@@ -79,6 +95,12 @@ def ranks(tmp_path_factory) -> Iterator[Ranks]:
         for process in (*made.processes, made.holder):
             process.send_signal(signal.SIGCONT)
             process.kill()
+
+
+def test_a_device_that_stays_slow_is_named(ranks):
+    assert re.search(
+        r"rank 1 \(.+\) takes [\d.]+ times as long as the median", ranks.wait_for(0, "median rank")
+    )
 
 
 def test_a_stopped_rank_is_named_and_when_it_goes_on_all_is_well(ranks):
