@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from common.errors import ConfigError, require
 from config.schema_sampler import AUTO, SamplerConfig
@@ -57,6 +60,22 @@ def engine_options(config: SamplerConfig, max_length: int, dtype: str, temperatu
         temperature=temperature,
         cpu_kv_cache_gb=config.cpu_kv_cache_gb,
     )
+
+
+def shape_folder(model_config: str, cache: Path) -> Path:
+    """Return a folder below ``cache`` with this config.json alone, the same one at every start: in the key of
+    what vLLM has compiled, a model in another folder is another model. Without room there, a new folder."""
+    folder = cache / "engines" / hashlib.sha256(model_config.encode()).hexdigest()[:16]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, part = tempfile.mkstemp(dir=folder)
+    except OSError:
+        folder = Path(tempfile.mkdtemp())
+        descriptor, part = tempfile.mkstemp(dir=folder)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(model_config)
+    os.replace(part, folder / "config.json")  # several engines may start at once: theirs are equal
+    return folder
 
 
 def engine_environment(config: SamplerConfig, replica: int, environment: Mapping[str, str]) -> dict[str, str]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import gc
 import os
-import tempfile
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch._dynamo
+import vllm.envs as envs
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.lora.request import LoRARequest
@@ -23,7 +23,7 @@ from vllm.platforms import current_platform
 from common.worker_process import serve
 from rollouts.vllm_backend import EXTENSION
 from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, TokenRow, ended_by_itself
-from rollouts.vllm_options import KV_CACHE, WITHOUT_GPU
+from rollouts.vllm_options import KV_CACHE, WITHOUT_GPU, shape_folder
 
 T = TypeVar("T")
 ADAPTERS = "adapters"
@@ -45,10 +45,8 @@ class Engine:
     def start(self, options: EngineOptions, folder: str | None, version: str) -> tuple[str, None]:
         """Create the engine with the weights in ``folder``; None: from ``options.model_config`` alone, so
         that weights can be sent to it."""
-        with tempfile.TemporaryDirectory() as alone:
-            if folder is None:
-                (Path(alone) / "config.json").write_text(options.model_config, encoding="utf-8")
-            self._llm = self._made(options, folder or alone, "auto" if folder else "dummy")
+        alone = "" if folder else str(shape_folder(options.model_config, Path(envs.VLLM_CACHE_ROOT)))
+        self._llm = self._made(options, folder or alone, "auto" if folder else "dummy")
         self._takes_adapters = options.lora_rank > 0
         self._llm.update_weight_version(version if folder else NONE)
         return self._said(None)

@@ -19,7 +19,7 @@ from data.types import Prompt, Sequence, Turn
 from models.distributed import start
 from rollouts import vllm_sampler
 from rollouts.samplers import SamplingSettings
-from rollouts.vllm_options import engine_environment, with_engines
+from rollouts.vllm_options import engine_environment, shape_folder, with_engines
 from rollouts.vllm_sampler import VllmSampler, sample_seed
 from rollouts.vllm_sampling import VllmSampling, check_logprobs
 from tests.tiny import make_config
@@ -204,6 +204,15 @@ def test_every_gpu_samples_unless_somebody_says_how_many(given, gpus, ranks, eng
             with_engines(config, gpus, ranks)
     else:
         assert with_engines(config, gpus, ranks).copies == engines
+
+
+def test_a_model_of_the_same_shape_has_the_same_folder_at_every_start(tmp_path):
+    """Otherwise vLLM compiles it anew."""
+    first, again, other = (shape_folder(text, tmp_path) for text in ("{}", "{}", '{"head_dim": 2}'))
+    assert first == again != other and [file.name for file in first.iterdir()] == ["config.json"]
+    assert (other / "config.json").read_text() == '{"head_dim": 2}'
+    (tmp_path / "file").touch()  # as where nobody may write
+    assert (shape_folder("{}", tmp_path / "file") / "config.json").read_text() == "{}"
 
 
 def test_engines_share_the_cores_unless_somebody_says_how_many_threads(monkeypatch):
