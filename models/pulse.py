@@ -34,7 +34,7 @@ class Slowest:
     """its time, relative to that of the median rank"""
 
     @property
-    def facts(self) -> dict[str, float]:
+    def facts(self) -> dict[str, float | None]:
         """What a step's line says of it."""
         return {"slowest_rank": self.rank, "slowest_rank_times": self.times}
 
