@@ -53,6 +53,7 @@ from models.export import export, full_state, remove_unfinished
 from models.loading import load_sharded
 from models.policy import Policy
 from models.pretrained import check_model, check_weights, export_dtype, load_tokenizer
+from models.ranks import Ranks
 from models.reference import Reference
 from models.routing import routing_notice
 from optimizers.build import check_optimizer
@@ -244,7 +245,8 @@ class Job:
         Raises StoppedError if training ended with too few steps."""
         online = None if self.online is None else self.online.source(trainer, policy, run)
         try:
-            trainer.train(online or Offline(*self.plan.parts), run)
+            with Ranks(self.world).ended_together(alike=(UserError, EnoughError)):
+                trainer.train(online or Offline(*self.plan.parts), run)
         except EnoughError as why:
             run.stop_early(str(why))
             return

@@ -22,6 +22,7 @@ R = TypeVar("R")
 
 _ENDED = "ended"
 """Key, in the launcher's store, of the message of a rank that ended while others waited for it."""
+_TOLD = "the other ranks are told"
 
 
 class ShareError(StoppedError):
@@ -63,14 +64,14 @@ class Ranks:
                 self._duties[duty](value)
 
     @contextlib.contextmanager
-    def ended_together(self) -> Iterator[None]:
+    def ended_together(self, alike: tuple[type[Exception], ...] = ()) -> Iterator[None]:
         """End all ranks with one message if the work within, which uses collectives, fails on this one, while
         the others wait for it. The process of this rank must end then, which ends their waiting; they and
-        rank 0 raise ShareError with its message."""
+        rank 0 raise ShareError with its message. ``alike``: what every rank raises at once, if one does."""
         try:
             yield
         except Exception as error:
-            if self.world.size == 1:
+            if self.world.size == 1 or isinstance(error, alike) or _TOLD in getattr(error, "__notes__", ()):
                 raise
             self._refuse_if_one_has_ended()
             if "gloo" in str(error):  # another rank was killed
@@ -78,9 +79,10 @@ class Ranks:
             said = f"rank {self.world.rank} failed: {type(error).__name__}: {error}"
             with contextlib.suppress(RuntimeError):  # rank 0 is gone, and its store
                 launchers_store("ranks").set(_ENDED, said)
-            if self.world.is_main:
+            if self.world.is_main and not alike:
                 raise ShareError(said) from error
             print(f"error: {scrub_text(said)}", file=sys.stderr, flush=True)
+            error.add_note(_TOLD)
             raise
 
     def _refuse_if_one_has_ended(self) -> None:

@@ -6,13 +6,16 @@ import json
 
 import pytest
 
+from common.ports import free_port
 from config.schema_rewards import RewardConfig, TeacherConfig
 from models.distributed import start
 from models.ranks import Ranks
 from tests import programs
 from tests.distributed import shares
 from tests.distributed.shares import TEXTS, teacher, weighted
+from tests.distributed.torture import command
 from tests.programs import in_ranks, until
+from tests.tiny import save_tiny_adder
 from tests.tiny_armorm import save_armorm
 
 
@@ -70,6 +73,40 @@ def test_a_rank_that_fails_within_a_hand_over_ends_all_with_its_message(folder, 
     for rank in {0, 1, 2} - ({which} if which else set()):
         said = (folder / f"fell-{which}-{rank}").read_text()
         assert said == f"ShareError: rank {which} failed: MemoryError: no room for the weights"
+
+
+FALLS = """
+import sys
+from config.cli import guarded
+from train import compose, train
+from trainers.basic import BasicTrainer
+
+step = BasicTrainer.step
+
+def falls(self, *rest):
+    if self.world.rank == 1 and self.progress.step == 2:
+        raise MemoryError("no room for the logits")
+    return step(self, *rest)
+
+BasicTrainer.step = falls
+guarded(lambda: train(*compose(*sys.argv[1:])))
+"""
+
+
+def test_a_rank_that_fails_in_a_step_says_why_to_all(tmp_path):
+    save_tiny_adder(tmp_path / "model")
+    words = command(tmp_path, "falls", 6, 1, f"model.name_or_path={tmp_path / 'model'}")
+    settings = words[words.index("train.py") + 1 :]
+    alone = {"TORCHELASTIC_RUN_ID": "falls", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        programs.start("-c", FALLS, *settings, env=alone | {"WORLD_SIZE": "2", "RANK": str(rank)})
+        for rank in range(2)
+    ]
+    until(lambda: all(one.poll() is not None for one in ranks), lambda: ranks[0].said())
+    for one in ranks:
+        assert "rank 1 failed: MemoryError: no room for the logits" in one.said()
+    assert ranks[0].said().splitlines()[-1].startswith("error: rank 1 failed")
+    assert "in falls" in ranks[1].said(), "where it failed stands in its own log"
 
 
 def test_every_item_once_and_in_order_by_one_process():
