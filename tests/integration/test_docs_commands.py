@@ -29,6 +29,7 @@ NOT_RUN = {
     "hydra-submitit-launcher==1.2.0": "would change the environment of the tests, from the package index",
     "pip install -r requirements/trackers.txt": "is installed in the environment of the tests",
     "pip install -r requirements/small-gpus.txt": "would slow every program; make test has a folder for it",
+    "pip install --require-hashes -r requirements/gpu.lock": "would fetch gigabytes for a GPU",
     "make smollm2": "would fetch a package; tests/unit/models/test_gguf.py converts files of its kind",
     "python -m tools.gguf FILE FOLDER": "wants a reader's file; tests/unit/models/test_gguf.py has one",
     "make real": "is half an hour of training; tests/unit/test_real_gates.py tries its parts",
