@@ -51,5 +51,5 @@ resume=true."""
 class Requeue(SystemExit):
     """Raised to exit a run that was interrupted by a signal, after saving it."""
 
-    def __init__(self) -> None:
-        super().__init__(REQUEUE)
+    def __init__(self, code: int = REQUEUE) -> None:
+        super().__init__(code)  # other ranks get it pickled, with the code as its argument

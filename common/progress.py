@@ -7,17 +7,19 @@ called, a thread draws the innermost of them again every second, so that no work
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, TextIO
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar, Protocol, TextIO, TypeVar
 
 from tqdm import tqdm
 
 from common import output
 from common.errors import Requeue
 
+T = TypeVar("T")
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_BETWEEN_REDRAWS = 0.2
 SOON = 1.0
@@ -198,20 +200,58 @@ def _beats() -> None:
                 bar.beat()
 
 
-_stops: list[Callable[[], bool]] = []
+class Agreed(Protocol):
+    """How ranks that compute together end their work at the same part of it."""
+
+    def __call__(self, asked: bool, now: bool = False) -> bool:
+        """Return on every rank whether one had ``asked`` at the call before, or ``now``."""
 
 
-def stops_if(asked: Callable[[], bool] | None) -> None:
-    """Let long work end between its parts once ``asked`` returns true; None: never."""
-    _stops[:] = [] if asked is None else [asked]
+_asked: Callable[[], bool] = bool
+_agreed: Agreed | None = None
+_by_itself = False
+
+
+def stops_if(asked: Callable[[], bool] | None, agreed: Agreed | None = None) -> None:
+    """Let long work end between its parts once ``asked`` returns true; None: never. ``agreed``: with several
+    ranks, how those that compute together end it together."""
+    global _asked, _agreed
+    _asked, _agreed = asked or bool, agreed
 
 
 def stopping() -> bool:
     """Return whether long work is to end, as the run was asked to stop."""
-    return any(asked() for asked in _stops)
+    return _asked()
+
+
+@contextlib.contextmanager
+def by_itself(alone: bool = True) -> Iterator[None]:
+    """Within it this rank works alone, while others wait for its result, so that it may stop when it wants.
+    ``alone=False``: it works together with them again."""
+    global _by_itself
+    before, _by_itself = _by_itself, alone
+    try:
+        yield
+    finally:
+        _by_itself = before
 
 
 def pause() -> None:
-    """Called between the parts of long work. Raises Requeue where ``stopping``."""
-    if stopping():
+    """Called between the parts of long work that a process does by itself. Raises Requeue where
+    ``stopping``."""
+    if (_agreed is None or _by_itself) and stopping():
         raise Requeue
+
+
+def pause_together(now: bool = False) -> None:
+    """Called, on every rank alike, between the parts of long work that ranks do together. Raises Requeue on
+    all of them at the same part: the next but one after that in which one was ``stopping``, or ``now``."""
+    if stopping() if _agreed is None else _agreed(stopping(), now):
+        raise Requeue
+
+
+def interruptible(parts: Iterable[T]) -> Iterator[T]:
+    """Yield the parts of long work that ranks do together, every rank as many, with a pause before each."""
+    for part in parts:
+        pause_together()
+        yield part

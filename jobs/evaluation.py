@@ -15,7 +15,7 @@ from statistics import fmean
 
 import torch
 
-from common.progress import SOON, pause, progress
+from common.progress import SOON, interruptible, progress
 from config.schema import Config
 from data.batches import Segment
 from data.types import Example, Microbatch
@@ -140,8 +140,7 @@ class Evaluator:
             shown=trainer.world.is_main,
             delay=SOON,
         )
-        for (i, micro), item in todo:
-            pause()
+        for (i, micro), item in interruptible(todo):
             scores = self.scorer.score_without_gradient(i, micro.sequences)
             result = trainer.compute_loss(micro, scores, item)
             meters.add(

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from common.errors import StoppedError, UserError
+from common.errors import Requeue, StoppedError, UserError
 from common.files import on_disk, read_sealed, write_whole
 from common.imports import import_function
 from common.progress import phase
@@ -250,6 +250,9 @@ class Job:
         except EnoughError as why:
             run.stop_early(str(why))
             return
+        except Requeue:
+            run.interrupted()
+            raise
         step = trainer.progress.step
         if step == 0 or (self.online is None and step != self.plan.steps):
             done = f"{step} of {self.plan.steps} planned steps were done"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common.errors import require
 from common.imports import import_function
-from common.progress import pause
+from common.progress import interruptible
 from config.schema import Config
 from config.schema_data import DataConfig
 from data.batches import cut, microbatch
@@ -114,8 +114,7 @@ class InitialKL:
     def __call__(self) -> float | None:
         """Return the divergence, nats per token; None if there is no answer."""
         total = torch.zeros(2, dtype=torch.float64)
-        for micro in self._microbatches():
-            pause()
+        for micro in interruptible(self._microbatches()):
             scores = score(self.trainer.policy, micro.sequences).double().cpu()
             for row, values in zip(micro.sequences.rows, scores, strict=True):
                 if n := len(row.completion_ids):

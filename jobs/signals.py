@@ -9,10 +9,21 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import Protocol
 
 from common.errors import REQUEUE
 from common.progress import doing, stops_if
 from config.machine import speaks
+
+
+class Request(Protocol):
+    """A request to stop that several ranks share (``models.agreement``)."""
+
+    def tell(self, number: int) -> None: ...
+
+    def heard(self) -> int: ...
+
+    def agreed(self, asked: bool, now: bool = False) -> bool: ...
 
 
 class Signals:
@@ -27,6 +38,7 @@ class Signals:
         """``interrupts``: Ctrl-C too, which is otherwise Python's KeyboardInterrupt."""
         self.asked = False
         self._armed = False
+        self._request: Request | None = None
         self.kept: Callable[[], str] = lambda: "nothing was trained by this start"
         """What is kept if the run ends at once, in words."""
         self._told: set[bool] = set()
@@ -52,18 +64,27 @@ class Signals:
             self._pipe = None
         stops_if(None)
 
-    def arm(self, alone: bool) -> None:
+    def arm(self, request: Request | None = None) -> None:
         """From now on, let the first signal only set ``asked``, because there is something to save.
-        ``alone``: no other rank waits for this one, so that it may stop within a phase."""
-        self._armed = True
-        if alone:
-            stops_if(lambda: self.asked and threading.current_thread() is threading.main_thread())
+        ``request``: that of several ranks, which they agree on; None: no other rank waits for this one."""
+        self._armed, self._request = True, request
+        stops_if(self._stops, None if request is None else request.agreed)
+
+    def _stops(self) -> bool:
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        if not self.asked and self._request is not None and (number := self._request.heard()):
+            self._tell(number)
+            self.asked = True
+        return self.asked
 
     def _listen(self, end: int) -> None:
         """Answer signals that the main thread, maybe within a long computation, has not handled yet."""
         while number := os.read(end, 1):
             if number[0] in self._handled:
                 self._tell(number[0])
+                if self._request is not None:
+                    self._request.tell(number[0])
         os.close(end)
 
     def _tell(self, number: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.errors import Requeue, StoppedError
-from common.progress import progress
+from common.progress import pause_together, progress
 from config.schema import Config
 from data.batches import Segment, dealing
 from data.types import Microbatch
@@ -28,6 +28,7 @@ from jobs.same_data import DATA, INPUTS, hub_commits
 from jobs.signals import Signals
 from jobs.skipped import write_batch
 from jobs.without_signal import without_signal
+from models.agreement import StopRequest
 from models.checkpoint import everywhere
 from models.checkpoint_reading import CheckpointError
 from models.distributed import any_rank, from_main, on_main
@@ -71,6 +72,7 @@ class RunWatch:
         self.config, self.folder, self.trainer, self.evaluator = config, folder, trainer, evaluator
         self.tracker: Tracking = Tracking()
         self.signals, self.diagnostics = signals, diagnostics
+        self.request = StopRequest() if trainer.world.size > 1 else None
         signals.kept = self.kept
         self._micro = 0
         self._slowest: Metrics = {}
@@ -178,7 +180,7 @@ class RunWatch:
         return f"the checkpoint before step {self._saved.step} is kept"
 
     def before_step(self, segment: Segment) -> None:
-        self.signals.arm(alone=self.trainer.world.size == 1)
+        self.signals.arm(self.request)
         self.watchdog.mark(f"step {self.trainer.progress.step}, ready")
         self._stop_if_asked()
         self.watchdog.mark(f"step {self.trainer.progress.step}, under way")
@@ -273,6 +275,11 @@ class RunWatch:
                 )
             raise Requeue
 
+    def interrupted(self) -> None:
+        """Save what a stop between two steps would lose: that of a round, or of its scoring."""
+        self._save_or_warn(first=False)
+        self.settle()
+
     def _save_or_warn(self, first: bool) -> None:
         """Save a checkpoint, unless this position is already saved (a round began here).
 
@@ -315,13 +322,18 @@ class RunWatch:
         check_first_scores(self.trainer, segment)
 
     def observe(self, micro: Microbatch, scores: TokenScores) -> None:
-        """Pass a microbatch of a step to the diagnostics, and count it. A single rank that was asked to stop
-        stops here: nothing but the gradients has changed since the step began."""
-        if self.signals.asked and self.trainer.world.size == 1:
+        """Pass a microbatch of a step to the diagnostics, and count it. A run that was asked to stop stops
+        here: nothing but the gradients has changed since the step began."""
+        of = self.trainer.microbatches_of_step
+        try:
+            if of > 1:
+                pause_together()
+        except Requeue:
             self._undo()
             self._stop_if_asked()
+            raise
         self._micro += 1
-        if (of := self.trainer.microbatches_of_step) > 1:
+        if of > 1:
             self.bar.desc = f"train (microbatch {self._micro}/{of})"
         if self.diagnostics is not None:
             self.diagnostics.observe(micro, scores)
@@ -395,8 +407,7 @@ class RunWatch:
             self._save_or_warn(first)
 
     def between_stages(self) -> None:
-        """Exit if asked to, between the stages of a round on rank 0. Nothing is lost, because the round
-        started with a checkpoint and its finished stages are on disk."""
+        """Exit if asked to, between the stages of a round on rank 0. Its finished stages are on disk."""
         if self.signals.asked:
             print("asked to stop: the same command with resume=true goes on with this round", flush=True)
             raise Requeue

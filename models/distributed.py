@@ -321,6 +321,18 @@ def barrier() -> None:
     dist.all_reduce(torch.zeros(1), group=_patient)
 
 
+def any_rank_later(flag: bool) -> Callable[[], bool]:
+    """Begin to ask what ``any_rank`` asks, while the ranks go on; return the function that waits for it."""
+    box = torch.tensor([int(flag)])
+    work = dist.all_reduce(box, group=_patient, async_op=True)
+
+    def said() -> bool:
+        work.wait()
+        return bool(box.item())
+
+    return said
+
+
 def any_rank(flag: bool) -> bool:
     """Return whether ``flag`` is true on any rank."""
     box = torch.tensor([int(flag)])

@@ -10,9 +10,11 @@ import contextlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
-from common.errors import StoppedError, UserError
+from common.errors import Requeue, StoppedError, UserError
+from common.progress import by_itself, pause
 from common.secrets import scrub_text
 from models.distributed import World, from_main, gather_objects, launchers_store
 
@@ -43,7 +45,8 @@ class Ranks:
         if not self.world.is_main:
             return outcome(self._help())  # type: ignore[no-any-return]
         before, self._helped = self._helped, True
-        done = attempt(work)
+        with by_itself():
+            done = attempt(work)
         self._helped = before
         if self.world.size > 1:
             self._refuse_if_one_has_ended()
@@ -60,7 +63,8 @@ class Ranks:
                 raise
             if duty is None:
                 return value
-            with self.ended_together():
+            # Where it stops, as all ranks then do, rank 0's outcome says so.
+            with self.ended_together(), contextlib.suppress(Requeue):
                 self._duties[duty](value)
 
     @contextlib.contextmanager
@@ -106,7 +110,7 @@ class Ranks:
             if self.world.size > 1:
                 assert self._helped, "the other ranks do not listen outside of run_on_main"
                 from_main((duty, value))
-            with self.ended_together():
+            with self.ended_together(), by_itself(False):
                 return work(value)
 
         return ask
@@ -123,9 +127,11 @@ class Ranks:
         if size == 1:
             return alone(work)
 
-        def share(items: Sequence[T]) -> list[tuple[list[R] | None, Exception | None]]:
+        def share(items: Sequence[T]) -> list[tuple[list[R] | None, BaseException | None]]:
             mine = items[rank::size]
-            return gather_objects(self._tried(lambda: [work(item) for item in mine]))
+            with by_itself():
+                done = self._tried(lambda: _each(work, mine))
+            return gather_objects(done)
 
         on_every_rank = self.together(share)
 
@@ -135,11 +141,11 @@ class Ranks:
 
         return each
 
-    def _tried(self, work: Callable[[], R]) -> tuple[R | None, Exception | None]:
+    def _tried(self, work: Callable[[], R]) -> tuple[R | None, BaseException | None]:
         """Do as ``attempt``, with an error that can be sent to other ranks: not every exception can."""
         try:
             return work(), None
-        except UserError as error:
+        except (UserError, Requeue) as error:
             return None, error
         except Exception as error:
             traceback.print_exc()
@@ -149,7 +155,17 @@ class Ranks:
 
 def alone(work: Callable[[T], R]) -> Callable[[Sequence[T]], list[R]]:
     """Return the function that ``Ranks.dealt`` returns, for this process alone."""
-    return lambda items: [work(item) for item in items]
+    return partial(_each, work)
+
+
+def _each(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """Return the result of ``work`` for each item. Raises Requeue where the run is asked to stop
+    meanwhile."""
+    done = []
+    for item in items:
+        pause()
+        done.append(work(item))
+    return done
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:

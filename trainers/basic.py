@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from common.progress import interruptible
 from config.schema import Config
 from data.balance import Work, token_balance
 from data.batches import Segment, Size, deal, dealing, microbatch, size_of, token_count
@@ -398,11 +399,11 @@ class BasicTrainer(ABC, Generic[Prepared]):
         if self.soft is not None and not stays:
             self.soft.follow(self.policy, alpha=1.0)
         since = self.reference.step if stays else step
-        self._refresh(since, self.upcoming(segment, 0, step, since))
+        self._refresh(since, interruptible(self.upcoming(segment, 0, step, since)))
         if self.initial is not None and self.anchor is not None:
             every = ((step + i, self.microbatches(segment.batch(i))) for i in range(segment.steps))
             with self.initial.in_place_of(self.policy):
-                self.anchor.refresh(self.policy, 0, every)
+                self.anchor.refresh(self.policy, 0, interruptible(every))
 
     @property
     def fixed_reference(self) -> bool:
