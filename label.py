@@ -23,11 +23,13 @@ def label(cfg: DictConfig) -> None:
     """Write one file of feedback."""
     stage, rest = split_settings(cfg, LabelStage)
     config, _ = settings(rest, stage)
+    from data.rows import read_rows
     from jobs.early import check_inputs
     from rollouts.files import refuse_existing
 
     refuse_existing(Path(stage.out), stage.overwrite_out)
     check_inputs(config, {"reward"})
+    next(iter(read_rows(Path(stage.samples), "in")), None)  # refuses what is not there
     import torch
 
     from jobs import stages

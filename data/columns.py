@@ -57,13 +57,32 @@ SEEN = ("images", "image", "videos", "video", "audios", "audio")
 """Columns with what no text model reads."""
 OF_TEMPLATE = "chat_template_kwargs"
 """Column in which TRL's data give the chat template settings of their own, row by row."""
-_KNOWN = {OF_TEMPLATE} | {name for names in MEANT.values() for name in names} | set(SEEN)
+NUMBERS = ("margin", "weight", "loss_weight", "sample_weight", "importance", "importance_weight")
+"""Columns of numbers that decide in losses elsewhere (the margin in TRL's reward trainer). Here they reach a
+loss that asks for them (``data.numbers``)."""
+MADE = (
+    *("input_ids", "attention_mask", "completion_mask", "assistant_masks"),
+    *("ref_chosen_logps", "ref_rejected_logps", "reference_chosen_logps", "reference_rejected_logps"),
+)
+"""Columns that TRL's trainers take in place of texts and of a reference's scores."""
+_KNOWN = {OF_TEMPLATE, *NUMBERS, *MADE, *SEEN} | {name for names in MEANT.values() for name in names}
 
 _WORDS = {
+    "label": ["is", "was", "thumbs", "liked", "upvoted"],
     "chosen": ["chosen", "good", "better", "best", "preferred", "accepted", "positive", "winning", "winner"],
     "rejected": ["rejected", "bad", "worse", "worst", "dispreferred", "negative", "losing", "loser"],
     "prompt": ["prompt", "question", "query", "problem", "instruction", "input", "user", "ask"],
-    "completion": ["completion", "answer", "response", "output", "solution", "reply", "target", "assistant"],
+    "completion": [
+        "completion",
+        "answer",
+        "response",
+        "output",
+        "solution",
+        "reply",
+        "target",
+        "assistant",
+        "generated",
+    ],
 }
 """Words by which a column of another name is guessed, for a proposal alone."""
 
@@ -199,6 +218,8 @@ def _meanings(name: str) -> list[str]:
     if _ONE_OF_TWO.fullmatch(name):
         return exact
     words = set(re.split(r"[\W_]+", name))
+    if words & {"non", "not", "un"} and words & set(_WORDS["chosen"]):
+        return ["rejected"]
     return exact or [ours for ours, known in _WORDS.items() if words & set(known)][:1]
 
 
@@ -214,7 +235,9 @@ def _in_order(way: Mapping[str, str]) -> dict[str, str]:
 
 def no_format(rows: list[Row], columns: Mapping[str, str] | None) -> ConfigError:
     """Return the refusal of rows whose columns are those of no format."""
-    has = _all(rows)
+    has = list(_all(rows))
+    for i, inner in enumerate(map(rows[0].values.get, has)):
+        has[i] += ".messages" * (isinstance(inner, Mapping) and "messages" in inner)
     ways = proposals(has, list(has), columns)
     empty = [
         dict.fromkeys(names, "…") for names in (("prompt", "chosen", "rejected"), ("prompt", "completion"))
@@ -222,8 +245,8 @@ def no_format(rows: list[Row], columns: Mapping[str, str] | None) -> ConfigError
     return ConfigError(
         "data.columns",
         columns,
-        f"the columns of {rows[0].file} ({', '.join(has)}) are those of no known format; say which are "
-        f"which, as in {' or '.join(ways or map(typed, empty))}",
+        f"the columns of {rows[0].file} ({', '.join(_all(rows))}) are those of no known format; say which "
+        f"are which, as in {' or '.join(ways or map(typed, empty))}",
     )
 
 
@@ -290,7 +313,7 @@ class Columns:
         if shape is None:
             if len(self.shapes) == self.SHAPES:
                 return row
-            shape = self.shapes[keys] = _Shape()
+            shape = self.shapes[keys] = _Shape(read=set(self.config.numbers or ()))
         shape.rows += 1
         if shape.rows > self.MOST:
             if shape.rows == self.MOST + 1 and len(self.shapes) == 1:
@@ -345,7 +368,20 @@ class Columns:
                 f"'model.{OF_TEMPLATE}={said}'; with it, or without any, type {ignore}",
             )
         they, them = ("it", "it") if len(names) == 1 else ("they", "them")
-        ways = proposals(row.values, names, columns)
+        if made := [name for name in names if name.lower() in MADE]:
+            raise ConfigError(
+                "data.path",
+                row.file,
+                f"{where} has {', '.join(made)}, made elsewhere; here texts become tokens and the reference "
+                f"scores them in the run: type {ignore}",
+            )
+        unread = (
+            names if self.answers else [*names, *(c for c in row.values if c not in {*names, *shape.read})]
+        )
+        ways = proposals(row.values, unread, columns)
+        if numbers := [name for name in names if name.lower() in NUMBERS]:
+            every = [*(self.config.numbers or ()), *numbers]
+            ways.append(f'"data.numbers=[{", ".join(map(_quoted, every))}]" for a loss that reads it')
         self.refusal = ConfigError(
             "data.columns",
             columns,

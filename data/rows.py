@@ -98,7 +98,8 @@ def read_rows(path: Path, key: str = "data.path") -> Iterator[Row | Dropped]:
     another kind, DataError if it is damaged as a whole.
     """
     if not os.path.isfile(path):
-        raise ConfigError(key, path, f"no such file (the working directory is {Path.cwd()})")
+        folder = "; of a folder every file is read: give its name" if set("*?[") & set(path.name) else ""
+        raise ConfigError(key, path, f"no such file (the working directory is {Path.cwd()}){folder}")
     packed = path.suffix == ".gz"
     kind = "".join(path.suffixes[-2:]) if packed else path.suffix
     if kind not in SUFFIXES:
@@ -242,7 +243,27 @@ def _read_lines(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
                 raise json.JSONDecodeError("Extra data", text, end)
         except json.JSONDecodeError as error:
             values, fault = None, f"not JSON: {error.msg}"
+            if number == 1:
+                _refuse_beginning(path, text)
+            if text.startswith("{'"):
+                fault = "not JSON but Python's notation, which json.dumps turns into JSON"
         yield _as_row(path, number, values, _not_characters(text) or fault)
+
+
+OTHER_KINDS = {
+    "version https://git-lfs": "is a pointer of Git LFS, not the data: git lfs pull",
+    "<": "is a web page, not the data: download the file itself",
+    "[": "is a JSON list over several lines, which a name in .json says, or jq -c '.[]' writes one a line",
+    "{": "has a JSON object over several lines: jq -c . OLD > NEW writes each on one",
+}
+"""How a file of lines begins that is of another kind -> what it is, and what to do."""
+
+
+def _refuse_beginning(path: Path, line: str) -> None:
+    """Raise DataError if the first line, which is no JSON, shows that the file is of another kind."""
+    for start, said in OTHER_KINDS.items():
+        if line.startswith(start) and (start not in "[{" or line in ("[", "{")):
+            raise DataError(f"{path}: {said}")
 
 
 def _read_json_list(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:

@@ -67,9 +67,12 @@ def load_splits(config: DataConfig) -> tuple[Loaded, Loaded]:
     return _thinned(config, _finished(config, train)), _finished(config, evaluation)
 
 
-def check_found(config: DataConfig, splits: Iterable[Split] = ("train", "eval")) -> None:
-    """Read the first row of local data, so that files that are not there are said before anything else is
-    loaded. Raises ConfigError and DataError as ``load_groups`` does."""
+def check_found(
+    config: DataConfig, splits: Iterable[Split] = ("train", "eval"), columns_reach: bool = True
+) -> None:
+    """Convert the first rows of local data, so that files that are not there, and columns that nothing reads,
+    are said before anything else is loaded. Raises ConfigError and DataError as ``load_groups`` does.
+    ``columns_reach``: whether a reward may get the columns of prompts' rows."""
     config = _local_copy(config)
     keys: dict[Split, str] = {"train": "path", "eval": "eval_path"}
     for split in splits:
@@ -78,8 +81,14 @@ def check_found(config: DataConfig, splits: Iterable[Split] = ("train", "eval"))
             import_function("data.source", config.source)(config, split)  # says what to give
         if config.source == LOCAL and path is not None:
             split_key = "data.split" if split == "train" else "data.eval_split"
-            rows = _rows(key, path, split_key, config.split if split == "train" else config.eval_split)
-            next(iter(rows), None)
+            name = config.split if split == "train" else config.eval_split
+            rows = _of_split(_rows(key, path, split_key, name), config.split if split == "train" else None)
+            first = list(itertools.islice(rows, FIRST + 2))
+            loaded = convert(first, config, path, whole=len(first) < FIRST + 2)
+            if loaded.refusal is not None and not columns_reach:
+                raise loaded.refusal
+            if len(first) < FIRST + 2:
+                _check_usable(config, loaded)
         elif config.source.startswith("data.") and config.source != HUB and path and not os.path.exists(path):
             next(iter(read_rows(Path(path), key)))  # raises
 
@@ -227,11 +236,16 @@ def _is_folder(path: str | None) -> bool:
     return path is not None and os.path.isdir(path)
 
 
-def _of_split(rows: Iterable[Row | Dropped], wanted: str) -> Iterator[Row | Dropped]:
-    """Yield the rows of one split. Feedback files may hold several splits, with each row naming its own; rows
-    that name none belong to all."""
+def _of_split(rows: Iterable[Row | Dropped], wanted: str | None) -> Iterator[Row | Dropped]:
+    """Yield the rows of one split (None: of all). Feedback files may hold several splits, with each row
+    naming its own; rows that name none belong to all."""
     for row in rows:
-        if isinstance(row, Row) and is_feedback(row.values) and row.values.get("split", wanted) != wanted:
+        if (
+            wanted is not None
+            and isinstance(row, Row)
+            and is_feedback(row.values)
+            and row.values.get("split", wanted) != wanted
+        ):
             why = f"belongs to another split than {wanted!r}"
             yield Dropped(row.file, row.number, why, intended=True)
         else:
@@ -245,8 +259,9 @@ FIRST = 64
 """Rows whose columns show the format together, because the first row may be an odd one."""
 
 
-def convert(rows: Iterable[Row | Dropped], config: DataConfig, origin: str) -> Loaded:
-    """Convert rows by ``data.format``, or by the format that the columns of the first rows show."""
+def convert(rows: Iterable[Row | Dropped], config: DataConfig, origin: str, *, whole: bool = True) -> Loaded:
+    """Convert rows by ``data.format``, or by the format that the columns of the first rows show. ``whole``:
+    whether they are all that there are."""
     loaded = Loaded([], 0, origin=origin)
 
     def readable() -> Iterator[Row]:
@@ -281,7 +296,8 @@ def convert(rows: Iterable[Row | Dropped], config: DataConfig, origin: str) -> L
                 yield found
 
     loaded.groups = gathered(usable())
-    seen.check()
+    if whole:
+        seen.check()
     loaded.columns, loaded.unused, loaded.refusal = seen.used, seen.unused, seen.refusal
     loaded.read_back = texts.lines
     return loaded
@@ -324,10 +340,13 @@ def _check_usable(config: DataConfig, loaded: Loaded) -> None:
     if first is not None:
         why += f"; the first is {first.file} row {first.row}" if first.row else ""
     if loaded.read and not loaded.groups:
-        read = f"; they were read as {loaded.format} ({', '.join(loaded.columns)})" if loaded.format else ""
+        none = f"{loaded.origin}: none of the {loaded.read} rows can be used: {why}"
+        if not loaded.format:
+            latin = "; iconv -f LATIN1 -t UTF-8 OLD > NEW converts a Western text" * ("is not UTF-8" in why)
+            raise DataError(f"{none}{latin}")
         ways = questions(loaded.columns, loaded.unused, config.columns)
         raise DataError(
-            f"{loaded.origin}: none of the {loaded.read} rows can be used: {why}{read}. If they mean "
+            f"{none}; they were read as {loaded.format} ({', '.join(loaded.columns)}). If they mean "
             f"something else, say it with {', or '.join(ways) or 'data.columns'} or data.format"
         )
     lost = sum(not row.intended for row in loaded.dropped)

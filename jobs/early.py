@@ -53,7 +53,8 @@ def check_early(config: Config, name: str) -> None:
         check_push(config.push_to_hub)
     check_trackers(config.trackers)
     online = {"sampler", "reward", "environment"} if config.online else set()
-    check_inputs(config, {"model", "data", "optimizer", "callbacks", "humanline_rule"} | online)
+    uses = {"model", "data", "optimizer", "callbacks", "humanline_rule"} | online
+    check_inputs(config, uses, columns_reach=gets_columns(config))
     for set_name, data in evaluation_sets(config.evaluations, config.data).items():
         try:
             check_found(data, splits=("eval",))
@@ -61,9 +62,17 @@ def check_early(config: Config, name: str) -> None:
             raise of_set(f"evaluations.{set_name}", error) from error
 
 
-def check_inputs(config: Config, uses: Collection[str]) -> None:
+def gets_columns(config: Config) -> bool:
+    """Return whether a reward of the run may get the columns of the prompts' rows by their names."""
+    maker = str(config.reward["_target_"]) if config.online and config.reward else "rollouts.rewards.none"
+    package, _, name = maker.removesuffix(".make").rpartition(".")
+    return package != "rollouts.rewards" or name in ("function", "weighted")
+
+
+def check_inputs(config: Config, uses: Collection[str], columns_reach: bool = True) -> None:
     """Raise ConfigError for a package, a model's folder, data or a function that are not there, and UserError
-    for a torch that is not accepted. ``uses``: the sections of the settings that are read."""
+    for a torch that is not accepted. ``uses``: the sections of the settings that are read. ``columns_reach``:
+    as ``data.sources.check_found`` has it."""
     for key, value, package, install in PACKAGES:
         section, _, last = key.rpartition(".")
         found = getattr(config, section or last)
@@ -82,7 +91,7 @@ def check_inputs(config: Config, uses: Collection[str]) -> None:
         check_folder(config.model.name_or_path)
     if "data" in uses:
         refuse_address("data.path", config.data.path or "")
-        check_found(config.data)
+        check_found(config.data, columns_reach=columns_reach)
     reward = (config.reward or {}).get("function", {})
     for key, path in (
         ("data.verifier", config.data.verifier),

@@ -22,6 +22,7 @@ from data.sources import Loaded, load_splits
 from data.token_cache import TokenCache
 from data.types import Example, Group, Prompt
 from data.vocabulary import check_vocabulary
+from jobs.early import gets_columns
 from jobs.lengths import examples_of, stretches
 from models.distributed import on_main
 from models.pretrained import model_config
@@ -133,7 +134,7 @@ def load_data(config: Config, renderer: Renderer) -> tuple[Loaded, Loaded]:
     Raises ConfigError, and DataError for token ids that are not the model's own. Online, the completions of
     the training data are not used, so their token ids are not checked."""
     loaded, evaluation = load_splits(config.data)
-    if loaded.refusal is not None and not _gets_columns(config):
+    if loaded.refusal is not None and not gets_columns(config):
         raise loaded.refusal
     if config.loss.get("advantage") == "tokens" and not config.online:
         check_token_rewards(loaded.groups)
@@ -141,13 +142,6 @@ def load_data(config: Config, renderer: Renderer) -> tuple[Loaded, Loaded]:
     check_read(config, read, renderer)
     check_not_rendered(itertools.chain(loaded.groups, evaluation.groups), renderer)
     return loaded, evaluation
-
-
-def _gets_columns(config: Config) -> bool:
-    """Return whether a reward of the run may get the columns of the prompts' rows by their names."""
-    maker = str(config.reward["_target_"]) if config.online and config.reward else "rollouts.rewards.none"
-    package, _, name = maker.removesuffix(".make").rpartition(".")
-    return package != "rollouts.rewards" or name in ("function", "weighted")
 
 
 def check_not_rendered(groups: Iterable[Group], renderer: Renderer) -> None:

@@ -81,6 +81,7 @@ def test_the_forms_that_people_bring_are_read(record: dict, group: tuple | None)
             {"question": Q, "good answer": A, "bad answer": B},
             ["prompt: question, chosen: good answer, rejected: bad"],
         ),
+        ({"prompt": Q, "generated_text": A, "is_good": 1}, ["label: is_good", "completion: generated_text"]),
         ({"prompt": Q, "response": A}, ["completion: response", "data.ignore_columns=[response]"]),
         ({"prompt": Q, "answer": "4"}, ["completion: answer", "reference: answer"]),
         (
@@ -95,6 +96,14 @@ def test_the_forms_that_people_bring_are_read(record: dict, group: tuple | None)
         (
             {"prompt": Q, "completion": A, "images": ["a.png"]},
             ["no text model reads", "data.ignore_columns=[images]"],
+        ),
+        *(
+            ({"prompt": Q, "chosen": A, "rejected": B, name: 0.5}, [remedy, f"data.ignore_columns=[{name}]"])
+            for name, remedy in (
+                ("margin", '"data.numbers=[margin]" for a loss that reads it'),
+                ("sample_weight", "data.numbers=[sample_weight]"),
+                ("ref_chosen_logps", "the reference scores them in the run"),
+            )
         ),
         ({"messages": said(Q), "ground_truth": "4"}, ["{reference: ground_truth}"]),
         ({"query": Q, "reply": A}, ["{prompt: query, completion: reply}"]),

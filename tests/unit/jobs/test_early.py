@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+from config.schema_data import DataConfig
+from data.sources import LOCAL, check_found
 from jobs.early import PACKAGES
 from tests.programs import HANG
 from tests.tiny import ROOT
@@ -64,6 +66,33 @@ def test_what_is_not_there_is_refused_before_torch_is_imported(tmp_path):
     wrong = [(line, text) for (line, want), text in zip(said.items(), found, strict=True) if want not in text]
     assert wrong == []
     assert {path.name for path in tmp_path.iterdir()} == {"old", "empty", "file", "rows.jsonl"}
+
+
+def test_rows_that_cannot_be_read_are_refused_before_torch_is_imported(tmp_path):
+    row = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    files = {
+        "lfs.jsonl": ("version https://git-lfs.github.com/spec/v1\noid sha256:1", "git lfs pull"),
+        "page.jsonl": ("<!DOCTYPE html><html>", "is a web page"),
+        "list.jsonl": ("[\n {\n", "is a JSON list over several lines"),
+        "object.jsonl": ('{\n "prompt": "a"\n}', "jq -c . OLD > NEW"),
+        "python.jsonl": ("{'prompt': 'a'}\n", "json.dumps turns into JSON"),
+        "latin.csv": ("prompt,chosen,rejected\no\xf9?,l\xe0,\xe7a\n", "iconv -f LATIN1"),
+        "same.jsonl": (json.dumps(row | {"chosen": "c"}), "none of the 1 rows can be used"),
+        "margin.jsonl": ("\n".join([json.dumps(row | {"margin": 1})] * 99), "data.numbers=[margin]"),
+        "other.csv": (
+            "Prompt,Preferred,Non preferred\na,b,c\n",
+            "chosen: Preferred, rejected: Non preferred",
+        ),
+        "empty.jsonl": ("", "holds no row"),
+    }
+    for name, (text, _) in files.items():
+        (tmp_path / name).write_text(text, encoding="latin-1")
+    of = f"loss=dpo runs_dir={tmp_path} cache_dir={tmp_path} data=local data.path={tmp_path}/"
+    found = dict(zip(files, refusals([of + name for name in files]), strict=True))
+    assert [(name, found[name]) for name, (_, said) in files.items() if said not in found[name]] == []
+    rare = [json.dumps(row | ({"margin": 1} if i < 64 else {"id": i})) for i in range(2000)]
+    (tmp_path / "rare.jsonl").write_text("\n".join(rare))  # a column that most rows do not have
+    check_found(DataConfig(name="t", source=LOCAL, path=f"{tmp_path}/rare.jsonl"))  # type: ignore[call-arg]
 
 
 def test_a_package_that_is_not_installed_is_refused_before_torch_is_imported(tmp_path):
