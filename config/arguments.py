@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -38,9 +39,6 @@ HYDRAS = (
 _OPTION = re.compile(r"--(?P<name>[A-Za-z][\w.-]*)(?:=(?P<value>.*))?", re.DOTALL)
 _OPEN = re.compile(r"(evaluations|callbacks|humanline_rule)[.=]")
 """Settings whose keys the user defines. Hydra adds a key to a mapping only if it is told to."""
-_OPTIONAL = ("reward", "trackers")
-"""Folders of which a run may choose no file or several. For a wrong name in these, Hydra does not list the
-files that exist."""
 NONE_OF = {
     "reward": "; for none write ~reward",
     "trackers": "; for none write 'trackers=[]'",
@@ -60,7 +58,8 @@ def as_settings(arguments: list[str]) -> list[str]:
         word = arguments[at]
         at += 1
         found = _OPTION.fullmatch(word)
-        if found is None or any(own.startswith(word.partition("=")[0]) for own in HYDRAS):
+        of_hydra = [own for own in HYDRAS if own.startswith(word.partition("=")[0])]
+        if found is None or len(of_hydra) == 1 or found["name"] == "help":
             words.append(word)
             continue
         values = []
@@ -101,35 +100,40 @@ def choices_of(arguments: list[str]) -> list[str]:
     ]
 
 
-def refuse_choices(arguments: list[str]) -> None:
-    """Raise ConfigError if an argument such as ``loss=…`` does not choose an existing file of its folder:
-    null, a number, nothing, or a reward that does not exist. Hydra ends with a traceback for the first two
+def wrong_choices(arguments: Sequence[str]) -> dict[str, ConfigError]:
+    """Return the refusal of each argument such as ``loss=…`` that does not choose an existing file of its
+    folder: null, a number, nothing, or the name of none. Hydra ends with a traceback for the first two
     and silently leaves out an optional file that does not exist."""
     folders = [FOLDER, *_folders_given(arguments)]
-    for override in filter(None, map(override_in, arguments)):
-        key = override.key_or_group
-        said = "has no setting before the =; write key=value without spaces"
-        require(key != "", key, override.value(), said)
-        if override.is_delete() or not any((folder / key).is_dir() for folder in folders):
+    wrong = {}
+    for word in arguments:
+        if (override := override_in(word)) is not None:
+            try:
+                _check_choice(override, folders)
+            except ConfigError as error:
+                wrong[word] = error
+    return wrong
+
+
+def _check_choice(override: Override, folders: list[Path]) -> None:
+    key = override.key_or_group
+    said = "has no setting before the =; write it as lr=1e-6, without spaces"
+    require(key != "", key, override.value(), said)
+    if override.is_delete() or not any((folder / key).is_dir() for folder in folders):
+        return
+    files = sorted({path.stem for folder in folders for path in (folder / key).glob("*.yaml")})
+    files = [name for name in files if not name.startswith("_")]
+    for value in _choices(override):
+        require(
+            isinstance(value, str) and value != "",
+            key,
+            "null" if value is None else value,
+            f"choose a file of config/{key}: {', '.join(files)}{NONE_OF.get(key, '')}",
+        )
+        if any(os.path.isfile(folder / key / f"{value}.yaml") for folder in folders):
             continue
-        files = sorted({path.stem for folder in folders for path in (folder / key).glob("*.yaml")})
-        there = ", ".join(name for name in files if not name.startswith("_"))
-        none = NONE_OF.get(key, "")
-        for value in _choices(override):
-            require(
-                isinstance(value, str) and value != "",
-                key,
-                "null" if value is None else value,
-                f"choose a file of config/{key}: {there}{none}",
-            )
-            if not any(os.path.isfile(folder / key / f"{value}.yaml") for folder in folders):
-                _refuse_path(key, str(value))
-            require(
-                key not in _OPTIONAL or value in files,
-                key,
-                value,
-                no_file(key, str(value), [name for name in files if not name.startswith("_")]) + none,
-            )
+        _refuse_path(key, str(value))
+        raise ConfigError(key, value, no_file(key, str(value), files) + NONE_OF.get(key, ""))
 
 
 def given_twice(arguments: list[str]) -> list[str]:
@@ -184,11 +188,11 @@ def _choices(override: Override) -> list[object]:
     return [] if isinstance(value, dict) else list(value) if isinstance(value, list) else [value]
 
 
-def _folders_given(arguments: list[str]) -> list[Path]:
+def _folders_given(arguments: Sequence[str]) -> list[Path]:
     """Return the further folders of settings that ``--config-dir`` gives to Hydra."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd", type=Path)
-    given = parser.parse_known_args(arguments)[0].config_dir
+    given = parser.parse_known_args(list(arguments))[0].config_dir
     return [] if given is None else [given]
 
 
@@ -209,6 +213,8 @@ def _refuse_path(key: str, value: str) -> None:
         "model": f"model=hub model.name_or_path={value}",
         "reward": f"reward=classifier reward.classifier.name_or_path={value}",
     }.get(key)
+    if type_instead is None and here:
+        type_instead = f"{key}={Path(value).stem}, with that file in this folder"
     if type_instead is not None:
         raise ConfigError(
             key, value, f"is {what}, and {key}= names a file of config/{key}; type {type_instead}"

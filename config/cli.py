@@ -9,11 +9,12 @@ start again.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from hydra import compose as hydra_compose
@@ -29,7 +30,7 @@ from common.files import LINK, on_disk
 from common.output import guard_output, no_room
 from common.progress import phase, pulse
 from common.secrets import remember, scrub_text
-from config.arguments import as_settings, choices_of, given_twice, override_in, refuse_choices
+from config.arguments import as_settings, choices_of, given_twice, override_in, wrong_choices
 from config.files import FOLDER
 from config.help import asked_for_help, help_on
 from config.idle import check_idle, say
@@ -46,6 +47,10 @@ FOLLOWS = {"max_length": "max_prompt_length", "contexts": "contexts_per_round"}
 """A limit -> the one of the same section that must not exceed it."""
 OPEN = ("evaluations", "callbacks", "humanline_rule", "trackers", "reward", "hydra")
 """Sections whose settings the user or a chosen file defines."""
+OF_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
+"""TRL's settings whose product is its batch of an update, on one rank."""
+OF_ROUNDS = ("rounds.", "sampler", "reward")
+"""What words begin with that online runs alone read."""
 OTHER_THING = (errno.EISDIR, errno.ENOTDIR, errno.EINVAL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
 """Errors of a file that may not be read or written, or in whose place something else stands (a folder)."""
 EMBEDDED = ("adder", "instruct")
@@ -149,7 +154,7 @@ def cli(main: Callable[[], object]) -> None:
         return
     sys.argv[1:] = as_written(as_settings(sys.argv[1:]))
     guarded(lambda: refuse_left_over(os.environ))
-    guarded(lambda: refuse_choices(sys.argv[1:]))
+    guarded(lambda: refuse_foreign(sys.argv[1:]))
     for sentence in given_twice(sys.argv[1:]) if speaks(os.environ) else ():
         print(f"note: {scrub_text(sentence)}", file=sys.stderr, flush=True)
     if speaks(os.environ):
@@ -178,7 +183,7 @@ def compose(*words: str) -> tuple[Config, str]:
     and the run's name. It serves notebooks and the user's own programs. Raises UserError, which is a
     ConfigError if one setting is to blame."""
     overrides = as_written(as_settings(list(words)))
-    refuse_choices(overrides)
+    refuse_foreign(overrides)
     try:
         with initialize_config_dir(str(FOLDER), version_base="1.3"):
             config = _loaded(hydra_compose("config", overrides=overrides), overrides)
@@ -207,7 +212,7 @@ def _in_our_words(error: Exception, overrides: Sequence[str]) -> str:
     if isinstance(error, OverrideParseException):
         key, sign, value = error.override.partition("=")
         if not sign:
-            return f"{key}: settings are written as key=value; python {program()}.py --help shows the options"
+            return f"{key}: settings are written as lr=1e-6; python {program()}.py --help shows the options"
         why = re.split(r"\n| expecting", error.message)[0]
         why = "cannot be read" if "Exception" in why or "override" in why else why
         quoted = f"a text with a space or one of = , ( ) [ ] {{ }} is quoted twice, as in '{key}=\"a=b\"'"
@@ -222,29 +227,73 @@ def _in_our_words(error: Exception, overrides: Sequence[str]) -> str:
 def all_unknown(error: ConfigError, overrides: Sequence[str]) -> UserError:
     """Return ``error``; where it is about a key that is no setting, one message about all such keys of the
     command line, and what to type in their place if each has its name here."""
-    given = [word.lstrip("+").partition("=")[::2] for word in overrides if not word.startswith(("-", "~"))]
-    if error.key not in dict(given):
+    given = _given(overrides)
+    typed = [key for key in dict(given) if f"{key}.".startswith(f"{error.key}.")]
+    if not typed:
         return error
     known = _settings_there(overrides)
-    folders = {path.name for path in FOLDER.iterdir() if path.is_dir()}
-    unknown = {
-        key: value for key, value in given if key.split(".")[0] not in OPEN and key not in {*known, *folders}
-    }
-    if error.key not in unknown:
+    unknown = _unknown(given, known, OPEN)
+    if not any(key in unknown for key in typed):
         return error
+    return UserError("\n       ".join(unknown_lines(unknown, overrides, known)))
+
+
+def _unknown(given: Sequence[tuple[str, str]], known: Sequence[str], but: Collection[str]) -> dict[str, str]:
+    """Return the keys of ``given`` that are no settings, with their values; none of the sections ``but``."""
+    folders = {path.name for path in FOLDER.iterdir() if path.is_dir()}
+    return {
+        key: value for key, value in given if key.split(".")[0] not in but and key not in {*known, *folders}
+    }
+
+
+def refuse_foreign(overrides: Sequence[str]) -> None:
+    """Raise UserError, a ConfigError if one setting alone is to blame, for choices of files that do not
+    exist; with them it names the keys that are no settings."""
+    wrong = wrong_choices(overrides)
+    if not wrong:
+        return
+    right = [word for word in overrides if word not in wrong]
+    sections = [error.key for error in wrong.values()]
+    known, given = _settings_there(right), _given(right)
+    lines = unknown_lines(_unknown(given, known, [*OPEN, *sections]), right, known, sections)
+    if len(wrong) == 1 and not lines:
+        raise next(iter(wrong.values()))
+    raise UserError("\n       ".join([*map(str, wrong.values()), *lines]))
+
+
+def _given(overrides: Sequence[str]) -> list[tuple[str, str]]:
+    """Return (key, value) of each setting that is given."""
+    words = (word.lstrip("+").partition("=") for word in overrides if not word.startswith(("-", "~")))
+    return [(key, value) for key, _, value in words]
+
+
+def unknown_lines(
+    unknown: Mapping[str, str], overrides: Sequence[str], known: Sequence[str], aside: Sequence[str] = ()
+) -> list[str]:
+    """Return a line for each of these keys, and the command to type in their place if some have their name
+    here. ``aside``: what the command leaves out besides."""
     lines, here = [], []
+    parts = [unknown.get(key, "") for key in OF_BATCH]
     for key, value in unknown.items():
         said = remedy(key, value, known)
         shows = f"; python {program()}.py --cfg job shows all of them" if said == NOTHING else ""
         lines.append(str(ConfigError(key, value, said + shows)))
+        if key == OF_BATCH[0] and all(map(str.isdecimal, parts)):
+            value = str(math.prod(map(int, parts)))
         here.append(translated(key, value, known))
-    kept = [word for word in overrides if word.lstrip("+").partition("=")[0] not in unknown]
-    words = [*kept, *dict.fromkeys(word for part in here for word in part or ())]
-    if len(lines) > 1 and any(here):
-        left = [key for key, part in zip(unknown, here, strict=True) if not part]
+    first: dict[str, str] = {}
+    for word in (word for part in here for word in part or ()):
+        first.setdefault(word.partition("=")[0], word)
+    made = list(first.values())
+    if any(word.startswith(OF_ROUNDS) for word in made) and "online=true" not in made:
+        made.append("online=true")
+    gone = {*unknown, *(word.partition("=")[0] for word in made)}
+    words = [*(word for word in overrides if word.lstrip("+").partition("=")[0] not in gone), *made]
+    if len(lines) + len(aside) > 1 and any(here):
+        left = [*aside, *(key for key, part in zip(unknown, here, strict=True) if not part)]
         without = f"   ({', '.join(left)} aside)" if left else ""
         lines.append(f"in their place: python {program()}.py {shlex.join(words)}{without}")
-    return UserError("\n       ".join(lines))
+    return lines
 
 
 def program() -> str:

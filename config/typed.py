@@ -234,7 +234,8 @@ def _remedy(error: Any, key: str, schema: Any, place: str) -> str:
     if kind == "dict_type":
         return f"is a mapping{said or f': give its settings, as in {key}.name=value'}"
     default = getattr(section, name, None)
-    number = str(default if isinstance(default, int | float) else 1)
+    whole = isinstance(value, float) and value.is_integer()
+    number = str(int(value) if whole else default if isinstance(default, int | float) else 1)
     texts = "[0,1]" if int in parts else "[a,b]"
     takes, example = {
         "bool": ("true or false", "true"),

@@ -47,6 +47,8 @@ def remedy(key: str, value: str, known: Iterable[str]) -> str:
         return f"{NOTHING}; loss.{last} is a setting of loss={', '.join(losses)}"
     if found := known_elsewhere(last, value):
         return _of(*found, value)
+    if dotted := [name for name in known if name.replace(".", "_") == key]:
+        return f"{NOTHING}; here it is {dotted[0]}{f'={value}' if value else ''}"
     head = key.rpartition(".")[0]
     beside = [name for name in known if name.rpartition(".")[0] == head] if head in sections else known
     near = nearest(key, [name for name in beside if last == key or name not in sections])
@@ -62,8 +64,9 @@ def translated(key: str, value: str, known: Iterable[str]) -> list[str]:
     same = [name for name in known if name.rpartition(".")[2] == last]
     if len(same) == 1 and key not in DIFFERENT:
         return [f"{same[0]}={value}"]
-    found = known_elsewhere(key, value) or known_elsewhere(last, value)
-    return [] if found is None else found[1].typed(value)
+    if (found := known_elsewhere(key, value) or known_elsewhere(last, value)) is not None:
+        return found[1].typed(value)
+    return [f"{name}={value}" for name in known if name.replace(".", "_") == key]
 
 
 def section_says(name: str, known: Iterable[str]) -> str:

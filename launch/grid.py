@@ -194,7 +194,9 @@ def read_sweep(path: Path, extra: Mapping[str, Any] | None = None) -> Sweep:
     Raises ConfigError if there is no such file, a key is not known, a value has the wrong form, or a setting
     is given twice.
     """
-    require(path.is_file(), "sweep", path, "is not a file")
+    there = Path("sweeps") / path.name
+    said = f"; did you mean {there}?" if there.is_file() else "; sweeps/ has those of the paper"
+    require(path.is_file(), "sweep", path, f"is not a file{said}")
     try:
         raw = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except (YAMLError, OmegaConfBaseException) as error:

@@ -187,7 +187,13 @@ def make_job(settings: Settings) -> Job:
     known = {f.name: f for f in fields(Job)}
     values = dict(settings)
     for key, value in settings.items():
-        require(key in known, f"slurm.{key}", value, f"is not a setting of a job; known: {', '.join(known)}")
+        require(
+            key in known,
+            f"slurm.{key}",
+            value,
+            f"is not a setting of a job; known: {', '.join(known)}. A setting of the runs is typed behind "
+            "the sweep's file, without --set",
+        )
         kind = str(known[key].type)
         if kind.startswith("tuple"):
             require(isinstance(value, list), f"slurm.{key}", value, "must be a list")

@@ -19,7 +19,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from common.errors import ConfigError, require
@@ -49,13 +49,22 @@ from launch.slurm import (
 from launch.state import CHANGED, FINISHED, State, check_ranks, inspect, tail
 
 QUEUED = "in the queue"
+JOB = {field.name for field in fields(Job)}
+"""A job's settings"""
 USUAL = -1.0
 """``--rate`` without a number"""
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    options = parser().parse_intermixed_args(words)
+    options, left = parser().parse_known_intermixed_args(words)
     try:
+        for name in (word.lstrip("-").partition("=")[0] for word in left):
+            of_job = f"is one of a job's settings, typed as --set {name}=…"
+            raise ConfigError(
+                f"--{name}",
+                " ".join(left[1:]),
+                of_job if name in JOB else "is no option; --help has them all",
+            )
         return act(options)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

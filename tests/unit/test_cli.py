@@ -10,8 +10,8 @@ import pytest
 
 from common.errors import ConfigError, UserError
 from common.files import LINK, open_own, write_whole
-from config.arguments import refuse_choices
-from config.cli import REFUSED, complain, compose, guarded
+from common.secrets import scrub_text
+from config.cli import REFUSED, complain, compose, guarded, refuse_foreign
 from reports.metrics import read_metrics
 from tests.programs import HANG
 from tests.tiny import ROOT, make_config
@@ -99,7 +99,7 @@ def test_something_else_in_the_place_of_a_file_ends_a_program_with_one_message(t
 )
 def test_a_choice_among_files_that_is_none_is_refused(word, said):
     with pytest.raises(ConfigError) as caught:
-        refuse_choices(["dry_run=true", word])
+        refuse_foreign(["dry_run=true", word])
     assert said in str(caught.value)
 
 
@@ -115,20 +115,19 @@ def test_a_choice_among_files_that_is_none_is_refused(word, said):
             "lr=(",
             "--cfg",
             "job",
-            "loss=nope",
         ],
     ],
 )
 def test_what_chooses_nothing_and_what_hydra_refuses_itself_passes(words):
-    refuse_choices(words)
+    refuse_foreign(words)
 
 
 def test_a_folder_of_ones_own_settings_may_have_the_reward(tmp_path):
     (tmp_path / "reward").mkdir()
     (tmp_path / "reward" / "mine.yaml").write_text("name: mine\n")
-    refuse_choices(["--config-dir", str(tmp_path), "reward=mine"])
+    refuse_foreign(["--config-dir", str(tmp_path), "reward=mine"])
     with pytest.raises(ConfigError, match=r"there are adder.*mine"):
-        refuse_choices([f"--config-dir={tmp_path}", "reward=yours"])
+        refuse_foreign([f"--config-dir={tmp_path}", "reward=yours"])
 
 
 @pytest.mark.parametrize(
@@ -179,7 +178,7 @@ def test_settings_that_nothing_will_read_are_refused_before_torch_is_imported():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["help"], "help: settings are written as key=value; python train.py --help shows the options"),
+        (["help"], "help: settings are written as lr=1e-6; python train.py --help shows the options"),
         (["exp_name=a=b"], "exp_name=a=b: mismatched input '='; a text with a space or one of"),
         (["data.path=a(b).jsonl"], "is quoted twice, as in 'data.path=\"a=b\"'"),
         (["loss=dpo,", "humanline=true"], "loss=dpo,: mismatched input '<EOF>'; a text"),
@@ -190,4 +189,4 @@ def test_settings_that_nothing_will_read_are_refused_before_torch_is_imported():
 def test_what_hydra_cannot_read_is_said_in_our_words(words, said):
     with pytest.raises(UserError) as caught:
         compose(*words)
-    assert said in str(caught.value) and "hydra.cc" not in str(caught.value)
+    assert said in scrub_text(str(caught.value)) and "hydra.cc" not in str(caught.value)

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
-from config.arguments import HYDRAS, as_settings, choices_of, given_twice, refuse_choices
+from config.arguments import HYDRAS, as_settings, choices_of, given_twice
+from config.cli import refuse_foreign
 
 
 @pytest.mark.parametrize(
@@ -74,14 +75,14 @@ def test_the_choices_of_a_command_line() -> None:
 def test_a_path_where_a_file_of_config_is_asked_for(tmp_path, word: str, type_instead: str) -> None:
     (tmp_path / "pairs.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError) as caught:
-        refuse_choices([word.format(here=tmp_path)])
+        refuse_foreign([word.format(here=tmp_path)])
     assert str(caught.value).endswith(type_instead.format(here=tmp_path))
 
 
 def test_a_folder_within_config_is_no_path(tmp_path) -> None:
     (tmp_path / "data" / "mine").mkdir(parents=True)
     (tmp_path / "data" / "mine" / "set.yaml").write_text("name: mine\n")
-    refuse_choices(["--config-dir", str(tmp_path), "data=mine/set"])
+    refuse_foreign(["--config-dir", str(tmp_path), "data=mine/set"])
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,7 @@ def test_a_secret_that_is_given_twice_is_not_said(words: list[str]) -> None:
 
 
 def test_a_choice_with_a_name_that_no_file_system_has_is_refused() -> None:
-    refuse_choices([f"data={'x' * 300}"])  # Hydra says that there is no such file
+    with pytest.raises(ConfigError, match="there is no such file in config/data"):
+        refuse_foreign([f"data={'x' * 300}"])
     with pytest.raises(ConfigError, match=r"data=/x.*type data=local data\.path=/x"):
-        refuse_choices([f"data='/{'x' * 300}'"])
+        refuse_foreign([f"data='/{'x' * 300}'"])

@@ -121,13 +121,13 @@ def test_no_row_is_about_a_setting_of_here_under_another_name() -> None:
 def test_what_is_added_to_the_settings_is_answered_alike() -> None:
     with pytest.raises(ConfigError, match=r"learning_rate=3: is TRL's name.*here: lr=3"):
         load(_composed(["+learning_rate=3"]))
-    said = r"data.train_file=x: is not a setting.*the settings of data are apply_chat"
+    said = r"data.any_file=x: is not a setting.*the settings of data are apply_chat"
     with pytest.raises(ConfigError, match=said):
-        load(_composed(["+data.train_file=x"]))
+        load(_composed(["+data.any_file=x"]))
 
 
 TRL_NAMES = (Path(__file__).parent / "trl_names.txt").read_text().split()
-"""The settings of DPOConfig, KTOConfig and GRPOConfig of TRL 1.16."""
+"""The settings of TRL 1.16's configs of DPO, KTO, GRPO, RLOO, SFT and rewards."""
 MODEL_NAMES = (  # noqa: SIM905
     "use_peft lora_r lora_alpha lora_modules_to_save use_dora use_rslora model_revision dtype "
     "attn_implementation trust_remote_code"
@@ -161,11 +161,42 @@ def test_all_are_named_at_once_with_what_to_type_in_their_place() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (
+            "ref_model_sync_steps=64 ref_model_mixup_alpha=0.3",
+            "sync_mode=trust_region sync_freq=64 sync_alpha=0.3",
+        ),
+        (
+            "per_device_train_batch_size=2 gradient_accumulation_steps=8",
+            "train.py model.batch_size=16   (gradient_accumulation_steps aside)",
+        ),
+        ("loss=kto num_generations=8 rpo_alpha=1", "rounds.samples=8 loss=dpo loss.nll_weight=1 online=true"),
+        ("data_path=a.jsonl learning_rate=1", "train.py data.path=a.jsonl lr=1"),
+        (
+            "++config.model.max_length=9",
+            "config.model.max_length=9: is not a setting, nothing would read it; here it is model.m",
+        ),
+        (
+            "loss_type=[sigmoid,ipo]",
+            'loss=dpo for "sigmoid", or loss=ipo for "ipo" (several are not summed here)',
+        ),
+        ("model=llama trainer=KTO datasets=[shp]", "train.py data=shp   (model, trainer aside)"),
+        ("loss=./mine.yaml", "is a path, and loss= names a file of config/loss; type loss=mine"),
+    ],
+)
+def test_a_command_of_elsewhere_is_answered_whole_and_with_its_own_values(words: str, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        compose(*words.split())
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
         ("lr=fast", "lr=fast: must be a number, as in lr=5e-06"),
         ("humanline=maybe", "humanline=maybe: must be true or false, as in humanline=true"),
         ("humanline = maybe", "humanline=maybe: must be true or false"),
         ("model.batch_size=3.5", "model.batch_size=3.5: must be a whole number, as in model.batch_size=32"),
-        ("seed=3.0", "seed=3.0: must be a whole number, as in seed=1"),
+        ("seed=3.0", "seed=3.0: must be a whole number, as in seed=3"),
         ("resume=yes", "resume=yes: must be true or false, as in resume=true"),
         ('lr="1e-5"', "lr=1e-5: is a text: must be a number, as in lr=5e-06"),
         ("sampler=vllm sampler.devices=0", "sampler.devices=0: must be a list, as in sampler.devices=[0,1]"),
