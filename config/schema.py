@@ -428,6 +428,13 @@ class Config:
         return self.syncing == "never" and (not self.online or self.keeps_reference)
 
     @property
+    def reward_gets_columns(self) -> bool:
+        """Whether a reward of the run may get the columns of the prompts' rows by their names."""
+        maker = str(self.reward["_target_"]) if self.online and self.reward else "rollouts.rewards.none"
+        package, _, name = maker.removesuffix(".make").rpartition(".")
+        return package != "rollouts.rewards" or name in ("function", "weighted")
+
+    @property
     def reward_config(self) -> RewardConfig:
         """The reward's settings, typed. Only valid if ``reward`` is given."""
         assert self.reward is not None, "asked for by whoever needs one"

@@ -54,19 +54,12 @@ def check_early(config: Config, name: str) -> None:
     check_trackers(config.trackers)
     online = {"sampler", "reward", "environment"} if config.online else set()
     uses = {"model", "data", "optimizer", "callbacks", "humanline_rule"} | online
-    check_inputs(config, uses, columns_reach=gets_columns(config))
+    check_inputs(config, uses, columns_reach=config.reward_gets_columns)
     for set_name, data in evaluation_sets(config.evaluations, config.data).items():
         try:
             check_found(data, splits=("eval",))
         except ConfigError as error:
             raise of_set(f"evaluations.{set_name}", error) from error
-
-
-def gets_columns(config: Config) -> bool:
-    """Return whether a reward of the run may get the columns of the prompts' rows by their names."""
-    maker = str(config.reward["_target_"]) if config.online and config.reward else "rollouts.rewards.none"
-    package, _, name = maker.removesuffix(".make").rpartition(".")
-    return package != "rollouts.rewards" or name in ("function", "weighted")
 
 
 def check_inputs(config: Config, uses: Collection[str], columns_reach: bool = True) -> None:

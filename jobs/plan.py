@@ -22,7 +22,6 @@ from data.sources import Loaded, load_splits
 from data.token_cache import TokenCache
 from data.types import Example, Group, Prompt
 from data.vocabulary import check_vocabulary
-from jobs.early import gets_columns
 from jobs.lengths import examples_of, stretches
 from models.distributed import on_main
 from models.pretrained import model_config
@@ -134,7 +133,7 @@ def load_data(config: Config, renderer: Renderer) -> tuple[Loaded, Loaded]:
     Raises ConfigError, and DataError for token ids that are not the model's own. Online, the completions of
     the training data are not used, so their token ids are not checked."""
     loaded, evaluation = load_splits(config.data)
-    if loaded.refusal is not None and not gets_columns(config):
+    if loaded.refusal is not None and not config.reward_gets_columns:
         raise loaded.refusal
     if config.loss.get("advantage") == "tokens" and not config.online:
         check_token_rewards(loaded.groups)
