@@ -1,6 +1,7 @@
 """Score the samples in a file with a reward and write them as feedback to train on, without training.
 
     python label.py in=samples.jsonl reward=armorm out=feedback.jsonl
+    torchrun --nproc-per-node 4 label.py in=samples.jsonl reward=armorm out=feedback.jsonl
     python label.py in=samples.json reward=verifier format=binary rounds.threshold=8 out=feedback.json
 
 It reads reward, rounds and a few other settings of train.py (config/reads.yaml), and those of
@@ -30,11 +31,14 @@ def label(cfg: DictConfig) -> None:
     refuse_existing(Path(stage.out), stage.overwrite_out)
     check_inputs(config, {"reward"})
     next(iter(read_rows(Path(stage.samples), "in")), None)  # refuses what is not there
-    import torch
-
     from jobs import stages
+    from models.distributed import start, stop
 
-    stages.label(config, stage, "cuda" if torch.cuda.is_available() else "cpu")
+    world = start()
+    try:
+        stages.label(config, stage, world)
+    finally:
+        stop()
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="label")

@@ -26,7 +26,9 @@ def as_today(tree: dict[str, Any]) -> dict[str, Any]:
             trainer = trainer | file
         elif set(trainer["loss_keys"] or ()) < set(file.get("loss_keys", ())):
             trainer = trainer | {"loss_keys": file["loss_keys"]}
-        tree["trainer"] = {"corrections": file.get("corrections", [])} | trainer
+        # what a trainer accepts changes nothing of what is computed
+        accepts = {"feedback": file["feedback"]} if "feedback" in file else {}
+        tree["trainer"] = {"corrections": file.get("corrections", [])} | trainer | accepts
     if "loss" in tree:
         tree = _with_keys_since(tree, section("config.yaml"))
         if isinstance(model := tree.get("model"), dict):
@@ -48,6 +50,8 @@ def as_today(tree: dict[str, Any]) -> dict[str, Any]:
         tree["sampler"] = sampler | {
             key: today[key] for key in ("_target_", "separate", "options") if key in today
         }
+    if isinstance(tree.get("sampler"), dict):
+        tree["sampler"] = {"stop": []} | tree["sampler"]
     return tree
 
 

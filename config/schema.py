@@ -42,6 +42,8 @@ from config.variant import variant
 PAPERS_MAX_TOKENS = 2048
 SyncMode = Literal["humanline", "trust_region", "ema", "reset", "kl", "delayed", "never"]
 LOWER = "is the lower bound of the token log-ratio in nats (the paper's is -1.5): must be 0 or less"
+MASKS_ALONE = ("negative_masked", "trust_region_masked")
+"""Corrections that read the behaviour policy and multiply no ratio to it."""
 UPPER = "is the upper bound of the token log-ratio in nats (the paper's is 1.5): must be 0 or more"
 
 
@@ -223,6 +225,8 @@ class Config:
         )
         ends = self.n_epochs is not None or self.n_examples is not None
         need(self, ends, "n_epochs", "give n_epochs or n_examples")
+        in_turns = "ends answers without an environment; environment.stops has what interrupts a conversation"
+        need(self.sampler, not (self.sampler.stop and self.environment.plays), "stop", in_turns)
 
     def _check_method(self) -> None:
         """Check what humanline and the loss's own settings require of each other."""
@@ -340,10 +344,10 @@ class Config:
         )
         need(
             self,
-            not self.correction.reads_behavior or self.correction.name == "negative_masked",
+            not self.correction.reads_behavior or self.correction.name in MASKS_ALONE,
             key,
             f"has the behaviour policy in the ratio already; correction={self.correction.name} would divide "
-            "by it once more: use correction=none or negative_masked",
+            "by it once more: use correction=none, negative_masked or trust_region_masked",
         )
         no_distance = "leaves sync_mode=kl no distance from the reference to measure; use another sync_mode"
         need(self, self.syncing != "kl", key, no_distance)
@@ -358,8 +362,14 @@ class Config:
             "online=true scores the policy's samples: choose a file of config/reward, as in reward=armorm "
             "or reward=verifier",
         )
+        grown = (
+            "are learned offline: start from the model of a run that has them, model.name_or_path=runs/NAME"
+        )
+        need(self.model, not self.model.new_tokens, "new_tokens", grown)
         self.check_room()
         self.check_samples()
+        longest = f"must be at most sampler.max_tokens={self.max_tokens}, before which the penalty grows"
+        need(rounds, rounds.overlong is None or rounds.overlong <= self.max_tokens, "overlong", longest)
         several = f"must be at least 2: rounds.feedback={rounds.feedback} compares the samples of a context"
         need(rounds, rounds.samples >= 2 or rounds.feedback == "threshold", "samples", several)
         chooses = "chooses among completions that are there before training; online=true samples its own"

@@ -5,7 +5,17 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from config.typed import Count, Natural, NotNegative, SmallShare, dataclass, must, need, yaml_defaults
+from config.typed import (
+    Count,
+    Natural,
+    NotNegative,
+    Positive,
+    SmallShare,
+    dataclass,
+    must,
+    need,
+    yaml_defaults,
+)
 
 CENTRES = ("mean", "median")
 """Values of rounds.threshold that are taken from the scores."""
@@ -34,6 +44,8 @@ class RoundsConfig:
     threshold: Threshold
     zero_variance: Literal["drop", "keep"] | None
     truncated: Literal["keep", "drop", "mask"]
+    overlong: Annotated[Count, "counts tokens: must be at least 1, or null for no penalty"] | None
+    overlong_penalty: Annotated[Positive, "is taken from a score: must be above 0"]
     fill: bool
     lag: Annotated[Natural, "counts rounds"]
     passes: Count

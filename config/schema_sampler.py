@@ -39,6 +39,7 @@ class SamplerConfig:
     temperature: Annotated[NotNegative, "must be 0 (greedy) or more"]
     top_p: Annotated[PositiveShare, "must lie in (0, 1]; 1 keeps every token"]
     max_tokens: Count | None
+    stop: list[Text]
     batch_size: Count | None
     dtype: ExportDtype | None
     devices: list[int] | None
@@ -55,6 +56,8 @@ class SamplerConfig:
     options: dict[str, Any]
 
     def __post_init__(self) -> None:
+        apart = all(self.stop) and len(set(self.stop)) == len(self.stop)
+        need(self, apart, "stop", "must name each string once, and none without characters")
         embedded = "needs sampler=vllm; the embedded sampler is the policy itself: leave it at auto"
         need(self, self.adapters != "alone" or self.separate, "adapters", embedded)
         self._check_devices()

@@ -233,17 +233,19 @@ class Renderer:
         if self.chat is not None:
             text = self._checked(text)
         # A text that was cut is a sample: a think block may be open in it, which the template would close.
-        if self.chat is not None and (completion.finished or not self.chat.thinks):
+        ended = completion.finished and not completion.stopped
+        if self.chat is not None and (ended or not self.chat.thinks):
             turn = replace(completion, text=text).turn
             text = self.chat.answer(opened.prompt, opened.text, turn)
-        return text + (self.end_text if completion.finished else "")
+        return text + (self.end_text if ended else "")
 
     def _sampled(self, completion: Completion) -> list[int]:
-        """Return sampled ids unchanged, plus the end token if sampling stopped by itself and the sampler left
-        it out."""
+        """Return sampled ids unchanged, plus the end token if the policy ended its answer and the sampler
+        left it out."""
         assert completion.token_ids is not None
         ids = list(completion.token_ids)
-        missing = completion.finished and (not ids or ids[-1] not in self.stop_token_ids)
+        ended = completion.stopped or (ids and ids[-1] in self.stop_token_ids)
+        missing = completion.finished and not ended
         return [*ids, self.end_id] if missing else ids
 
     def encode_inside(self, texts: list[str]) -> list[list[int]]:

@@ -321,7 +321,7 @@ def _words(prompt: Prompt, completion: Completion) -> bytes:
     """Return everything of a row that its tokens depend on. No two lists of rows give the same bytes."""
     known = (completion.behavior_logprobs, completion.loss_mask, completion.token_rewards)
     said = (completion.text, completion.token_ids, completion.finished, completion.keys, *known)
-    return f"\n{prompt.id}{said!r}".encode()
+    return f"\n{prompt.id}{said!r}{completion.stopped and repr(completion.stopped)}".encode()
 
 
 def make_examples(

@@ -97,6 +97,8 @@ def _completion_dict(completion: Completion) -> dict[str, Any]:
         "token_ids": None if ids is None else list(ids),
         "finished": completion.finished,
     }
+    if completion.stopped:
+        made["stopped"] = completion.stopped
     if completion.tokenizer is not None:
         made["tokenizer"] = completion.tokenizer
     if completion.behavior_logprobs is not None:
@@ -145,6 +147,8 @@ def _completion(found: Any) -> Completion:
     if not isinstance(whose, str | None):
         raise RowError("a completion's 'tokenizer' is not a string, the fingerprint of a vocabulary")
     finished = found.get("finished") is None or truth(found, "finished")
+    if not isinstance(stopped := found.get("stopped") or "", str):
+        raise RowError("a completion's 'stopped' is not a string, the one that ended it")
     for key in ("loss_mask", "token_rewards"):
         if found.get(key) is not None and len(_list(found, key)) != len(ids or ()):
             raise RowError(
@@ -152,7 +156,7 @@ def _completion(found: Any) -> Completion:
                 + (f"{len(ids)} token_ids: they belong to other tokens" if ids else "no token_ids to go with")
             )
     if ids is None:
-        return Completion(words, None, finished, keys=keys_of(found, "completions", False))
+        return Completion(words, None, finished, keys=keys_of(found, "completions", False), stopped=stopped)
     at = found.get("behavior_temperature", 1.0)
     if not is_finite(at) or at <= 0:
         raise RowError("a completion's 'behavior_temperature' is not a number above 0")
@@ -172,6 +176,7 @@ def _completion(found: Any) -> Completion:
         None if mask is None else tuple(map(bool, mask)),
         None if rewards is None else tuple(map(float, rewards)),
         turns(found["turns"], "turns") if found.get("turns") else (),
+        stopped=stopped,
     )
 
 

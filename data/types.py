@@ -95,6 +95,9 @@ class Completion:
     at the end. Empty for a single answer."""
     keys: str = ""
     """The other keys of the answer's message, as in ``Turn.keys``: what was thought before it."""
+    stopped: str = ""
+    """The string of ``sampler.stop`` that ended it: it gets no end-of-sequence token, and ``text`` ends
+    before the string, which ``token_ids`` hold."""
 
     @property
     def turn(self) -> Turn:

@@ -72,6 +72,11 @@ def labelled(group: Group) -> list[ExampleSpec]:
     return [] if found is None else [ExampleSpec((found[0],), 1.0), ExampleSpec((found[1],), -1.0)]
 
 
+def scored(group: Group, keep_zero_variance: bool = True) -> list[ExampleSpec]:
+    """Return every completion with its own score (PPO), of which a group needs no two different ones."""
+    return [ExampleSpec((i,), float(reward)) for i, reward in enumerate(group.rewards)]
+
+
 def keep_shares(groups: Seq[Group], desirable: float, undesirable: float) -> Iterator[Group]:
     """Yield the groups with only these shares of their desirable and undesirable examples (see ``labelled``).
     Prompt ids decide which rows are kept. A pair that loses one half becomes an unpaired example. A group

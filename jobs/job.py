@@ -64,7 +64,8 @@ from reports.outcome import outcome
 from reports.report import final_table, write_report
 from reports.trackers import check_trackers
 from reports.tracking import Tracker
-from rollouts.conversations import Conversations, make_conversations
+from rollouts.conversations import Conversations, make_player
+from rollouts.stop_strings import StopStrings
 from rollouts.verify import Accuracy, Shown, embedded_sampler, make_accuracy
 from trainers.assembly import Offline, check_budget, check_ranks, make_loss, trainer_class
 from trainers.basic import BasicTrainer
@@ -84,7 +85,7 @@ class Job:
         addition to the ones that ``callbacks`` names."""
         self.config, self.folder, self.world = config, folder, world
         self.online: Online | None = None
-        self.conversations: Conversations | None = None
+        self.conversations: Conversations | StopStrings | None = None
         self.own: list[float] = []
         """Mean token log-probability of each of the initial weights' own answers, nats."""
         disable_progress_bar()  # transformers draws a bar for every file; the run has its own bar
@@ -124,7 +125,7 @@ class Job:
         check_budget(config, self.plan.train)
         if config.data.verifier is not None:
             import_function("data.verifier", config.data.verifier)
-            self.conversations = make_conversations(config, self.renderer, folder.path / "logs")
+            self.conversations = make_player(config, self.renderer, folder.path / "logs")
         self.second_task = load_second_task(config, self.renderer)
         self.evaluation_sets = load_evaluation_sets(
             config, self.trainer_class, self.renderer, self.plan.loaded.groups

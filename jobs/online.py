@@ -12,6 +12,7 @@ import numpy as np
 
 from common.errors import require
 from config.schema import Config
+from config.typed import need
 from data.batches import Segment
 from data.chat import Renderer
 from data.examples import Examples, make_examples
@@ -147,6 +148,8 @@ class Online:
         )
         reward.check_prompts(self.contexts.prompts)
         if reward.gives_tokens:
+            whole = "is taken from whole samples' scores, and this reward gives tokens: leave it at null"
+            need(self.config.rounds, self.config.rounds.overlong is None, "overlong", whole)
             reward.check_tokenizer(self.renderer.tokenizer)
 
     def _make_share(self) -> None:

@@ -17,11 +17,12 @@ from data.chat import make_renderer
 from data.sources import load_splits
 from data.views import prompts_of
 from data.vocabulary import limit_tokens
-from models.distributed import World
+from models.distributed import World, gather_objects
 from models.pretrained import check_model, load_tokenizer
+from models.ranks import Ranks, attempt, outcome
 from rollouts.files import Scores, read_samples, refuse_existing, write_feedback, write_samples
 from rollouts.generate import Request, generate_answers, settings_of
-from rollouts.rewards.base import RewardError
+from rollouts.rewards.base import Reward, RewardError
 from rollouts.rewards.factory import make_reward
 from rollouts.round_builder import score_samples
 from rollouts.rounds import SampledPrompt, feedback, usable_prompts, with_threshold
@@ -70,10 +71,11 @@ def sample(config: Config, stage: SampleStage, world: World) -> None:
         )
 
 
-def label(config: Config, stage: LabelStage, device: str) -> None:
-    """Score the samples in ``stage.samples`` and write the feedback to ``stage.out``.
+def label(config: Config, stage: LabelStage, world: World) -> None:
+    """Score the samples in ``stage.samples`` and write the feedback to ``stage.out``. Every rank calls it
+    and scores a share with the reward's models; rank 0 does the rest.
 
-    Raises ConfigError, DataError, and StoppedError when too few samples get a score."""
+    Raises ConfigError, DataError, and StoppedError when too few samples get a score or a rank fails."""
     out = Path(stage.out)
     refuse_existing(out, stage.overwrite_out)
     require(
@@ -89,7 +91,35 @@ def label(config: Config, stage: LabelStage, device: str) -> None:
         config.rounds.feedback,
         "format=pairwise takes pair, random or min",
     )
-    reward = make_reward(config.reward_config, device, Path(config.runs_dir) / "logs")
+    ranks, reward = Ranks(world), _reward_of(config, world)
+    if reward is not None:
+        reward.share_over(ranks)
+    try:
+        ranks.run_on_main(lambda: _label(config, stage, reward))
+    finally:
+        if reward is not None:
+            reward.close()
+
+
+def _reward_of(config: Config, world: World) -> Reward | None:
+    """Return the reward on rank 0, and its models alone on the others; None on those if it has none. Raises
+    on every rank what any of them raises."""
+    logs, settings = Path(config.runs_dir) / "logs", config.reward_config
+    given = settings if world.is_main else settings.models_alone()
+    made: list[Reward] = []
+
+    def make() -> None:
+        if given is not None:
+            made.append(make_reward(given, world.device, logs if world.is_main else None))
+
+    for done in gather_objects(attempt(make)):
+        outcome(done)
+    return made[0] if made else None
+
+
+def _label(config: Config, stage: LabelStage, reward: Reward | None) -> None:
+    assert reward is not None, "rank 0 has the whole reward"
+    out = Path(stage.out)
     try:
         require(
             not reward.gives_tokens,
@@ -105,8 +135,6 @@ def label(config: Config, stage: LabelStage, device: str) -> None:
         parts = {name: value for name, value in reward.metrics.items() if name.startswith("reward_")}
     except RewardError as error:
         raise StoppedError(str(error)) from error
-    finally:
-        reward.close()
     check_leaves_something(stage, config.rounds, samples, scores, config.seed)
     entries = write_feedback(out, samples, scores, stage.format, config.rounds, config.seed)
     given = sum(score is not None for values in scores for score in values)

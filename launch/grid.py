@@ -17,6 +17,7 @@ A sweep file::
       - {loss: sft, humanline: true}
     slurm: {gpus_per_node: 4}            # what a run needs of a cluster, over the site's defaults (launch/sites/example.yaml)
     hours: 2.5                           # what one run takes, or {default: 2, rules: [{when: {online: true}, hours: 12}]}
+    suite: halos                         # evaluations that each run ends with (launch.suite)
     select: [lr]                         # grid keys to be chosen on validation, not compared (launch.results)
 
 The runs are ``cells x grid x seeds`` in that order; a run's name consists of the sweep's name, the run's
@@ -67,6 +68,8 @@ class Run:
     settings: Settings
     hours: float | None
     """Expected hours, wall-clock; None if the sweep does not say."""
+    suite: str | None = None
+    """The evaluations that it ends with (``launch.suite``)."""
 
     @property
     def name(self) -> str:
@@ -120,6 +123,7 @@ class Sweep:
     skip: tuple[Settings, ...] = ()
     hours: Hours = Hours()
     select: tuple[str, ...] = ()
+    suite: str | None = None
     slurm: Settings = field(default_factory=dict)
 
     def runs(self) -> list[Run]:
@@ -150,7 +154,8 @@ class Sweep:
                 cell,
                 f"is longer than {LONGEST_TAG} characters; name it under cells:",
             )
-            runs += [Run(self.name, cell, seed, settings, self.hours.of(settings)) for seed in self.seeds]
+            hours = self.hours.of(settings)
+            runs += [Run(self.name, cell, seed, settings, hours, self.suite) for seed in self.seeds]
         for name, count in Counter(run.name for run in runs).items():
             check_name("exp_name", name)
             require(
@@ -221,6 +226,7 @@ def read_sweep(path: Path, extra: Mapping[str, Any] | None = None) -> Sweep:
         skip=tuple(_mapping("skip", rule) for rule in _list("skip", parts.get("skip", []))),
         hours=_hours(parts.get("hours")),
         select=tuple(_list("select", parts.get("select", []))),
+        suite=None if parts.get("suite") is None else str(parts["suite"]),
         slurm=_mapping("slurm", parts.get("slurm")),
     )
     _check(sweep, extra or {})

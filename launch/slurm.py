@@ -249,10 +249,9 @@ def script(job: Job, sweep: str, runs: Sequence[Run], logs: Path, after: str | N
         keep_trailing_newline=True,
     )
     environment.filters["sh"] = shlex.quote
-    tasks = [(run.name, shlex.join(command(run))) for run in runs]
-    return environment.get_template("job.sh.j2").render(
-        job=job, sweep=sweep, tasks=tasks, logs=str(logs), root=str(ROOT), after=after
-    )
+    tasks = [(run.name, shlex.join(command(run)), str(run.given.get("runs_dir", "runs"))) for run in runs]
+    said = {"logs": str(logs), "root": str(ROOT), "after": after, "suite": runs[0].suite}
+    return environment.get_template("job.sh.j2").render(job=job, sweep=sweep, tasks=tasks, **said)
 
 
 def largest_array() -> int | None:

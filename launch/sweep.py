@@ -47,6 +47,7 @@ from launch.slurm import (
     submit,
 )
 from launch.state import CHANGED, FINISHED, State, check_ranks, inspect, tail
+from launch.suite import measure_all, read_suite
 
 QUEUED = "in the queue"
 JOB = {field.name for field in fields(Job)}
@@ -123,6 +124,7 @@ def parser() -> argparse.ArgumentParser:
 def act(options: argparse.Namespace) -> int:
     sweep = read_sweep(options.sweep, parse_overrides(options.settings))
     sweep = replace(sweep, name=options.name) if options.name else sweep
+    suite = None if sweep.suite is None else read_suite(sweep.suite)
     logs = (ROOT / options.logs / sweep.name).resolve()
     job = make_job(read_site(options.site) | sweep.slurm | parse_overrides(options.set))
     composer = Composer()
@@ -152,7 +154,8 @@ def act(options: argparse.Namespace) -> int:
             options.gpus,
             f"are fewer than {options.local} runs at a time",
         )
-        return run_here(Pool(todo, logs, options.local, gpus, options.retries))
+        code = run_here(Pool(todo, logs, options.local, gpus, options.retries))
+        return code if code or suite is None else measure_all(suite, [state.folder for state in states])
     if options.script:
         print_scripts(job, sweep.name, [state.run for state in todo or states], logs)
     elif options.submit:

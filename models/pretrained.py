@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ from config.schema_model import SELECTIVE, ModelConfig
 from data.templates import chosen_template
 from models.gguf import check_gguf, check_split, dequantised, is_gguf, source, split_as_stored
 from models.heads import RewardModel, ValuePolicy
+from models.new_tokens import add_tokens, grow, rows_for, with_rows
 from models.policy import Policy, causal_lm, checkpoint_activations, decoder_blocks
 from models.quantization import KEY as QUANTIZATION
 from models.quantization import NF4, quantise
@@ -133,7 +135,7 @@ def check_model(config: ModelConfig) -> PretrainedConfig:
         f"the model has {positions} positions: give as many at most, and model.max_prompt_length less",
     )
     check_quantization(config, found)
-    return found
+    return with_rows(found, rows_for(found, load_tokenizer(config))) if config.new_tokens else found
 
 
 def check_quantization(config: ModelConfig, found: PretrainedConfig) -> None:
@@ -217,12 +219,14 @@ def check_weights(config: ModelConfig, found: PretrainedConfig) -> list[str]:
     """
     if config.use_peft:
         check_adapters(_empty(config, found), config)
+    said = about_new_tokens(config, found)
     if config.from_config or is_gguf(config.name_or_path):
-        return []
+        return said
+    found = _as_stored(config, found)
     refuse_quantised(KEY, config.name_or_path, found.to_dict())
     stored = _stored(config)
     if stored is None:
-        return []
+        return said
     held = {name: torch.empty(of.shape, dtype=torch.float32, device="meta") for name, of in stored.items()}
     with init_empty_weights(include_buffers=False):
         kind: Any = type(_built(config, found))
@@ -230,7 +234,7 @@ def check_weights(config: ModelConfig, found: PretrainedConfig) -> list[str]:
         config,
         lambda: kind.from_pretrained(None, config=found, state_dict=held, device_map={"": "meta"}, **_LOADS),
     )
-    return _notes(model, info, config, sorted(stored))
+    return [*said, *_notes(model, info, config, sorted(stored))]
 
 
 def _stored(config: ModelConfig) -> dict[str, Stored] | None:
@@ -369,11 +373,28 @@ def load_policy(config: ModelConfig, device: torch.device, seed: int = 0) -> Pol
     return _finished(policy, config)
 
 
+def about_new_tokens(config: ModelConfig, found: PretrainedConfig) -> list[str]:
+    """Return a sentence about ``model.new_tokens`` where there are any. ``found``: from ``check_model``."""
+    rows, known = (of.get_text_config().vocab_size for of in (found, _as_stored(config, found)))
+    tokens = ", ".join(config.new_tokens)
+    said = (
+        f"{tokens}: tokens of their own (model.new_tokens); the embedding has {rows} rows, {rows - known} new"
+    )
+    return [said] if config.new_tokens else []
+
+
+def _as_stored(config: ModelConfig, found: PretrainedConfig) -> PretrainedConfig:
+    """Return the architecture without the rows of ``model.new_tokens``."""
+    if not config.new_tokens:
+        return found
+    return with_rows(found, model_config(config).get_text_config().vocab_size)
+
+
 def _read(config: ModelConfig, found: PretrainedConfig) -> PreTrainedModel:
     """Return the model with the weights of its files, on the CPU. Raises ConfigError."""
     _stored(config)  # names the file that is damaged
     auto, path = _auto(config), source(resolve_model_path(config.name_or_path))
-    of = {"config": found, "revision": config.revision} | _how(config)
+    of = {"config": _as_stored(config, found), "revision": config.revision} | _how(config)
     model: PreTrainedModel
     model, _ = _loaded(config, lambda: auto.from_pretrained(**path, **of, **_LOADS))
     check_finite(dequantised(model), config)
@@ -384,6 +405,11 @@ def _read(config: ModelConfig, found: PretrainedConfig) -> PreTrainedModel:
             "matrices that differ: both are trained, and the exported config ties nothing",
             flush=True,
         )
+    if config.new_tokens:
+        tokenizer = load_tokenizer(replace(config, new_tokens=[]))
+        new = add_tokens(tokenizer, config.new_tokens)
+        known = tokenizer.get_vocab()
+        grow(model, found.get_text_config().vocab_size, [known[text] for text in new])
     return model
 
 
@@ -514,6 +540,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    add_tokens(tokenizer, config.new_tokens)
     chosen, variables = config.chat_template, config.chat_template_kwargs
     if chosen is not None or variables:
         tokenizer.chat_template = chosen_template(tokenizer, chosen, variables)

@@ -87,6 +87,7 @@ def _sample(one: Mapping[str, Any]) -> Sample:
         tuple(one["logprobs"]),
         None if mask is None else tuple(mask),
         tuple(Turn(**turn) for turn in one["turns"]),
+        one.get("stopped", ""),
     )
 
 

@@ -29,6 +29,7 @@ from data.types import Prompt, Turn
 from models.distributed import gather_objects
 from rollouts.environments.process import Call, EnvironmentProcess
 from rollouts.samplers import Draw, Row, Sample, SamplingSettings, rows_of
+from rollouts.stop_strings import StopStrings
 
 
 @dataclass
@@ -173,15 +174,19 @@ class Conversations:
             one.begin = len(one.tokens)
 
 
-def make_conversations(config: Config, renderer: Renderer, log_dir: Path) -> Conversations | None:
-    """Return the player that answers the policy; None without an environment. Raises ConfigError."""
-    return Conversations(config.environment, renderer, log_dir) if config.environment.plays else None
+def make_player(config: Config, renderer: Renderer, log_dir: Path) -> Conversations | StopStrings | None:
+    """Return what answers the policy, or ends its answers at ``sampler.stop``; None for answers that only an
+    end token ends. Raises ConfigError."""
+    if config.environment.plays:
+        return Conversations(config.environment, renderer, log_dir)
+    return StopStrings(config.sampler.stop, renderer) if config.sampler.stop else None
 
 
 def facts_of(config: Config) -> dict[str, Any]:
-    """Return the settings of the environment, on which samples depend, as plain data; {} without an
-    environment."""
-    return {"environment": asdict(config.environment)} if config.environment.plays else {}
+    """Return the settings of a player, on which samples depend, as plain data; {} without one."""
+    if config.environment.plays:
+        return {"environment": asdict(config.environment)}
+    return {"stop": config.sampler.stop} if config.sampler.stop else {}
 
 
 def source_digest(config: Config) -> dict[str, str]:

@@ -15,7 +15,7 @@ from data.types import Prompt
 from models.distributed import World
 from models.loading import load_sharded
 from models.policy import Policy
-from rollouts.conversations import make_conversations
+from rollouts.conversations import make_player
 from rollouts.engines import EmbeddedEngine
 from rollouts.samplers import EmbeddedSampler
 from rollouts.sampling import refuse_options
@@ -30,7 +30,7 @@ class EmbeddedSampling:
 
     def __init__(self, config: Config, renderer: Renderer, world: World, log_dir: Path) -> None:
         refuse_options(config)
-        self.conversations = make_conversations(config, renderer, log_dir)
+        self.conversations = make_player(config, renderer, log_dir)
         self.config, self.renderer, self.world = config, renderer, world
         self.rows = config.sampler.batch_size or config.model.eval_batch_size
 

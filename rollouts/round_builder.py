@@ -31,6 +31,7 @@ from rollouts.rounds import (
     SampledPrompt,
     asked_and_answered,
     feedback,
+    overlong_penalties,
     own_tokens,
     with_threshold,
 )
@@ -81,16 +82,17 @@ class RoundBuilder:
             suffix = f".{len(parts)}" if parts else ""
             sampled = self._sample(folder, f"samples{suffix}", begin, end, weights)
             scored = self._score(folder, suffix, sampled)
-            rounds = with_threshold(self.config.rounds, (line["scores"] for line in scored))
-            for one, line in zip(with_token_rewards(sampled, scored), scored, strict=True):
-                made = feedback(one, line["scores"], rounds, self.config.seed)
+            taken = self._penalised(sampled, scored)
+            rounds = with_threshold(self.config.rounds, taken)
+            for one, values in zip(with_token_rewards(sampled, scored), taken, strict=True):
+                made = feedback(one, values, rounds, self.config.seed)
                 if isinstance(made, str):
                     dropped[made] += 1
                 else:
                     groups.append(made)
             parts.append(suffix)
             completions += [completion for one in sampled for completion in one.completions]
-            scores.append([line["scores"] for line in scored])
+            scores.append(taken)
         inputs = {
             "scores": [folder.checksum(f"scores{suffix}") for suffix in parts],
             "feedback": self._feedback_settings(),
@@ -116,6 +118,21 @@ class RoundBuilder:
                 "metrics": self._metrics(folder.record["stages"], parts, completions, scores),
             }
         )
+
+    def _penalised(self, sampled: list[SampledPrompt], scored: list[Line]) -> list[list[float | None]]:
+        """Return the scores of each prompt's samples, less what long samples lose."""
+        rounds, longest = self.config.rounds, self.config.max_tokens
+        if rounds.overlong is None:
+            return [line["scores"] for line in scored]
+        return [
+            [
+                None if score is None else score - penalty
+                for score, penalty in zip(
+                    line["scores"], overlong_penalties(one, rounds, longest), strict=True
+                )
+            ]
+            for one, line in zip(sampled, scored, strict=True)
+        ]
 
     def _cut_prompts(self, first: int, end: int) -> int:
         """Return how many of these contexts' prompts were too long and are sampled without a part."""

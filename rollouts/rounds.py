@@ -117,6 +117,16 @@ def asked_and_answered(prompt: Prompt, completion: Completion) -> tuple[Prompt, 
     return replace(prompt, turns=(*prompt.turns, *before)), last.content
 
 
+def overlong_penalties(sampled: SampledPrompt, config: RoundsConfig, longest: int) -> list[float]:
+    """Return what the score of each completion is less by: ``rounds.overlong_penalty`` times how far it
+    reaches into the last ``rounds.overlong`` of ``longest`` tokens, from 0 to 1 (DAPO's soft overlong
+    punishment, Yu et al. 2025, arXiv 2503.14476, equation 13)."""
+    if config.overlong is None:
+        return [0.0] * len(sampled.completions)
+    over = [len(c.token_ids or ()) - (longest - config.overlong) for c in sampled.completions]
+    return [config.overlong_penalty * min(max(tokens / config.overlong, 0.0), 1.0) for tokens in over]
+
+
 def own_tokens(completion: Completion) -> int:
     """Return how many of a completion's tokens the policy wrote."""
     mask = completion.loss_mask

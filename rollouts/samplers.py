@@ -49,9 +49,9 @@ class Sample:
     """One sampled answer, or a conversation with an environment."""
 
     token_ids: tuple[int, ...]
-    """the sampled tokens, with the stop token at the end if ``finished``"""
+    """the sampled tokens, with the stop token at the end if ``finished`` and not ``stopped``"""
     finished: bool
-    """False if the sample was cut by max_tokens and so has no stop token"""
+    """False if the sample was cut by max_tokens"""
     logprobs: tuple[float, ...] = field(default=(), compare=False)
     """log mu: log-probability of each token under the sampling policy, nats, at model.logit_temperature and
     without top-p; nan for an environment's tokens; () if the sampler cannot report them"""
@@ -59,6 +59,8 @@ class Sample:
     """which tokens the policy wrote; None: all"""
     turns: tuple[Turn, ...] = ()
     """as in ``Completion.turns``"""
+    stopped: str = ""
+    """as in ``Completion.stopped``"""
 
     @property
     def own_tokens(self) -> int:
@@ -68,8 +70,9 @@ class Sample:
     def completion(self, renderer: Renderer, temperature: float = 1.0) -> Completion:
         """Return the sample as a groups file records it: the token ids, which are trained on unchanged, and
         the text, for verifiers and readers. ``temperature``: the temperature of ``logprobs``."""
+        said = renderer.said(self.token_ids)
         return Completion(
-            renderer.said(self.token_ids),
+            said.partition(self.stopped)[0] if self.stopped else said,
             self.token_ids,
             self.finished,
             vocabulary_fingerprint(renderer.tokenizer),
@@ -77,6 +80,7 @@ class Sample:
             temperature if self.logprobs else 1.0,
             self.loss_mask,
             turns=self.turns,
+            stopped=self.stopped,
         )
 
 

@@ -24,7 +24,7 @@ from models.policy import Policy
 from models.ranks import Ranks, attempt, outcome
 from models.weight_files import resolve_model_path
 from rollouts.adapters import KEY, base_of_adapters, with_adapters
-from rollouts.conversations import make_conversations
+from rollouts.conversations import make_player
 from rollouts.rewards.endpoint import UNIX
 from rollouts.samplers import SamplingSettings
 from rollouts.sampling import refuse_options
@@ -62,7 +62,7 @@ class VllmSampling:
         if config.sampler.urls:
             asked = outcome(from_main(attempt(self._ask_servers) if world.is_main else None))
             self._servers, self._base = asked
-        self.conversations = make_conversations(config, renderer, log_dir)
+        self.conversations = make_player(config, renderer, log_dir)
 
     def _ask_servers(self) -> tuple[tuple[list[int], int, str | None], Path | None]:
         """Return ((number of workers of each server, number of tokens of the model, key), folder of the model

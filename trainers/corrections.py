@@ -10,6 +10,7 @@ which humanline does not clip.
 | ``masked`` | rho_t where low <= rho_t <= high, else 0 | IcePop (Ling team 2025, arXiv 2510.18855) |
 | ``sequence_masked`` | rho_t in sequences whose geometric mean of rho lies in [low, high], else 0 | as IcePop, per sequence |
 | ``negative_masked`` | 0 in sequences with A < 0 and mean_t(log mu - log pi_theta) > delta, else 1 | DeepSeek-V3.2 (2025, arXiv 2512.02556) |
+| ``trust_region_masked`` | 0 in sequences with max_t abs(log pi_theta - log mu) > delta, else 1 | TRM (Li et al. 2025, arXiv 2512.23075, its estimate of the largest token KL from samples) |
 | ``weighted_pairs`` | exp(mean_t [log pi_theta - log sum_v pi_theta(v)^2]) of an example's completions, multiplied, at most 1: one w per example | WPO (Zhou et al. 2024, arXiv 2406.11827, equation 2, with its sampled alignment) |
 
 A token whose mu is not known has rho = 1; means are over the tokens whose mu is known. A correction does not
@@ -107,6 +108,15 @@ def negative_masked(
     away = token_mean(behavior.logprobs - scores.policy.detach(), behavior.known)
     dropped = (advantages < 0) & (away > settings.delta)
     return (~dropped)[:, None].expand_as(scores.mask).float()
+
+
+def trust_region_masked(
+    settings: CorrectionConfig, scores: TokenScores, behavior: Behavior, advantages: Tensor
+) -> Tensor:
+    """Return w [R, T]: 0 in rows with a token whose |log pi_theta - log mu| is above delta, else 1."""
+    moved = torch.where(behavior.known, scores.policy.detach() - behavior.logprobs, 0.0).abs()
+    inside = moved.amax(dim=-1) <= settings.delta
+    return inside[:, None].expand_as(scores.mask).float()
 
 
 def weighted_pairs(

@@ -68,7 +68,8 @@ def control_tokens(config: Config) -> tuple[np.ndarray, np.ndarray]:
             bool(ids) and tokenizer.unk_token_id not in ids,
             f"loss.control_tokens.{kind}",
             text,
-            "the tokenizer has no tokens for it; give a text that it knows",
+            f"the tokenizer has no tokens for it; give a text that it knows, or add it: "
+            f"'model.new_tokens=[\"{text}\"]'",
         )
         found.append(np.array(ids, dtype=np.int32))
     return found[0], found[1]

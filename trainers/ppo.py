@@ -1,5 +1,6 @@
 """Offline, one-step PPO with a value head (Ethayarajh et al., 2024, arXiv 2402.01306). A desirable completion
-gets reward 1 at its last token, an undesirable one -1; the value head predicts the expected reward."""
+gets reward 1 at its last token, an undesirable one -1; with ``loss.rewards=scores`` each gets its score. The
+value head predicts the expected reward."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from common.errors import one_of, require
 from config.schema import Config
 from data import views
 from data.types import Example, Microbatch, Sequences
+from data.views import View
 from models.distributed import reshard, sum_over_ranks
 from trainers.basic import BasicTrainer
 from trainers.losses.base import LossResult, TokenScores, kl_term
@@ -48,11 +50,20 @@ class OfflinePPOTrainer(BasicTrainer[Targets]):
     scorer_class = ValueScorer
 
     @classmethod
+    def view_of(cls, config: Config) -> View:
+        return views.scored if config.loss.get("rewards") == "scores" else cls.view
+
+    @classmethod
     def check_settings(cls, config: Config) -> None:
         for key in ("gamma", "lam"):
             value = config.loss[key]
             number = isinstance(value, int | float) and not isinstance(value, bool)
             require(number and 0 <= value <= 1, f"loss.{key}", value, "must be a number in [0, 1]")
+        paid = config.loss.get("rewards", "labels")
+        one_of("loss.rewards", paid, ("labels", "scores"))
+        alone = "gives all samples with their scores: use loss.rewards=scores, or rounds.feedback=pair"
+        all_samples = config.online and config.rounds.feedback == "group"
+        require(paid == "scores" or not all_samples, "rounds.feedback", config.rounds.feedback, alone)
         check_kl(config)
 
     def loss_denominator(self, batch: list[Example]) -> int:

@@ -63,6 +63,25 @@ def dppo(log_r, log_p, log_q, A, divergence, divergence_bound):
     return -math.exp(log_r) * A, -math.exp(log_r) * A, 0.0, False
 
 
+def masked_by_prefix(rows, advantages, divergence, divergence_bound, prefix_bound, weight_floor):
+    """[R, T]: the paper's algorithm 1, token by token."""
+    gone = np.zeros(rows.mask.shape, bool)
+    for i in range(len(rows.n)):
+        S = W = 0.0
+        tokens = np.flatnonzero(rows.mask[i])
+        for k, t in enumerate(tokens):
+            log_p, log_q = rows.policy[i, t], rows.reference[i, t]
+            p, q = math.exp(log_p), math.exp(log_q)
+            distance = abs(p - q)
+            if divergence == "kl":
+                distance = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+            w = 1 - (1 - weight_floor) / (len(tokens) - 1) * k if len(tokens) > 1 else 1.0
+            room = min(divergence_bound, divergence_bound + prefix_bound * W - S)
+            gone[i, t] = advantages[i] * (p / q - 1) > 0 and w * distance > room
+            S, W = S + w * distance, W + w
+    return gone
+
+
 def masked_by_moment(rows, advantages, bound):
     """[R, T]: the paper's loop. As long as the mean square of the tokens that PPO could clip is above the
     bound, the largest goes, and with it those of its size."""
@@ -83,7 +102,8 @@ def masked_by_moment(rows, advantages, bound):
 def shaped(rows, advantages, shape, beta, normalization="token", importance="token", **numbers):
     """(total, gradient [R, T], tokens clipped or masked)"""
     total, grad, flagged = 0.0, np.zeros(rows.policy.shape), 0
-    gone = masked_by_moment(rows, advantages, numbers["moment_bound"]) if shape == "m2po" else None
+    masks = {"m2po": masked_by_moment, "cppo": masked_by_prefix}
+    gone = masks[shape](rows, advantages, *numbers.values()) if shape in masks else None
     for i in range(len(rows.n)):
         tokens, A = np.flatnonzero(rows.mask[i]), advantages[i]
         share = 1.0 if normalization == "token" else 1.0 / max(len(tokens), 1)
@@ -92,7 +112,7 @@ def shaped(rows, advantages, shape, beta, normalization="token", importance="tok
             reach = [t] if importance == "token" else tokens
             if shape == "gmpo":
                 loss, slopes, hit = _geometric(rows, i, tokens, A, t, **numbers)
-            elif shape == "m2po":
+            elif gone is not None:
                 hit = gone[i, t]
                 loss = 0.0 if hit else -math.exp(log_r) * A
                 slopes = {t: loss}

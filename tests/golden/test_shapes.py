@@ -37,6 +37,8 @@ NUMBERS = [
     ("dppo", {"divergence": "kl", "divergence_bound": 0.05, "normalization": "sequence"}),
     ("m2po", {"moment_bound": 0.04}),
     ("m2po", {"moment_bound": 1.3}),
+    ("cppo", {"divergence": "tv", "divergence_bound": 0.15, "prefix_bound": 0.015, "weight_floor": 0.8}),
+    ("cppo", {"divergence": "kl", "divergence_bound": 0.1, "prefix_bound": 0.002, "weight_floor": 0.3}),
 ]
 
 

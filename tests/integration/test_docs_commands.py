@@ -156,6 +156,7 @@ RULES = [
     Rule(r"python -m launch\.sweep sweeps/maths\.yaml --site .*--submit", "--only '*-64x-humanline-k12-s1'"),
     Rule(r"python -m launch\.sweep "),
     Rule(r"python -m launch\.results "),
+    Rule(r"python -m launch\.suite ", "--print"),  # its tasks and its judge come from the network
     Rule(r"python -m launch\.doctor "),
     Rule(r"python -m reports\.report "),
     # The study, benchmarks
@@ -179,6 +180,10 @@ MINE = (
 COPIES = "for name in NAME a b mine-s1 mine-s2; do cp -r runs/mine runs/$name; done"
 MADE = {
     r"runs/(mine|NAME|a|b)\b": ("runs/mine-s2", [MINE, COPIES]),
+    r"runs/my-sft": (
+        "runs/my-sft/summary.json",
+        [f"python train.py loss=sft data=adder-sft exp_name=my-sft {OFFLINE}"],
+    ),
     r"runs/my-reward": (
         "runs/my-reward/summary.json",
         [f"python train.py loss=bradley_terry exp_name=my-reward {OFFLINE}"],

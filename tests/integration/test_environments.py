@@ -119,6 +119,11 @@ def test_samples_on_files_are_conversations_that_are_scored_as_such(tmp_path) ->
         stages.sample(config, replace(stage, out=str(part), skip=10, limit=2), world)
         with pytest.raises(ConfigError, match=r"skip=1000000: leaves no prompt"):
             stages.sample(config, replace(stage, out=str(part), skip=10**6), world)
+        stages.label(
+            config,
+            LabelStage(samples=str(samples), out=str(feedback), format="groups", overwrite_out=True),
+            world,
+        )
     finally:
         stop()
     assert samples.read_text() == first, "those that were kept are the same"
@@ -128,11 +133,6 @@ def test_samples_on_files_are_conversations_that_are_scored_as_such(tmp_path) ->
     ]
     games = [c for row in rows for c in row["completions"] if c.get("turns")]
     assert len(games) > 10 and all(len(c["loss_mask"]) == len(c["token_ids"]) for c in games)
-    stages.label(
-        config,
-        LabelStage(samples=str(samples), out=str(feedback), format="groups", overwrite_out=True),
-        "cpu",
-    )
     groups = read_groups(feedback)
     scored = [(c, r) for g in groups for c, r in zip(g.completions, g.rewards, strict=True)]
     assert all(r in (0.0, 1 / (1 + len(c.turns) // 2)) for c, r in scored), "one over the number of guesses"

@@ -30,6 +30,7 @@ SHARES = {
     "dual": {"ratio_clipped", "dual_clipped"},
     "dppo": {"tokens_masked"},
     "m2po": {"tokens_masked"},
+    "cppo": {"tokens_masked"},
     "reinforce": set(),
     "sapo": set(),
 }
@@ -47,11 +48,12 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("shape", "advantage", "humanline"),
-    zip(SHAPES, OF_SCORES * 2, ("false", "true", "true", "false") * 2, strict=True),
+    zip(SHAPES, OF_SCORES * 3, ("false", "true", "true", "false") * 3, strict=False),
 )
 def test_a_run(folder, shape, advantage, humanline):
     words = (f"loss.shape={shape}", f"loss.advantage={advantage}", f"humanline={humanline}", *SMALL)
-    epsilon = ["loss.epsilon=0.01"] if "epsilon" in READS[shape] else []  # so that something is clipped
+    small = {"epsilon": 0.01, "divergence_bound": 0.01}  # so that something is clipped or masked
+    epsilon = [f"loss.{name}={value}" for name, value in small.items() if name in READS[shape]]
     run = f"{shape}-{humanline}"
     train(make_config(f"runs_dir={folder}", f"cache_dir={folder}/cache", *words, *epsilon), run)
     steps = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
@@ -63,3 +65,5 @@ def test_a_run(folder, shape, advantage, humanline):
     assert steps[-1]["kl"] != 0 and steps[0]["grad_norm"] > 0
     if "epsilon" in READS[shape]:
         assert steps[0]["ratio_clipped"] == 0.0 < steps[-1]["ratio_clipped"]
+    if "divergence_bound" in READS[shape]:
+        assert steps[0]["tokens_masked"] == 0.0 < steps[-1]["tokens_masked"]

@@ -9,6 +9,7 @@ import pytest
 from data.groups import read_groups
 from tests import programs
 from tests.integration.online import SHORT, lines, rounds, run_online
+from tests.tiny_armorm import save_armorm
 
 COMMON = [s for s in SHORT if s.startswith(("data.", "rounds.samples"))]
 
@@ -85,6 +86,29 @@ def test_one_message_says_what_is_wrong(program, arguments, says):
     (message,) = done.stderr.strip().splitlines()
     assert message.startswith("error: ")
     assert says in message
+
+
+def test_ranks_label_as_one(tmp_path):
+    """Each scores a share of the batches. The file is that of one process; one message says what failed."""
+    save_armorm(tmp_path / "armorm")
+    asked = [{"instruction": f"what is {i // 2}?", "output": "so " * (i + 1)} for i in range(12)]
+    (tmp_path / "in.json").write_text(json.dumps(asked))
+    model = (f"reward.armorm.name_or_path={tmp_path}/armorm", "reward.armorm.max_length=96")
+    model += ("reward.armorm.batch_tokens=64", "reward.armorm.max_prompt_length=32")
+    words = (f"in={tmp_path}/in.json", "reward=armorm", *model, f"runs_dir={tmp_path}")
+    written = []
+    for ranks in (1, 3):
+        out = tmp_path / f"{ranks}.json"
+        run = ["label.py", *words, "format=scalar", f"out={out}"]
+        done = programs.run(*(programs.torchrun(ranks, *run) if ranks > 1 else run))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("12 entries from 12 scored samples") == 1
+        written.append(out.read_bytes())
+    assert written[0] == written[1]
+    (tmp_path / "armorm" / "model.safetensors").unlink()
+    done = programs.run(*programs.torchrun(2, "label.py", *words, f"out={tmp_path}/none.jsonl"))
+    assert done.returncode != 0 and not (tmp_path / "none.jsonl").exists()
+    assert done.stderr.count("error: reward.armorm.name_or_path=") == 1
 
 
 def test_feedback_that_would_be_empty_is_refused_with_what_leaves_something(tmp_path):

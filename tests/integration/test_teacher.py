@@ -24,6 +24,7 @@ from config.schema_stages import LabelStage
 from data.chat import make_renderer
 from data.types import Completion, Group
 from jobs import stages
+from models.distributed import start
 from models.pretrained import load_policy, load_tokenizer
 from rollouts.rewards.base import Missing
 from rollouts.rewards.teacher import EndpointTeacher, LocalTeacher, Sample
@@ -223,4 +224,4 @@ def test_a_teacher_of_another_tokenizer_is_refused():
 def test_texts_in_a_file_are_not_scored(tmp_path):
     stage = LabelStage(samples=str(tmp_path / "none.jsonl"), out=str(tmp_path / "out.jsonl"))
     with pytest.raises(ConfigError, match="reward=teacher: rewards the tokens of a run's own rounds"):
-        stages.label(make_config(*DISTIL), stage, "cpu")
+        stages.label(make_config(*DISTIL), stage, start())

@@ -7,7 +7,7 @@ setting or by ``shape`` (``trainers.losses.shapes``).
 | equation 1's mean over sequences of the mean over tokens | ``normalization="sequence"`` |
 | Dr. GRPO (Liu et al. 2025, arXiv 2503.20783) | ``normalization="constant"``, ``max_tokens``; advantages without the std |
 | GSPO (Zheng et al. 2025, arXiv 2507.18071) | ``importance="sequence"``, ``normalization="sequence"``, epsilons of about 3e-4 |
-| CISPO, SAPO, GMPO, DPPO, M2PO, dual clip, REINFORCE | ``shape`` and its numbers |
+| CISPO, SAPO, GMPO, DPPO, CPPO, M2PO, dual clip, REINFORCE | ``shape`` and its numbers |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ def grpo(
     tau_negative: float = 1.05,
     divergence: str = "tv",
     divergence_bound: float = 0.15,
+    prefix_bound: float = 0.015,
+    weight_floor: float = 0.8,
     moment_bound: float = 0.04,
     kl_estimator: str = "k3",
     kl_in: str = "loss",
@@ -70,6 +72,7 @@ def grpo(
     ranges = {"importance": importance, "epsilon": epsilon, "epsilon_high": epsilon_high}
     bounds = {"divergence": divergence, "divergence_bound": divergence_bound, "moment_bound": moment_bound}
     taus = {"tau_positive": tau_positive, "tau_negative": tau_negative}
+    bounds |= {"prefix_bound": prefix_bound, "weight_floor": weight_floor}
     numbers = ranges | bounds | taus | {"dual_clip": dual_clip, "masked": masked}
     read = {name: numbers[name] for name in reads(shape)}
     kl = kl_term(scores, kl_estimator)

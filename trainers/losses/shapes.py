@@ -121,8 +121,8 @@ def dppo(scores: TokenScores, advantages: Tensor, *, divergence: str, divergence
     ``ppo`` without clipping. Raises ValueError for any other divergence.
     """
     log_p, log_q = scores.policy.detach(), scores.reference
-    driven = ((advantages > 0) & (log_p > log_q)) | ((advantages < 0) & (log_p < log_q))
-    masked = driven & (binary_divergence(log_p, log_q, divergence) > divergence_bound)
+    far = binary_divergence(log_p, log_q, divergence) > divergence_bound
+    masked = _driven(advantages, log_p - log_q) & far
     return _masked_ratio(scores, advantages, masked), {"tokens_masked": masked}
 
 
@@ -141,8 +141,36 @@ def m2po(scores: TokenScores, advantages: Tensor, *, moment_bound: float, masked
     return _masked_ratio(scores, advantages, masked), {"tokens_masked": masked}
 
 
+def cppo(
+    scores: TokenScores,
+    advantages: Tensor,
+    *,
+    divergence: str,
+    divergence_bound: float,
+    prefix_bound: float,
+    weight_floor: float,
+) -> Shaped:
+    """Return ``-M r A``, with ``dppo``'s divergence D_t, and M 0 where A drives r away from 1 and ``w_t D_t``
+    is above ``delta + min(0, delta_b W_(t-1) - S_(t-1))`` (CPPO, Mao et al. 2026, arXiv 2606.10968, equations
+    8 to 10). S and W are the sums of ``w_j D_j`` and of w_j over the tokens before, masked ones included.
+
+    delta is ``divergence_bound``, delta_b ``prefix_bound``. w falls evenly from 1 at the first of a row's T
+    tokens to ``weight_floor`` at its last, so early tokens may move less. With an infinite ``prefix_bound``
+    and a floor of 1 it is ``dppo``. Raises ValueError unless the floor lies in (0, 1].
+    """
+    _check("weight_floor", weight_floor, 0 < weight_floor <= 1, "must lie in (0, 1]")
+    log_p, log_q, mask = scores.policy.detach(), scores.reference, scores.mask
+    place = mask.to(log_p.dtype).cumsum(-1) - 1
+    w = torch.where(mask, 1 - (1 - weight_floor) * place / place[:, -1:].clamp(min=1), 0.0)
+    moved = w * torch.where(mask, binary_divergence(log_p, log_q, divergence), 0.0)
+    before, weight = moved.cumsum(-1) - moved, w.cumsum(-1) - w
+    left = torch.where(place > 0, prefix_bound * weight, 0.0) - before
+    masked = _driven(advantages, log_p - log_q) & (moved > divergence_bound + left.clamp(max=0))
+    return _masked_ratio(scores, advantages, masked), {"tokens_masked": masked}
+
+
 SHAPES: dict[str, Callable[..., Shaped]] = {
-    shape.__name__: shape for shape in (ppo, dual, cispo, reinforce, sapo, gmpo, dppo, m2po)
+    shape.__name__: shape for shape in (ppo, dual, cispo, reinforce, sapo, gmpo, dppo, m2po, cppo)
 }
 
 
@@ -167,8 +195,7 @@ def second_moments(scores: TokenScores, advantages: Tensor) -> Tensor:
     """Return [R, T], the squared log-ratios of the tokens that M2PO may mask, inf at the others, without
     gradient."""
     log_r = importance_log_ratio(scores, "token").detach()
-    driven = ((advantages > 0) & (log_r > 0)) | ((advantages < 0) & (log_r < 0))
-    return torch.where(driven & scores.mask, log_r.square(), math.inf)
+    return torch.where(_driven(advantages, log_r) & scores.mask, log_r.square(), math.inf)
 
 
 def moment_limit(squares: Tensor, bound: float) -> Tensor:
@@ -246,6 +273,11 @@ def _finite_without_weight(scores: TokenScores, log_r: Tensor) -> Tensor:
     if scores.weights is None:
         return log_r
     return torch.where(scores.weights == 0, log_r.clamp(max=SATURATED), log_r)
+
+
+def _driven(advantages: Tensor, log_r: Tensor) -> Tensor:
+    """Return where A has driven a ratio away from 1, as bool."""
+    return ((advantages > 0) & (log_r > 0)) | ((advantages < 0) & (log_r < 0))
 
 
 def _masked_ratio(scores: TokenScores, advantages: Tensor, masked: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ MORE = (
     *(
         "data=hub data.path=x data.eval_split=test",
         "data.apply_chat_template=false",
-        "loss=grpo online=true reward=adder rounds.feedback=group",
+        "loss=grpo online=true reward=adder rounds.feedback=group rounds.overlong=8",
     ),
 )
 

@@ -45,11 +45,27 @@ def test_a_record_says_what_the_settings_were(overrides: list[str]) -> None:
     assert (found.key, found.before, found.now) == ("warmup", config.warmup, 0.25)
 
 
+def test_a_record_from_before_a_key_of_any_section_is_gone_on_with() -> None:
+    config = compose_config(["loss=ppo", "online=true", "reward=adder"])
+    before = OmegaConf.create(dump(config))
+    before.trainer.feedback, before.trainer.loss_keys = ["pair"], ["gamma", "lam"]
+    for key in (
+        "sampler.stop",
+        "model.new_tokens",
+        "rounds.overlong",
+        "rounds.overlong_penalty",
+        "loss.rewards",
+    ):
+        section, _, name = key.partition(".")
+        del before[section][name]
+    assert changed(settings_of(OmegaConf.to_yaml(before)), config) == []
+
+
 @pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "ppo_group"])
 def test_a_record_from_before_shapes_and_advantages_is_gone_on_with(loss: str) -> None:
     config = compose_config([f"loss={loss}"])
     before = OmegaConf.create(dump(config))
-    since = set(READS["dual"] | READS["sapo"] | READS["dppo"] | READS["m2po"]) - READS["ppo"]
+    since = set(READS["dual"] | READS["sapo"] | READS["cppo"] | READS["m2po"]) - READS["ppo"]
     for key in ({"shape", "advantage"} | since) & set(before.loss):
         del before.loss[key]
     before.trainer.loss_keys = []

@@ -147,6 +147,23 @@ def test_every_name_of_trl_and_every_loss_type_has_an_answer() -> None:
     assert [name for name in TYPES if remedy("loss_type", name, DPO) == several] == []
 
 
+HALOS_NAMES = (Path(__file__).parent / "halos_names.txt").read_text().split()
+"""The settings of HALOs' config/, and the arguments of its train.sample and train.label."""
+
+
+def test_every_name_of_halos_is_a_setting_here_or_has_an_answer() -> None:
+    kto, ppo = (OmegaConf.to_container(_composed([f"loss={loss}"])) for loss in ("kto", "ppo"))
+    own = {key for made in (kto, ppo) for key in keys_of(made)} | {"loss.epsilon"}
+    silent = [name for name in HALOS_NAMES if name not in own and remedy(name, "x", DPO) == NOTHING]
+    assert silent == [] and len(HALOS_NAMES) > 100
+
+
+def keys_of(tree, before=""):
+    for key, value in tree.items():
+        yield f"{before}{key}"
+        yield from keys_of(value, f"{before}{key}.") if isinstance(value, dict) else ()
+
+
 def test_all_are_named_at_once_with_what_to_type_in_their_place() -> None:
     words = ["learning_rate=3", "++model.load_from=org/x", "seed=2", "loss_type=apo_zero"]
     with pytest.raises(UserError) as caught:

@@ -33,6 +33,7 @@ from rollouts.rounds import (
     PromptSchedule,
     SampledPrompt,
     feedback,
+    overlong_penalties,
     with_threshold,
 )
 from tests.tiny import make_config
@@ -49,6 +50,16 @@ def sampled(n: int) -> SampledPrompt:
 
 
 scores = st.lists(st.one_of(st.none(), st.integers(-3, 3).map(float)), min_size=1, max_size=8)
+
+
+@given(length=st.integers(0, 20), cache=st.integers(1, 20))
+def test_long_samples_lose_score_as_dapo_says(length, cache):
+    """Equation 13, with L_max = 20; the score itself is left alone."""
+    one = SampledPrompt(prompt(0), (Completion("", tuple(range(length))),))
+    wanted = 0 if length <= 20 - cache else ((20 - cache) - length) / cache
+    config = RoundsConfig(overlong=cache, overlong_penalty=0.5)
+    assert overlong_penalties(one, config, 20) == pytest.approx([-0.5 * wanted])
+    assert overlong_penalties(one, RoundsConfig(), 20) == [0.0]
 
 
 # -- contexts --------------------------------------------------------------------------------------

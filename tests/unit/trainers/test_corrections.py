@@ -73,6 +73,9 @@ def by_hand(name: str, low: float, high: float, delta: float, rows) -> list[list
         elif name == "sequence_masked":
             mean = math.prod(rho[i] for i in known) ** (1 / len(known)) if known else 1.0
             weights = rho if not known or low <= mean <= high else [0.0] * len(rho)
+        elif name == "trust_region_masked":
+            far = any(abs(policy[i] - mu[i]) > delta for i in known)
+            weights = [0.0 if far else 1.0] * len(rho)
         else:
             away = sum(mu[i] - policy[i] for i in known) / max(len(known), 1)
             weights = [0.0 if advantage < 0 and away > delta else 1.0] * len(rho)
@@ -92,6 +95,8 @@ def by_hand(name: str, low: float, high: float, delta: float, rows) -> list[list
         ("sequence_masked", 1.1, 1.9, 0.1),
         ("negative_masked", 0.0, 2.0, 0.25),
         ("negative_masked", 0.0, 2.0, -0.25),
+        ("trust_region_masked", 0.0, 2.0, 2.0),
+        ("trust_region_masked", 0.0, 2.0, 1.2),
     ],
 )
 def test_weights_are_those_of_the_formula(name, low, high, delta, seed):

@@ -19,7 +19,7 @@ from tests.tiny import make_config, tiny_policy
 from trainers.assembly import make_loss, trainer_class
 from trainers.losses.shapes import SHAPES, beyond_moment, moment_limit, second_moments
 
-BOUNDS = {"dppo": {"divergence_bound": 0.02}, "m2po": {"moment_bound": 1.0}}
+BOUNDS = {"dppo": {"divergence_bound": 0.02}, "cppo": {"prefix_bound": 0.001}, "m2po": {"moment_bound": 1.0}}
 """Those that mask some of the tokens of two random models."""
 
 

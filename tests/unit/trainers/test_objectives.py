@@ -14,6 +14,7 @@ from common.errors import ConfigError
 from data.batches import Segment
 from data.types import Completion, Example, Group, Prompt, Sequence, Turn
 from data.views import centred_advantages, group_advantages
+from jobs.online_source import view_of_rounds
 from models.checkpoint import Checkpoints
 from models.distributed import local, start
 from models.heads import RewardModel, ValuePolicy
@@ -140,6 +141,26 @@ def test_what_an_objective_keeps_is_in_its_checkpoint(tmp_path, loss, key):
     assert torch.equal(found, expected) and expected.any()
 
 
+def test_ppo_pays_each_completion_its_own_score(tmp_path):
+    """With pairs, whose scores are 1 and -1, nothing changes."""
+    scores = (0.3, -2.0, 0.3)
+    given = Group(Prompt((Turn("user", "q"),)), tuple(Completion(c) for c in "abc"), scores)
+    paid = make_config("loss=ppo", "loss.rewards=scores")
+    view, labels = trainer_class(paid).view_of(paid), trainer_class(paid).view_of(make_config("loss=ppo"))
+    assert [(want.completions, want.label) for want in view(given)] == [
+        ((i,), r) for i, r in enumerate(scores)
+    ]
+    assert [
+        want.label for want in view(replace(given, completions=given.completions[:1], rewards=(0.3,)))
+    ] == [0.3]
+    pair = replace(given, completions=given.completions[:2], rewards=(1.0, -1.0))
+    assert view(pair) == labels(pair) and labels(given) != view(given)
+    config = make_config(
+        "loss=ppo", "loss.rewards=scores", "online=true", "reward=adder", "rounds.feedback=group"
+    )
+    assert view_of_rounds(config, trainer_class(config).view_of(config))(given) == view(given)
+
+
 def test_ppo_pays_at_the_last_token_and_normalises_over_the_batch(tmp_path):
     config = engine_config(tmp_path, "ppo", "model.batch_size=8", "model.gradient_accumulation_steps=4")
     trainer, segment = make_trainer(config, policy_for("ppo")), make_segment(config, pairs=4)
@@ -200,6 +221,8 @@ def settings_of_objective(overrides):
         (["loss=dpo", "+loss.gamma=1"], "loss.gamma"),
         (["loss=ppo", "loss.lam=1.5"], "loss.lam"),
         (["loss=ppo", "loss.gamma=high"], "loss.gamma"),
+        (["loss=ppo", "loss.rewards=score"], "loss.rewards"),
+        (["loss=ppo", "online=true", "reward=adder", "rounds.feedback=group"], "rounds.feedback"),
     ],
 )
 def test_settings_of_an_objective_are_checked(overrides, key):

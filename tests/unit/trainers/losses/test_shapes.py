@@ -20,6 +20,10 @@ LIMITS = {
     "cispo's range to the point 1 is reinforce": ({"shape": "cispo", "epsilon": 0.0}, {"shape": "reinforce"}),
     "dppo's bound to infinity is ppo's": ({"shape": "dppo", "divergence_bound": FAR}, {"epsilon": FAR}),
     "m2po's bound to infinity is ppo's": ({"shape": "m2po", "moment_bound": FAR}, {"epsilon": FAR}),
+    "cppo's prefix bound to infinity and its floor to 1 is dppo": (
+        {"shape": "cppo", "prefix_bound": FAR, "weight_floor": 1.0},
+        {"shape": "dppo"},
+    ),
     "gmpo's range to infinity is a ratio a sequence": (
         {"shape": "gmpo", "epsilon": FAR},
         {"epsilon": FAR, "importance": "sequence"},
@@ -121,6 +125,7 @@ def test_nothing_overflows(shape):
         ({"shape": "sapo", "tau_positive": 0.0}, "tau_positive=0.0: must be above 0"),
         ({"shape": "sapo", "tau_negative": 0.0}, "tau_negative=0.0: must be above 0"),
         ({"shape": "dppo", "divergence": "js"}, "divergence=js: use tv or kl"),
+        ({"shape": "cppo", "weight_floor": 0.0}, r"weight_floor=0.0: must lie in \(0, 1\]"),
     ],
 )
 def test_what_a_shape_refuses(numbers, said):

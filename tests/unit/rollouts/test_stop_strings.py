@@ -1,0 +1,104 @@
+"""Answers end behind the token that completes a stop string, whatever tokens spell it, and are trained on as
+drawn."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from common.errors import ConfigError
+from data import adder
+from data.chat import Renderer
+from data.groups import from_dict, to_dict
+from data.types import Group
+from models.distributed import start
+from models.loading import load_sharded
+from rollouts import stop_strings
+from rollouts.ledger import sampled_line, sampled_of
+from rollouts.rounds import SampledPrompt
+from rollouts.samplers import EmbeddedSampler, Sample, SamplingSettings
+from rollouts.stop_strings import StopStrings
+from tests.tiny import ROOT, make_config
+
+TEXT = "so  the\n\nend; naïve 你好 \n\nQuestion: 1\n\n\nAnswer:  2;; stop<|im_end|> now"
+STRINGS = ["\n\n", "\nQ", "ï", "好", "; ", " stop", "end;", "<|im_end|>", "absent", "s", "  2;"]
+
+
+def renderer_of(name: str) -> Renderer:
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / name / "model")
+    return Renderer(tokenizer, max_length=256, max_prompt_length=64, template=tokenizer.chat_template)
+
+
+def first_with(renderer: Renderer, ids: list[int], strings: list[str]) -> int | None:
+    """The rule, token by token."""
+    decoded = (renderer.tokenizer.decode(ids[:n], skip_special_tokens=False) for n in range(1, len(ids) + 1))
+    return next((n for n, text in enumerate(decoded, 1) if any(s in text for s in strings)), None)
+
+
+@pytest.mark.parametrize("first", [1, 3, 128])
+@pytest.mark.parametrize("name", ["adder", "instruct"])
+def test_an_answer_is_cut_behind_the_first_token_that_completes_a_string(monkeypatch, name, first):
+    monkeypatch.setattr(stop_strings, "FIRST", first)
+    renderer = renderer_of(name)
+    text = TEXT if name == "instruct" else "7+8=15;3+5=8;85"
+    ids = renderer.encode_inside([text])[0]
+    prompt, settings = adder.prompts("eval")[0], SamplingSettings(1.0, 1.0, len(ids))
+
+    def draw(rows, settings, seed, stops):  # a policy that writes the text
+        known = [len(row.ids) - len(renderer.prompt_ids(prompt)) for row in rows]
+        return [
+            Sample(
+                tuple(ids[at : at + row.max_tokens]),
+                False,
+                tuple(-1.0 * i for i in range(at, len(ids)))[: row.max_tokens],
+            )
+            for at, row in zip(known, rows, strict=True)
+        ]
+
+    strings = STRINGS if name == "instruct" else [";", "=8;", "15;3", "85", "absent", "+5"]
+    for wanted in [[s] for s in strings] + [strings]:
+        size = first_with(renderer, ids, wanted)
+        [[sample]] = StopStrings(wanted, renderer).play(draw, [prompt], 1, settings, 0, False)
+        assert sample.token_ids == tuple(ids[:size]) and len(sample.logprobs) == len(sample.token_ids)
+        assert sample.finished == bool(sample.stopped) == (size is not None)
+        completion = sample.completion(renderer)
+        assert not sample.stopped or sample.stopped not in completion.text
+        again = sampled_of(sampled_line(SampledPrompt(prompt, (completion,)))).completions[0]
+        assert again == completion and from_dict(to_dict(Group(prompt, (again,), (1.0,)))).completions == (
+            again,
+        )
+        assert renderer.sequence(prompt, again).completion_ids.tolist() == list(sample.token_ids)
+
+
+def test_a_sampler_draws_the_tokens_that_it_draws_without_strings(monkeypatch):
+    monkeypatch.setattr(stop_strings, "FIRST", 2)
+    renderer, device = renderer_of("adder"), torch.device("cpu")
+    policy, _ = load_sharded(make_config().model, start())
+    prompts, settings = adder.prompts("eval")[:4], SamplingSettings(0.0, 1.0, 24)
+    plain = EmbeddedSampler(policy, renderer, device, batch_size=4, synced=False).sample(
+        prompts, 1, settings, 0
+    )
+    player = StopStrings([";3", "+1"], renderer)
+    cut = EmbeddedSampler(policy, renderer, device, batch_size=4, synced=False, player=player)
+    for [whole], [sample] in zip(plain, cut.sample(prompts, 1, settings, 0), strict=True):
+        size = first_with(renderer, list(whole.token_ids), player.strings)
+        assert sample.token_ids == whole.token_ids[:size] and sample.finished
+        np.testing.assert_allclose(sample.logprobs, whole.logprobs[:size], atol=1e-4)
+
+
+def test_strings_that_are_special_tokens_end_the_engine_itself():
+    renderer = renderer_of("adder")
+    special = next(iter(renderer.tokenizer.get_added_vocab()))
+    assert StopStrings([special], renderer).longest and not StopStrings([special, "a"], renderer).longest
+    assert renderer.tokenizer.get_added_vocab()[special] in StopStrings([special], renderer).ends
+
+
+@pytest.mark.parametrize(
+    "said", ["stop=[a,a]", 'stop=[""]', 'stop=["\ufffd"]', "stop=[a] environment=calculator"]
+)
+def test_strings_that_cannot_end_an_answer_are_refused(said):
+    words = ["online=true", "reward=adder", *f"sampler.{said}".split()]
+    with pytest.raises(ConfigError, match=r"sampler\.stop"):
+        StopStrings(make_config(*words).sampler.stop, renderer_of("adder"))
