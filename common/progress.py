@@ -135,12 +135,14 @@ def progress(
     shown: bool | None = True,
     stream: TextIO | None = None,
     delay: float = 0.0,
+    leave: bool = True,
 ) -> Bar:
     """Return a tqdm bar over ``work``, to iterate over or (for a number) to ``update()``; a context manager
     either way. With ``delay``, work that takes fewer seconds shows nothing.
 
     ``work``: None where nothing is counted. ``done``: steps of the total that a resumed run finished before;
-    ``shown=False`` on ranks above 0, None where ``pulse`` was not called; ``stream`` is stderr if not given.
+    ``shown=False`` on ranks above 0, None where ``pulse`` was not called; ``stream`` is stderr if not given;
+    ``leave=False`` takes the bar away at the end.
     Metrics go to the end of the bar: ``bar.set_postfix_str(status(record), refresh=False)`` before
     ``bar.update()``.
     """
@@ -157,7 +159,7 @@ def progress(
         desc=desc,
         unit=unit,
         initial=done,
-        leave=work is not None,
+        leave=leave and work is not None,
         disable=not (_pulsing if shown is None else shown),
         file=_Screen(out) if terminal else _Lines(out),
         bar_format=bar if terminal else line,

@@ -73,12 +73,14 @@ def generate_answers(
                 shown=world.is_main,
             ) as bar:
                 for first in range(0, len(left), size):
-                    part = left[first : first + size]
-                    drawn = sampler.sample(part, request.n, request.settings, config.seed)
+                    part, done = left[first : first + size], bar.n
+                    drawn = sampler.sample(
+                        part, request.n, request.settings, config.seed, lambda which, samples: bar.update()
+                    )
                     new = {prompt.id: samples for prompt, samples in zip(part, drawn, strict=True)}
                     keeper.add(new)
                     every |= new
-                    bar.update(len(part))
+                    bar.update(done + len(part) - bar.n)
             return [every[prompt.id] for prompt in asked]
 
         made: list[list[list[Sample]]] = sampler.ranks.run_on_main(

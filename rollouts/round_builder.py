@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from statistics import fmean
 from typing import Any
 
-from common.progress import phase
+from common.progress import SOON, phase, progress
 from config.schema import Config
 from data.chat import Renderer
 from data.groups import to_dict
@@ -195,12 +195,14 @@ class RoundBuilder:
             return SampledPrompt(prompt, tuple(s.completion(self.renderer, temperature) for s in samples))
 
         def answered(which: int, samples: list[Sample]) -> None:
-            assert arrivals is not None
-            (asked,) = asked_of([sampled(prompts[which], samples)])
-            arrivals.put((first + which) * n, asked)
+            bar.update()
+            if arrivals is not None:
+                (asked,) = asked_of([sampled(prompts[which], samples)])
+                arrivals.put((first + which) * n, asked)
 
-        tell = None if arrivals is None else answered
-        answers = self.engine.sample(prompts, n, self.settings, seed, tell)
+        what = f"sample {n} answers each (rounds.samples)"
+        with progress(len(prompts), what, unit="prompt", shown=None, delay=SOON, leave=False) as bar:
+            answers = self.engine.sample(prompts, n, self.settings, seed, answered)
         return [
             sampled_line(sampled(prompt, samples)) | {"sampling": how}
             for prompt, samples in zip(prompts, answers, strict=True)

@@ -16,7 +16,7 @@ from models.distributed import World
 from models.policy import Policy
 from models.ranks import Ranks
 from rollouts.engines import Engine
-from rollouts.samplers import Sample, SamplingSettings
+from rollouts.samplers import Answered, Sample, SamplingSettings
 
 
 class OpenSampler(Protocol):
@@ -25,7 +25,12 @@ class OpenSampler(Protocol):
     ranks: Ranks
 
     def sample(
-        self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
+        self,
+        prompts: list[Prompt],
+        n: int,
+        settings: SamplingSettings,
+        seed: int,
+        answered: Answered | None = None,
     ) -> list[list[Sample]]: ...
 
 

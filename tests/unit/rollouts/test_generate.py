@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 
+from common.progress import Bar
 from data import adder
 from data.chat import make_renderer
 from data.types import Prompt
@@ -15,6 +16,7 @@ from models.distributed import start
 from models.pretrained import load_tokenizer
 from rollouts import generate
 from rollouts.answer_cache import AnswerCache
+from rollouts.engines import EmbeddedEngine
 from rollouts.generate import Request
 from rollouts.samplers import EmbeddedSampler, Sample, SamplingSettings
 from tests.tiny import ROOT, make_config
@@ -74,6 +76,23 @@ def test_all_of_it_there_no_weights_are_loaded(tmp_path, asked, monkeypatch):
     monkeypatch.setattr(generate, "make_sampling", None)
     assert drawn(tmp_path) == whole
     assert drawn(tmp_path, PROMPTS[3:7]) == [of_request[3:7] for of_request in whole]
+
+
+def test_the_bar_counts_a_prompt_once_its_answers_are_there(tmp_path, monkeypatch):
+    """Also where the sampler tells so before the other prompts of its part are answered."""
+    shown = []
+    sample = EmbeddedEngine.sample
+
+    def telling(self, prompts, n, settings, seed, answered):
+        made = sample(self, prompts, n, settings, seed)
+        for which, samples in enumerate(made[:4]):  # of a part of six
+            answered(which, samples)
+            shown.append(Bar.opened[-1].n)
+        return made
+
+    monkeypatch.setattr(EmbeddedEngine, "sample", telling)
+    drawn(tmp_path, PROMPTS, REQUESTS[:1])
+    assert shown == [1, 2, 3, 4, 7, 8, 9, 10]
 
 
 @pytest.mark.parametrize("override", ["seed=2", "model.max_length=48", "model.dtype=bfloat16"])
