@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
 from common.errors import StoppedError
-from common.progress import SOON, progress
+from common.progress import SOON, Bar, progress
 from config.schema_model import ModelConfig
 from data.batches import Size, cut, dealing, microbatch
 from data.types import Example, Microbatch, Sequence
@@ -100,7 +100,7 @@ def initial_scores(
     shown = trainer.world.is_main and forwards > 0
     with progress(forwards, what, unit="forward", shown=shown, delay=SOON) as bar:
         for step, micros in work:
-            new.update(reference.scored(trainer.policy, step, micros))
+            new.update(reference.scored(trainer.policy, step, _counted(micros, bar)))
             bar.update()
             if time.monotonic() - written > SECONDS_PER_SHARD:
                 cache.write(new)
@@ -116,6 +116,13 @@ def initial_scores(
             "rank sees?"
         )
     return known
+
+
+def _counted(micros: list[Microbatch], bar: Bar) -> Iterator[Microbatch]:
+    """Yield the microbatches of one forward; the bar says which is being scored."""
+    for i, micro in enumerate(micros, 1):
+        bar.set_postfix_str(f"microbatch {i} of {len(micros)}" if len(micros) > 1 else "", refresh=False)
+        yield micro
 
 
 class Arranged(Seq[list[Example]]):

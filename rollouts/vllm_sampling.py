@@ -37,9 +37,9 @@ from rollouts.vllm_sampler import VllmSampler, require_installed, says_logprobs
 from rollouts.vllm_server import check_servers, serve_command, without_adapters
 from rollouts.weights import model_folder
 
-PARTS, IN_FLIGHT = 20, 512
+PARTS, IN_FLIGHT = 20, {"cuda": 512, "cpu": 64}
 """vLLM is asked in ``PARTS`` parts, so that there is progress to show and to keep, but for at least
-``IN_FLIGHT`` samples at once."""
+``IN_FLIGHT`` samples at once, which keep the kind of device busy. They are drawn together, and end together."""
 
 
 class VllmSampling:
@@ -154,7 +154,7 @@ class VllmSampling:
             self.conversations.close()
 
     def part(self, prompts: int, n: int) -> int:
-        return max(math.ceil(prompts / PARTS), math.ceil(IN_FLIGHT / n))
+        return max(math.ceil(prompts / PARTS), math.ceil(IN_FLIGHT[self.world.device.type] / n))
 
 
 def refuse_other_weights(config: Config) -> None:
