@@ -39,7 +39,7 @@ from rollouts.weights import model_folder
 
 PARTS, IN_FLIGHT = 20, {"cuda": 512, "cpu": 64}
 """vLLM is asked in ``PARTS`` parts, so that there is progress to show and to keep, but for at least
-``IN_FLIGHT`` samples at once, which keep the kind of device busy. They are drawn together, and end together."""
+``IN_FLIGHT`` samples at once, which keep such a device busy. They are drawn together and end together."""
 
 
 class VllmSampling:
