@@ -82,6 +82,8 @@ RULES = [
     Rule(r"(python label\.py|python -m launch\.results|accelerate launch)$", "--help"),
     # Training
     Rule(r"python train\.py --cfg job$"),
+    # Two prompts' answers of a model that is trained on eight examples are worth nothing
+    Rule(r"python train\.py .*runs/my-sft .*online=true", f"dry_run=true {ONLINE}"),
     Rule(  # one with a reference, one as the docs add it, one without a reference, one with a critic
         r"python train\.py loss=((dpo|hinge) humanline=true|simpo|ppo .*)$", f"{OFFLINE} overwrite=true"
     ),
@@ -92,8 +94,6 @@ RULES = [
     # The small model's answers are all worth 0, and a run that learns nothing ends with an error
     Rule(r"python train\.py .*data=constraints loss=grpo online=true", f"dry_run=true {ONLINE}"),
     Rule(r"python train\.py .*environment=calculator reward=verifier", f"dry_run=true {ONLINE}"),
-    # So are two prompts' answers of a model that is trained on eight examples
-    Rule(r"python train\.py .*runs/my-sft .*online=true", f"dry_run=true {ONLINE}"),
     Rule(r"python train\.py .*own_share", f"{OFFLINE} data.instruct.prompts=8"),
     Rule(r"python train\.py model=instruct .*online=true", f"{ONLINE} data.instruct.prompts=64"),
     Rule(r"python train\.py model=instruct ", f"{OFFLINE} data.instruct.prompts=64"),
