@@ -5,8 +5,8 @@ are, against dealt by what they cost. Only lengths are computed, no model runs.
     python -m benchmarks.balance --data hh PATH:FORMAT --losses dpo --ranks 8 64 --shapes 4x1 16384tx4
 
 A number is the share of a step in which ranks do not wait for each other: the mean load over ranks, summed
-over turns, divided by the largest load, summed over turns; beside it what the longest example allows. A shape
-is examples per rank and turn, or tokens (16384t), x turns. Where GRPO's prompts are shared, the time of a
+over slots, divided by the largest load, summed over slots; beside it what the longest example allows. A shape
+is examples per rank and slot, or tokens (16384t), x slots. Where GRPO's prompts are shared, the time of a
 step is given relative to one in which they are not.
 """
 
@@ -26,7 +26,7 @@ from data.batches import Tokens, deal
 from data.types import Example, Sequence
 from data.views import mismatched
 
-Turns = list[list[list[Example]]]
+Slots = list[list[list[Example]]]
 COMPUTED = shape("qwen2.5-1.5b")
 """The architecture whose operations are counted, in a humanline step."""
 DRAWN = ("log-normal", "heavy", "bimodal")
@@ -49,7 +49,7 @@ class Balance:
     """the most that the longest example allows beside the shortest others"""
     time: float
     """the time of a step relative to one without shared prompts (1 where none are shared)"""
-    turns: float
+    slots: float
     seconds: float
     """CPU time to deal a batch"""
 
@@ -99,16 +99,16 @@ def batch_of(
     return [Example(f"p{i // GROUP}", (own,)) for i, own in enumerate(rows)]
 
 
-def busy(turns: Turns, work: Work, shared: bool) -> tuple[float, float]:
-    """Return (the mean load over ranks, summed over turns, divided by the largest load, summed over turns;
+def busy(slots: Slots, work: Work, shared: bool) -> tuple[float, float]:
+    """Return (the mean load over ranks, summed over slots, divided by the largest load, summed over slots;
     the latter). The first is 1 if no rank waits."""
-    loads = np.array([[work.part(part, shared) for part in turn] for turn in turns], float)
+    loads = np.array([[work.part(part, shared) for part in slot] for slot in slots], float)
     return float(loads.mean(axis=1).sum() / loads.max(axis=1).sum()), float(loads.max(axis=1).sum())
 
 
 def allowed(costs: list[int], ranks: int, size: int | Tokens) -> float:
     """Return the most even that a batch of these ``costs``, in ascending order, can be: the rank that has the
-    longest example has the shortest others beside it, and the others of its turn at most the longest."""
+    longest example has the shortest others beside it, and the others of its slot at most the longest."""
     mean = most = sum(costs) / ranks
     longest = costs[-1]
     if isinstance(size, int):
@@ -117,13 +117,13 @@ def allowed(costs: list[int], ranks: int, size: int | Tokens) -> float:
 
 
 def measure(
-    pairs: list[Pair], loss: str, ranks: int, size: int | Tokens, turns: int, longest: int, batches: int
+    pairs: list[Pair], loss: str, ranks: int, size: int | Tokens, slots: int, longest: int, batches: int
 ) -> Balance:
     """Measure ``batches`` batches drawn from ``pairs``, each of as many examples as fill every rank in every
-    turn; of ``turns`` times 8 a rank where ``size`` counts tokens."""
+    slot; of ``slots`` times 8 a rank where ``size`` counts tokens."""
     rng, found = np.random.default_rng(0), []
     work, shared, width = Work.of(COMPUTED, other=1 / 2), loss.endswith("shared"), LOSSES[loss]
-    each = turns * (8 if isinstance(size, Tokens) else size)
+    each = slots * (8 if isinstance(size, Tokens) else size)
     for _ in range(batches):
         batch = batch_of(pairs, loss, ranks * each, longest, rng)
         before = deal(batch, ranks, size, width, packed=False) if isinstance(size, int) else None
@@ -157,17 +157,17 @@ def report(
                 + f", {r.time:.2f} x" * loss.endswith("shared")
                 for r in rows
             ]
-            lines.append([str(n), *cells, ", ".join(f"{r.turns:.1f}" for r in rows)])
+            lines.append([str(n), *cells, ", ".join(f"{r.slots:.1f}" for r in rows)])
             lines[-1].append(", ".join(f"{1000 * r.seconds:.0f}" for r in rows))
-        header = ["ranks", *shapes, "turns", "ms to deal"]
+        header = ["ranks", *shapes, "slots", "ms to deal"]
         parts.append(f"{name}, {loss}: {len(pairs)} prompts\n\n{table(header, lines)}")
     return "\n\n".join(parts)
 
 
 def sized(shape: str) -> tuple[int | Tokens, int]:
-    """Return (size of a microbatch, turns) of ``8x1``, or of ``16384tx4``: at most so many tokens."""
-    size, _, turns = shape.partition("x")
-    return (Tokens(int(size[:-1])) if size.endswith("t") else int(size)), int(turns)
+    """Return (size of a microbatch, slots) of ``8x1``, or of ``16384tx4``: at most so many tokens."""
+    size, _, slots = shape.partition("x")
+    return (Tokens(int(size[:-1])) if size.endswith("t") else int(size)), int(slots)
 
 
 def main() -> None:

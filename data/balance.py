@@ -1,5 +1,5 @@
-"""Distribution of examples over ranks and turns, so that ranks wait little for the one that computes longest
-in a turn.
+"""Distribution of examples over ranks and slots, so that ranks wait little for the one that computes longest
+in a slot.
 
 What a row costs (``Work``) is counted in tokens: one for each of its own, more for attention and for the
 head, as the model's shape says, and less where nothing is trained on (a mismatched row). Memory grows in
@@ -23,7 +23,7 @@ CLOSE = 1.005
 """Shares count as equal if the heaviest is at most this many times their mean; no further exchange is tried
 then."""
 MIXTURES = 8
-"""Number of mixtures of long and short items that are tried for a turn."""
+"""Number of mixtures of long and short items that are tried for a slot."""
 LIGHTEST = 16
 """Number of parts that are asked first for an exchange."""
 ROOM = 3
@@ -78,7 +78,7 @@ class Work:
         return cost
 
     def part(self, part: Seq[Example], shared: bool = False) -> int:
-        """Return the cost of one rank's packed share of one turn, in tokens of a row of the loss, at least
+        """Return the cost of one rank's packed share of one slot, in tokens of a row of the loss, at least
         1. Forward and backward, which costs two forwards, are one cost: whether the reference scores the row
         too, or its activations are computed twice, changes what a row costs, but not beside others."""
         trained, other = _forwards(part)
@@ -107,7 +107,7 @@ def share_tokens(share: Seq[Example], packed: bool, shared: bool = False) -> int
 
 
 def part_tokens(part: Seq[Example], packed: bool, shared: bool = False) -> int:
-    """Return the number of tokens in the forward passes of one rank's share of one turn."""
+    """Return the number of tokens in the forward passes of one rank's share of one slot."""
     return sum(_of_rows(rows, packed, shared) for rows in _forwards(part))
 
 
@@ -119,18 +119,18 @@ def _of_rows(rows: list[Sequence], packed: bool, shared: bool) -> int:
 
 
 def in_turns(costs: Seq[int], ranks: int, size: int) -> list[Shares]:
-    """Return indices into ``costs`` (each at least 1) as [turn][rank], in as few turns as possible with at
-    most ``size`` items per rank and turn, and with about as many items in every turn. The same costs give the
+    """Return indices into ``costs`` (each at least 1) as [slot][rank], in as few slots as possible with at
+    most ``size`` items per rank and slot, and with about as many items in every slot. The same costs give the
     same result.
 
-    A turn takes the longest remaining items. If its ranks would wait for one of them, some of its items are
+    A slot takes the longest remaining items. If its ranks would wait for one of them, some of its items are
     replaced by the shortest of all: with two items per rank, no other long item is short enough to go with
     the longest.
     """
     left = sorted(range(len(costs)), key=lambda i: -costs[i])
-    turns = -(-len(left) // (size * ranks))
-    # Deal evenly: a batch of 5 in two turns of 4 is 3 + 2, not 4 + 1.
-    most = ranks * -(-len(left) // (turns * ranks)) if turns else 0
+    slots = -(-len(left) // (size * ranks))
+    # Deal evenly: a batch of 5 in two slots of 4 is 3 + 2, not 4 + 1.
+    most = ranks * -(-len(left) // (slots * ranks)) if slots else 0
     out = []
     while left:
         out.append(_turn(left, min(most, len(left)), costs, ranks, size))
@@ -157,12 +157,12 @@ def _turn(left: list[int], count: int, costs: Seq[int], ranks: int, size: int) -
 
 
 def within(costs: Seq[int], tokens: Seq[int], ranks: int, most: int) -> list[Shares]:
-    """Return indices into ``costs`` as [turn][rank], in as few turns as are found with at most ``most`` of
-    ``tokens`` in a share, and with shares of about equal cost in a turn. Raises ValueError if a single item
+    """Return indices into ``costs`` as [slot][rank], in as few slots as are found with at most ``most`` of
+    ``tokens`` in a share, and with shares of about equal cost in a slot. Raises ValueError if a single item
     has more."""
-    turns = max(1, -(-sum(tokens) // (ranks * most)))
-    while turns <= len(costs):
-        parts = turns * ranks
+    slots = max(1, -(-sum(tokens) // (ranks * most)))
+    while slots <= len(costs):
+        parts = slots * ranks
         size = ROOM * -(-len(costs) // parts)
         shares = partition(tokens, parts, size)
         if max(_loads(shares, tokens)) > most:
@@ -170,7 +170,7 @@ def within(costs: Seq[int], tokens: Seq[int], ranks: int, most: int) -> list[Sha
         if shares:
             shares = evened(shares, costs, size, tokens, most)
             return [shares[first : first + ranks] for first in range(0, parts, ranks)]
-        turns += 1
+        slots += 1
     raise ValueError(f"an example has more than {most} tokens")
 
 
@@ -276,15 +276,15 @@ def _loads(shares: Shares, costs: Seq[int]) -> list[int]:
     return [sum(costs[i] for i in share) for share in shares]
 
 
-def token_balance(turns: Seq[Seq[Seq[Example]]], packed: bool, shared: bool = False) -> float:
+def token_balance(slots: Seq[Seq[Seq[Example]]], packed: bool, shared: bool = False) -> float:
     """Return the share of the time in which ranks do not wait for each other, measured in tokens: the sum of
-    the turns' means over ranks, divided by the sum of the turns' maxima.
+    the slots' means over ranks, divided by the sum of the slots' maxima.
 
-    ``turns[t][r]`` is what rank r computes in turn t. Rows are ``packed``, or padded to the longest row of
+    ``slots[t][r]`` is what rank r computes in slot t. Rows are ``packed``, or padded to the longest row of
     their share; then padding is computed too and counts. Prompts that are ``shared`` count once. The result
     is 1 on a single rank.
     """
-    computed = [[part_tokens(part, packed, shared) for part in turn] for turn in turns]
+    computed = [[part_tokens(part, packed, shared) for part in slot] for slot in slots]
     ranks = len(computed[0])
     return sum(map(sum, computed)) / (ranks * sum(map(max, computed)))
 

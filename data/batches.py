@@ -130,27 +130,27 @@ def deal(
     shared: bool = False,
     work: Work = TOKENS,
 ) -> list[list[list[Example]]]:
-    """Deal the global batch in turns: ``turns[t][r]`` are the examples, at most ``size``, that rank r
-    computes in turn t. A rank that gets none has a row without a completion token.
+    """Deal the global batch in slots: ``slots[t][r]`` are the examples, at most ``size``, that rank r
+    computes in slot t. A rank that gets none has a row without a completion token.
 
-    Rows that are ``packed`` are dealt so that the ranks of a turn have about as much to do by ``work``, with
+    Rows that are ``packed`` are dealt so that the ranks of a slot have about as much to do by ``work``, with
     rank 0 most (data/balance.py). If their prompts are also ``shared``, examples of one prompt stay together
     as long as no rank waits for it (data/bundles.py). Rows that are padded are dealt by length instead, so
     that rows side by side are about equally long and little is padded. On one rank, where no rank waits, both
     kinds are dealt by length. Raises ValueError if a single example has more tokens than ``size``.
     """
     fits = isinstance(size, int) or max(map(row_tokens, batch)) <= size.most  # without sharing
-    turns = _apart(batch, ranks, size, work) if packed and not (shared and (ranks == 1 or not fits)) else []
+    slots = _apart(batch, ranks, size, work) if packed and not (shared and (ranks == 1 or not fits)) else []
     if shared:
         by_tokens, most = (True, size.most) if isinstance(size, Tokens) else (False, size)
-        turns = deal_together(batch, ranks, most, by_tokens, work if ranks > 1 else TOKENS, turns)
+        slots = deal_together(batch, ranks, most, by_tokens, work if ranks > 1 else TOKENS, slots)
     elif not packed:
-        turns = _padded(batch, ranks, size)
+        slots = _padded(batch, ranks, size)
     has_mismatched = any(example.mismatched is not None for example in batch)
     fill = Example(
         prompt_id="", rows=FILL.rows * rows_per_example, mismatched=FILL.rows[0] if has_mismatched else None
     )
-    return [[part or [fill] for part in turn] for turn in turns]
+    return [[part or [fill] for part in slot] for slot in slots]
 
 
 def _apart(batch: Seq[Example], ranks: int, size: Size, work: Work) -> list[list[list[Example]]]:
@@ -164,31 +164,31 @@ def _apart(batch: Seq[Example], ranks: int, size: Size, work: Work) -> list[list
         return _slices(batch, ranks, size)
     else:
         shares = in_turns(costs, ranks, size)
-    return [[[batch[i] for i in share] for share in turn] for turn in shares]
+    return [[[batch[i] for i in share] for share in slot] for slot in shares]
 
 
 def _padded(batch: Seq[Example], ranks: int, size: Size) -> list[list[list[Example]]]:
-    """Deal padded rows in slices of similar length, in as few turns as possible if ``size`` counts tokens,
+    """Deal padded rows in slices of similar length, in as few slots as possible if ``size`` counts tokens,
     padding included. Mismatched rows, which keep nothing for backward, do not count."""
     if not isinstance(size, Tokens):
         return _slices(batch, ranks, size)
-    turns = max(1, -(-sum(map(row_tokens, batch)) // (ranks * size.most)))
-    while turns <= len(batch):
-        made = _slices(batch, ranks, -(-len(batch) // (turns * ranks)))
-        if max(share_tokens(share, packed=False) for turn in made for share in turn) <= size.most:
+    slots = max(1, -(-sum(map(row_tokens, batch)) // (ranks * size.most)))
+    while slots <= len(batch):
+        made = _slices(batch, ranks, -(-len(batch) // (slots * ranks)))
+        if max(share_tokens(share, packed=False) for slot in made for share in slot) <= size.most:
             return made
-        turns += 1
+        slots += 1
     raise ValueError(f"an example has more than {size}")
 
 
 def _slices(batch: Seq[Example], ranks: int, size: int) -> list[list[list[Example]]]:
-    """Return slices of the batch sorted by each example's longest row, [turn][rank]; the last may be
+    """Return slices of the batch sorted by each example's longest row, [slot][rank]; the last may be
     empty."""
     by_length = sorted(batch, key=lambda e: -max(len(row) for row in e.rows))
-    turns = -(-len(by_length) // (size * ranks))
-    # Deal evenly: a batch of 5 in two turns of 4 is 3 + 2, not 4 + 1.
-    size = -(-len(by_length) // (turns * ranks)) if turns else size
-    firsts = [[(turn * ranks + rank) * size for rank in range(ranks)] for turn in range(turns)]
+    slots = -(-len(by_length) // (size * ranks))
+    # Deal evenly: a batch of 5 in two slots of 4 is 3 + 2, not 4 + 1.
+    size = -(-len(by_length) // (slots * ranks)) if slots else size
+    firsts = [[(slot * ranks + rank) * size for rank in range(ranks)] for slot in range(slots)]
     return [[by_length[first : first + size] for first in of] for of in firsts]
 
 
@@ -204,8 +204,8 @@ def widest(
     batch: Seq[Example], ranks: int, size: Size, rows: int, packed: bool, shared: bool, work: Work
 ) -> int:
     """Return the tokens of the widest share that a batch is dealt into. ``rows``: those of an example."""
-    turns = deal(batch, ranks, size, rows, packed, shared, work)
-    return max(share_tokens(share, packed, shared) for turn in turns for share in turn)
+    slots = deal(batch, ranks, size, rows, packed, shared, work)
+    return max(share_tokens(share, packed, shared) for slot in slots for share in slot)
 
 
 def cut(
@@ -220,7 +220,7 @@ def cut(
 ) -> list[list[Example]]:
     """Return this rank's microbatches of a global batch: at most ``size`` examples each, the same number on
     every rank, filled up if short (``deal``)."""
-    return [turn[rank] for turn in deal(batch, ranks, size, rows_per_example, packed, shared, work)]
+    return [slot[rank] for slot in deal(batch, ranks, size, rows_per_example, packed, shared, work)]
 
 
 def collate(rows: Seq[Sequence], device: torch.device, pack: bool = False, share: bool = False) -> Sequences:

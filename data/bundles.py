@@ -18,8 +18,8 @@ from data.balance import Shares, Work, evened, share_tokens
 from data.types import Example
 
 Bundle = list[Example]
-Turns = list[list[Bundle]]
-"""[turn][rank]: the examples that a rank computes in that turn"""
+Slots = list[list[Bundle]]
+"""[slot][rank]: the examples that a rank computes in that slot"""
 LARGEST = (math.inf, 0.7, 0.35, 0.25, 0.18, 0.12)
 """Largest bundles that are tried, relative to the cost of the mean share."""
 NEAR = 1.02
@@ -27,9 +27,9 @@ NEAR = 1.02
 
 
 def deal_together(
-    batch: Seq[Example], ranks: int, most: int, by_tokens: bool, work: Work, apart: Turns
-) -> Turns:
-    """Deal the batch in as few turns as are found with at most ``most`` examples in a share, or ``by_tokens``
+    batch: Seq[Example], ranks: int, most: int, by_tokens: bool, work: Work, apart: Slots
+) -> Slots:
+    """Deal the batch in as few slots as are found with at most ``most`` examples in a share, or ``by_tokens``
     with at most as many tokens in its rows with a gradient, a shared prompt counted once. On several ranks
     ``apart``, the batch dealt example by example, is the result where it takes less time than every way with
     bundles. Raises ValueError if a single example has too many tokens."""
@@ -46,12 +46,12 @@ def deal_together(
         whole = [bundle[i : i + most] for bundle in by_prompt(batch) for i in range(0, len(bundle), most)]
     costs = [(bundle, cost(bundle)) for bundle in whole]
     least = sum(of for _, of in costs)
-    found: list[tuple[int, Turns]] = [(_longest(apart, cost), apart)] if apart else []
-    turns = max(1, -(-sum(map(measure, whole)) // (ranks * most)))
+    found: list[tuple[int, Slots]] = [(_longest(apart, cost), apart)] if apart else []
+    slots = max(1, -(-sum(map(measure, whole)) // (ranks * most)))
     while True:
         pieces, tried = costs, 0
         for largest in LARGEST if ranks > 1 else LARGEST[:1]:
-            limit = largest * least / (turns * ranks)
+            limit = largest * least / (slots * ranks)
             pieces = [
                 (part, of if part is bundle else cost(part))
                 for bundle, of in pieces
@@ -60,13 +60,13 @@ def deal_together(
             if len(pieces) == tried:
                 continue
             tried = len(pieces)
-            if (made := _dealt(pieces, turns, ranks, cost, measure, most)) is not None:
+            if (made := _dealt(pieces, slots, ranks, cost, measure, most)) is not None:
                 found.append((_longest(made, cost), made))
                 if found[-1][0] * ranks <= NEAR * least:
                     break
-        if len(found) > bool(apart) or turns >= len(apart) > 0:
+        if len(found) > bool(apart) or slots >= len(apart) > 0:
             return min(found, key=lambda one: one[0])[1]
-        turns += 1  # the loop ends: with one share per bundle there is room
+        slots += 1  # the loop ends: with one share per bundle there is room
 
 
 def by_prompt(batch: Seq[Example]) -> list[Bundle]:
@@ -87,18 +87,18 @@ def _halved(bundle: Bundle, size: Callable[[Bundle], int], most: float) -> list[
 
 def _dealt(
     pieces: list[tuple[Bundle, int]],
-    turns: int,
+    slots: int,
     ranks: int,
     cost: Callable[[Bundle], int],
     measure: Callable[[Bundle], int],
     most: int,
-) -> Turns | None:
+) -> Slots | None:
     """Distribute the pieces, each with its cost, over as many shares, each of at most ``most`` by
     ``measure``. The heaviest is placed first, and each goes to the share that costs least and has room for
     it. A piece measured in examples that fits nowhere is cut; None if one measured in tokens does not fit. On
-    several ranks pieces are then exchanged. The heaviest shares are in the first turn; a turn without any
+    several ranks pieces are then exchanged. The heaviest shares are in the first slot; a slot without any
     example is left out."""
-    parts = turns * ranks
+    parts = slots * ranks
     waiting = sorted(pieces, key=lambda piece: piece[1])  # pop() takes the last, the heaviest
     placed: list[tuple[Bundle, int]] = []
     sizes: list[int] = []
@@ -126,12 +126,12 @@ def _dealt(
         shares = [shares[part] for part in np.argsort(-loads, kind="stable")]
     dealt = [[example for i in share for example in placed[i][0]] for share in shares]
     every = [dealt[first : first + ranks] for first in range(0, parts, ranks)]
-    return [turn for turn in every if any(turn)]
+    return [slot for slot in every if any(slot)]
 
 
-def _longest(turns: Turns, cost: Callable[[Bundle], int]) -> int:
-    """Return what the ranks with most to do take, summed over turns."""
-    return sum(max(map(cost, turn)) for turn in turns)
+def _longest(slots: Slots, cost: Callable[[Bundle], int]) -> int:
+    """Return what the ranks with most to do take, summed over slots."""
+    return sum(max(map(cost, slot)) for slot in slots)
 
 
 def _tokens(bundle: Bundle) -> int:

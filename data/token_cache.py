@@ -177,7 +177,7 @@ class TokenCache:
         return (
             self._read(path, renderer)
             or (self._made(path, renderer, make) if self.write else None)
-            or _in_passing(renderer, make)
+            or _unkept(renderer, make)
         )
 
     def _read(self, path: Path, renderer: Renderer) -> TokenFile | None:
@@ -218,7 +218,7 @@ class TokenCache:
                 part.unlink()
 
 
-def _in_passing(renderer: Renderer, make: Make) -> TokenFile:
+def _unkept(renderer: Renderer, make: Make) -> TokenFile:
     """Return a temporary file that no longer has a name. Raises DataError if there is no room for it."""
     try:
         with tempfile.TemporaryDirectory() as folder:

@@ -35,9 +35,9 @@ def check_answering(target: Target) -> Renderer:
     )
     sampling_class(config)
     config.check_room()
-    found = check_model(config.model)
+    hf_config = check_model(config.model)
     renderer = make_renderer(load_tokenizer(config.model), config.model, config.data)
-    limit_tokens(renderer.tokenizer, found.get_text_config().vocab_size, renderer.stop_token_ids)
+    limit_tokens(renderer.tokenizer, hf_config.get_text_config().vocab_size, renderer.stop_token_ids)
     return renderer
 
 

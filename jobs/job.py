@@ -97,20 +97,20 @@ class Job:
         check_ranks(config, (config.dry_run and config.plan.ranks) or world.size)
         self.loss, self.trainer_class = make_loss(config), trainer_class(config)
         Humanline.from_config(config)  # refuses a rule that cannot be called
-        found = check_model(config.model)
-        for note in on_main(lambda: check_weights(config.model, found)):
+        hf_config = check_model(config.model)
+        for note in on_main(lambda: check_weights(config.model, hf_config)):
             self.say(note)
-        if (notice := routing_notice(config.model, found)) is not None:
+        if (notice := routing_notice(config.model, hf_config)) is not None:
             self.say(notice)
-        packing, why = packs_rows(config.model, found)
+        packing, why = packs_rows(config.model, hf_config)
         self.say(f"rows of a microbatch {'end to end' if packing else 'padded to the longest'}: {why}")
-        if shares_prompts(config.model, found, packing):
+        if shares_prompts(config.model, hf_config, packing):
             self.say("prompts that rows of a microbatch share are computed once")
         elif config.model.share_prompts is None:
-            self.say(f"no prompt is shared: {why_not_shared(config.model, found, packing)}")
+            self.say(f"no prompt is shared: {why_not_shared(config.model, hf_config, packing)}")
         self.tokenizer = load_tokenizer(config.model)
         self.renderer = make_renderer(self.tokenizer, config.model, config.data)
-        limit_tokens(self.tokenizer, found.get_text_config().vocab_size, self.renderer.stop_token_ids)
+        limit_tokens(self.tokenizer, hf_config.get_text_config().vocab_size, self.renderer.stop_token_ids)
         if self.renderer.template is not None:
             # The exported model uses the template it was trained with.
             self.tokenizer.chat_template = self.renderer.template

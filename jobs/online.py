@@ -22,7 +22,7 @@ from jobs.online_source import OnlineSource, RoundWatch
 from jobs.plan import Plan, load_data
 from models.distributed import World, from_main, gather_objects
 from models.policy import Policy
-from models.ranks import attempt, outcome
+from models.ranks import catch, unwrap
 from rollouts.engines import Engine
 from rollouts.ledger import RoundFolder
 from rollouts.rewards.base import Reward
@@ -131,10 +131,10 @@ class Online:
             "samples while the trainer trains, so vLLM needs other GPUs: sampler.devices or sampler.urls",
         )
         self.sampling = make_sampling(config, renderer, world, folder / "logs")
-        outcome(from_main(attempt(self._make_reward) if world.is_main else None))
-        for made in gather_objects(None if world.is_main else attempt(self._make_share)):
+        unwrap(from_main(catch(self._make_reward) if world.is_main else None))
+        for made in gather_objects(None if world.is_main else catch(self._make_share)):
             if made is not None:
-                outcome(made)
+                unwrap(made)
 
     def _make_reward(self) -> None:
         reward = make_reward(self.config.reward_config, self.world.device, self.folder / "logs")

@@ -19,7 +19,7 @@ from data.views import prompts_of
 from data.vocabulary import limit_tokens
 from models.distributed import World, gather_objects
 from models.pretrained import check_model, load_tokenizer
-from models.ranks import Ranks, attempt, outcome
+from models.ranks import Ranks, catch, unwrap
 from rollouts.files import Scores, read_samples, refuse_existing, write_feedback, write_samples
 from rollouts.generate import Request, generate_answers, settings_of
 from rollouts.rewards.base import Reward, RewardError
@@ -40,9 +40,9 @@ def sample(config: Config, stage: SampleStage, world: World) -> None:
         config.rounds.samples,
         "format=alpacaeval takes one answer a prompt: rounds.samples=1",
     )
-    found = check_model(config.model)
+    hf_config = check_model(config.model)
     renderer = make_renderer(load_tokenizer(config.model), config.model, config.data)
-    limit_tokens(renderer.tokenizer, found.get_text_config().vocab_size, renderer.stop_token_ids)
+    limit_tokens(renderer.tokenizer, hf_config.get_text_config().vocab_size, renderer.stop_token_ids)
     train, evaluation = load_splits(config.data)
     every = prompts_of((train if stage.split == "train" else evaluation).groups)[stage.skip :][: stage.limit]
     require(bool(every) or not stage.skip, "skip", stage.skip, f"leaves no prompt in split={stage.split}")
@@ -112,8 +112,8 @@ def _reward_of(config: Config, world: World) -> Reward | None:
         if given is not None:
             made.append(make_reward(given, world.device, logs if world.is_main else None))
 
-    for done in gather_objects(attempt(make)):
-        outcome(done)
+    for done in gather_objects(catch(make)):
+        unwrap(done)
     return made[0] if made else None
 
 

@@ -27,9 +27,9 @@ from memory.plan import (
     cut_in_words,
     gathered_in_words,
     last_line,
+    made_distinct,
     of_examples,
     of_shapes,
-    told_apart,
     unplanned,
 )
 from models.distributed import World, gather_objects, keep_gathered, on_main
@@ -243,5 +243,5 @@ def heaviest_batch(
     by_sum = heapq.nlargest(CANDIDATES, steps, key=lambda i: sum(lengths[i]))
     by_longest = heapq.nlargest(CANDIDATES, steps, key=lambda i: max(lengths[i]))
     heaviest = [segment.batch(i) for i in (*by_sum, *by_longest)]
-    candidates = [[told_apart(i, example) for i, example in enumerate(batch)] for batch in heaviest]
+    candidates = [[made_distinct(i, example) for i, example in enumerate(batch)] for batch in heaviest]
     return max(candidates, key=lambda batch: widest(batch, *dealt))

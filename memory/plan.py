@@ -154,10 +154,10 @@ def longest_batch(config: Config, trainer: type[BasicTrainer], count: int) -> li
     first, model = config.model.max_prompt_length, config.model
     rest = config.max_tokens if config.online else model.max_length - first
     rows = (Sequence(np.zeros(first, np.int32), np.zeros(rest, np.int32)),) * trainer.rows_per_example
-    return [told_apart(i, Example("", rows)) for i in range(count)]
+    return [made_distinct(i, Example("", rows)) for i in range(count)]
 
 
-def told_apart(i: int, example: Example) -> Example:
+def made_distinct(i: int, example: Example) -> Example:
     """Return a placeholder example made distinct from its neighbours; a real example is returned unchanged.
 
     The placeholder gets a prompt that it shares with no other example of the batch, and a label."""

@@ -48,7 +48,7 @@ LEAST = 4
 """Smallest number of layers of the smaller model: two first and two last ones."""
 
 Peaks = dict[Moment, dict[str, int]]
-Turns = list[list[list[Example]]]
+Slots = list[list[list[Example]]]
 
 
 @dataclass(frozen=True)
@@ -198,8 +198,8 @@ def take_steps(tracker: StorageTracker, trainer: BasicTrainer, segment: Segment)
         trainer.step(segment)
         assign_states(tracker, trainer)
     gc.collect()
-    (turn, *_) = trainer.deal(trainer.arrange(segment.batch(0)), trainer.micro_size)
-    return share_tokens(turn[0], trainer.packing, trainer.shares_prompts)
+    (slot, *_) = trainer.deal(trainer.arrange(segment.batch(0)), trainer.micro_size)
+    return share_tokens(slot[0], trainer.packing, trainer.shares_prompts)
 
 
 def keep_scores(reference: Reference, step: int, micros: list[Microbatch]) -> None:
@@ -213,7 +213,7 @@ def keep_scores(reference: Reference, step: int, micros: list[Microbatch]) -> No
 
 @torch.no_grad()
 def evaluate(tracker: StorageTracker, trainer: BasicTrainer, examples: list[Example]) -> None:
-    """Simulate the forward pass of an evaluation on one turn of its examples."""
+    """Simulate the forward pass of an evaluation on one slot of its examples."""
     tracker.enter(("evaluation", None))
     size = max(1, trainer.config.model.eval_batch_size // (trainer.world.size * trainer.rows_per_example))
     reference = Reference()
@@ -227,19 +227,19 @@ def evaluate(tracker: StorageTracker, trainer: BasicTrainer, examples: list[Exam
 
 
 def deal_heaviest(trainer: BasicTrainer) -> None:
-    """Make the trainer deal only the heaviest turn of every batch, with its heaviest share on rank 0.
+    """Make the trainer deal only the heaviest slot of every batch, with its heaviest share on rank 0.
 
-    Where a batch has more turns, the heaviest is dealt twice from the second step on, so that its second
+    Where a batch has more slots, the heaviest is dealt twice from the second step on, so that its second
     pass runs with accumulated gradients in memory."""
     dealt = trainer.deal
 
-    def deal(arranged: list[Example], size: Size) -> Turns:
-        turns = [
-            sorted(turn, key=lambda share: -share_tokens(share, trainer.packing, trainer.shares_prompts))
-            for turn in dealt(arranged, size)
+    def deal(arranged: list[Example], size: Size) -> Slots:
+        slots = [
+            sorted(slot, key=lambda share: -share_tokens(share, trainer.packing, trainer.shares_prompts))
+            for slot in dealt(arranged, size)
         ]
-        heaviest = max(turns, key=lambda turn: share_tokens(turn[0], trainer.packing, trainer.shares_prompts))
-        return [heaviest] * (2 if len(turns) > 1 and trainer.progress.step > 0 else 1)
+        heaviest = max(slots, key=lambda slot: share_tokens(slot[0], trainer.packing, trainer.shares_prompts))
+        return [heaviest] * (2 if len(slots) > 1 and trainer.progress.step > 0 else 1)
 
     trainer.deal = deal  # type: ignore[method-assign]
 

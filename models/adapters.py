@@ -31,7 +31,7 @@ from models.pretrained import empty_policy
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-STIRRED = 0.2
+PERTURBED = 0.2
 """Noise on adapters changes each weight matrix under them by this share of its norm. Token log-probabilities
 then change by tenths of a nat and more, which no rounding explains."""
 _NAME = re.compile(r"(\.lora_\w+)\.[^.]+(\.weight)?$")
@@ -95,7 +95,7 @@ def adapted_modules(config: ModelConfig) -> tuple[str, ...]:
 
 
 @contextmanager
-def stirred(policy: Policy) -> Iterator[None]:
+def perturbed(policy: Policy) -> Iterator[None]:
     """Add noise to the policy's adapters, the same on every rank's replica, and restore them once the context
     ends. Fresh adapters change nothing, so only with noise does it show whether they are read at all."""
     reshard(policy)
@@ -118,7 +118,7 @@ def stirred(policy: Policy) -> Iterator[None]:
 def _ups(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
     """Yield (the half that is 0 at first, the standard deviation of the noise on it) of each adapter: B, or A
     of an embedding's. The noise is such that ``scaling B A``, with the other half as initialised (entries of
-    variance 1 / (3 in), or 1), has ``STIRRED`` times the norm of the base matrix."""
+    variance 1 / (3 in), or 1), has ``PERTURBED`` times the norm of the base matrix."""
     layers: Iterator[Any] = (module for module in model.modules() if isinstance(module, LoraLayer))
     for layer in layers:
         (adapter,) = layer.active_adapters
@@ -129,7 +129,7 @@ def _ups(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
         else:
             zero = layer.lora_B[adapter].weight
             spread = math.sqrt(zero.numel() / 3)
-        yield zero, STIRRED * norm / (layer.scaling[adapter] * spread)
+        yield zero, PERTURBED * norm / (layer.scaling[adapter] * spread)
 
 
 def _own(tensor: Tensor) -> Tensor:

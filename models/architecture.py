@@ -26,11 +26,11 @@ def architecture_digest(config: ModelConfig) -> str:
 
     With ``model.trust_remote_code`` it covers the model's own code too: a folder's files, or the hub's
     commit. Raises ConfigError if the config cannot be loaded."""
-    found = model_config(config)
-    parts: dict[str, Any] = {"config": _plain(found.to_dict())}
+    hf_config = model_config(config)
+    parts: dict[str, Any] = {"config": _plain(hf_config.to_dict())}
     if config.trust_remote_code:
         code = sorted(Path(resolve_model_path(config.name_or_path)).glob("*.py"))
-        parts["code"] = [getattr(found, "_commit_hash", None), files_digest(code)]
+        parts["code"] = [getattr(hf_config, "_commit_hash", None), files_digest(code)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -51,61 +51,63 @@ GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """Whether the kernel supports fewer key heads than query heads; torch 2.11's requires as many of both."""
 
 
-def heads_of(found: PretrainedConfig) -> Heads:
+def heads_of(hf_config: PretrainedConfig) -> Heads:
     """Return the heads of this architecture's attention."""
-    text = found.get_text_config()
+    text = hf_config.get_text_config()
     heads = getattr(text, "num_attention_heads", None) or 1
     keys = getattr(text, "num_key_value_heads", None) or heads
     return heads, keys, getattr(text, "head_dim", None) or text.hidden_size // heads
 
 
-def packable(found: PretrainedConfig, kernel: str) -> bool:
+def packable(hf_config: PretrainedConfig, kernel: str) -> bool:
     """Return whether packed rows of this architecture may use this kernel: full attention by sdpa, in an
     architecture with a test."""
-    windowed = getattr(found, "sliding_window", None)  # Qwen2-MoE has 0 for none
-    full = not windowed and getattr(found, "attn_logit_softcapping", None) is None
-    return full and found.model_type in MODEL_TYPES and kernel in ("sdpa", PACKED)
+    windowed = getattr(hf_config, "sliding_window", None)  # Qwen2-MoE has 0 for none
+    full = not windowed and getattr(hf_config, "attn_logit_softcapping", None) is None
+    return full and hf_config.model_type in MODEL_TYPES and kernel in ("sdpa", PACKED)
 
 
-def packs_rows(config: ModelConfig, found: PretrainedConfig) -> tuple[bool, str]:
+def packs_rows(config: ModelConfig, hf_config: PretrainedConfig) -> tuple[bool, str]:
     """Return (whether the rows of a microbatch are packed end to end, the reason): model.packing where it is
     true or false, else the best choice here.
 
     If model.packing is unset, rows are packed where each can attend to itself alone without a mask. Rows are
     not packed in an architecture that this kernel does not support, nor with torch.compile on a CPU, where
     attention row by row would cut every layer in two, nor on a GPU that lacks the kernel for uneven lengths.
-    ``found`` is the architecture; no weights are needed. Raises ConfigError for model.packing=true in an
+    ``hf_config`` is the architecture; no weights are needed. Raises ConfigError for model.packing=true in an
     architecture that is not known to keep packed rows apart.
     """
     require(
-        not config.packing or found.model_type in KEPT_APART,
+        not config.packing or hf_config.model_type in KEPT_APART,
         "model.packing",
         "true",
-        f"packed rows of this architecture ({found.model_type}) would read each other, or are not known not "
-        "to; use null or false, which pads them",
+        f"packed rows of this architecture ({hf_config.model_type}) would read each other, or are not known "
+        "not to; use null or false, which pads them",
     )
     if config.packing is not None:
         said = f"model.packing={str(config.packing).lower()}"
-        flash = config.packing and packable(found, config.attn_implementation) and config.dtype != "float32"
-        return config.packing, said + _by_kernel(config, found) * flash
-    if not packable(found, config.attn_implementation):
-        return False, f"{found.model_type} with {config.attn_implementation} has no packed attention here"
+        flash = (
+            config.packing and packable(hf_config, config.attn_implementation) and config.dtype != "float32"
+        )
+        return config.packing, said + _by_kernel(config, hf_config) * flash
+    if not packable(hf_config, config.attn_implementation):
+        return False, f"{hf_config.model_type} with {config.attn_implementation} has no packed attention here"
     if config.compile and not has_gpu():
         return False, "model.compile=true"
     if has_gpu():
         if config.dtype == "float32":
             return False, "model.dtype=float32: this GPU's kernel for uneven lengths takes bfloat16 alone"
-        fails = None if simulates_gpu() else flash_fails(heads_of(found), compiled=config.compile)
+        fails = None if simulates_gpu() else flash_fails(heads_of(hf_config), compiled=config.compile)
         if fails is not None:
             return False, f"this GPU has no working kernel for uneven lengths: {fails}"
-    return True, "no padding is computed" + _by_kernel(config, found)
+    return True, "no padding is computed" + _by_kernel(config, hf_config)
 
 
-def _by_kernel(config: ModelConfig, found: PretrainedConfig) -> str:
+def _by_kernel(config: ModelConfig, hf_config: PretrainedConfig) -> str:
     """Return words on the flash kernel that computes packed rows; "" without a GPU."""
     if not has_gpu() or simulates_gpu():
         return ""
-    declined = why_not_faster(heads_of(found), config.compile)
+    declined = why_not_faster(heads_of(hf_config), config.compile)
     return f", by {flash_kernel.in_use()}" + f" ({declined})" * bool(declined)
 
 
@@ -122,11 +124,13 @@ def why_not_faster(heads: Heads, compiled: bool = False) -> str | None:
     )
 
 
-def all_pack_rows(config: ModelConfig, found: PretrainedConfig, gather: Callable[[Any], list[Any]]) -> bool:
+def all_pack_rows(
+    config: ModelConfig, hf_config: PretrainedConfig, gather: Callable[[Any], list[Any]]
+) -> bool:
     """Return whether rows are packed on every rank: a kernel may work on one node's GPUs and not on others.
     All use one flash kernel, torch's own if one of them cannot use FlashAttention-3. ``gather`` returns the
     values that all ranks give it; a collective."""
-    packs_rows(config, found)
+    packs_rows(config, hf_config)
     used = gather(flash_kernel.in_use())
     if len(set(used)) > 1:
         flash_kernel.use_torchs_own()
@@ -134,7 +138,7 @@ def all_pack_rows(config: ModelConfig, found: PretrainedConfig, gather: Callable
         print(
             f"every rank uses {flash_kernel.in_use()}, as ranks {ranks} cannot use flash-attn-3", flush=True
         )
-    return all(gather(packs_rows(config, found)[0]))
+    return all(gather(packs_rows(config, hf_config)[0]))
 
 
 def flash_fails(heads: Heads, shared: bool = False, compiled: bool = False) -> str | None:
@@ -185,31 +189,31 @@ def _rounded_alike(found: Tensor, wanted: Tensor) -> bool:
     return torch.allclose(found, wanted, rtol=0.05, atol=0.1 * scale)
 
 
-def shares_prompts(config: ModelConfig, found: PretrainedConfig, packing: bool) -> bool:
+def shares_prompts(config: ModelConfig, hf_config: PretrainedConfig, packing: bool) -> bool:
     """Return whether rows of a microbatch with the same prompt compute it once: model.share_prompts where it
     is true or false, else wherever they can. ``packing``: whether rows are packed (``packs_rows``). Raises
     ConfigError for model.share_prompts=true where they cannot."""
     if config.share_prompts is False:
         return False
-    why = why_not_shared(config, found, packing)
+    why = why_not_shared(config, hf_config, packing)
     require(why is None or config.share_prompts is None, "model.share_prompts", "true", f"{why}: use false")
     return why is None
 
 
-def why_not_shared(config: ModelConfig, found: PretrainedConfig, packing: bool) -> str | None:
+def why_not_shared(config: ModelConfig, hf_config: PretrainedConfig, packing: bool) -> str | None:
     """Return why packed rows of this model cannot share a prompt, or None. On a GPU its kernel is tried
     once."""
     if not packing:
-        return f"rows are padded ({packs_rows(config, found)[1]})"
-    if not packable(found, config.attn_implementation):
-        kernel = f"{found.model_type} with {config.attn_implementation}"
+        return f"rows are padded ({packs_rows(config, hf_config)[1]})"
+    if not packable(hf_config, config.attn_implementation):
+        kernel = f"{hf_config.model_type} with {config.attn_implementation}"
         return f"{kernel} keeps packed rows apart by a mask that knows of no shared prompt"
     if config.router_aux_loss_coef is not None:
         return "the routers' auxiliary loss (model.router_aux_loss_coef) counts the prompt of every row"
     if config.head == "reward":
         return "a reward model reads a row's reward where its own tokens end"
     if has_gpu() and not simulates_gpu():
-        fails = flash_fails(heads_of(found), True, config.compile)
+        fails = flash_fails(heads_of(hf_config), True, config.compile)
         return None if fails is None else f"this GPU's kernel for uneven lengths cannot: {fails}"
     return None
 

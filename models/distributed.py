@@ -161,18 +161,18 @@ def gathered_once(policy: nn.Module) -> Iterator[None]:
         reshard(policy)
 
 
-def reduced_once(policy: nn.Module, world: World, turns: Sequence[T]) -> Iterator[T]:
-    """Yield the turns of a step, each to be run forward and backward. Gradients are reduced over the ranks of
-    a replica in every turn, but over the replicas (the nodes) only in the last. Until then each rank keeps
+def reduced_once(policy: nn.Module, world: World, slots: Sequence[T]) -> Iterator[T]:
+    """Yield the slots of a step, each to be run forward and backward. Gradients are reduced over the ranks of
+    a replica in every slot, but over the replicas (the nodes) only in the last. Until then each rank keeps
     its sharded gradients. A single rank has whole gradients in any case: it adds them up where the backward
-    leaves them, and FSDP copies the sums once, in the last turn. The sums are the same to the bit."""
-    for i, turn in enumerate(turns):
-        last = i == len(turns) - 1
+    leaves them, and FSDP copies the sums once, in the last slot. The sums are the same to the bit."""
+    for i, slot in enumerate(slots):
+        last = i == len(slots) - 1
         if isinstance(policy, FSDPModule) and world.size == 1:
             policy.set_requires_gradient_sync(last)
         elif isinstance(policy, FSDPModule) and world.mesh.ndim > 1:
             policy.set_requires_all_reduce(last)
-        yield turn
+        yield slot
 
 
 def reshard(policy: nn.Module) -> None:
@@ -232,13 +232,13 @@ def by_turns(tensors: Iterable[Tensor], work: Callable[[Tensor], Tensor]) -> Ite
     and sends it to the others; as many are computed at once as there are ranks. ``work`` keeps shape and
     dtype."""
     rank, size, rest = dist.get_rank(), dist.get_world_size(), iter(tensors)
-    while turn := list(islice(rest, size)):
+    while slot := list(islice(rest, size)):
         mine = None
-        for owner, tensor in enumerate(turn):
+        for owner, tensor in enumerate(slot):
             whole = local(tensor)  # gathered on every rank; only its owner keeps it
             mine = whole if owner == rank else mine
         done = None if mine is None else work(mine).contiguous()
-        for owner, tensor in enumerate(turn):
+        for owner, tensor in enumerate(slot):
             result = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
             if owner == rank and done is not None:
                 result = done

@@ -29,16 +29,16 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list
     return new
 
 
-def with_rows(found: PretrainedConfig, rows: int) -> PretrainedConfig:
+def with_rows(hf_config: PretrainedConfig, rows: int) -> PretrainedConfig:
     """Return the config with this many rows in the embedding."""
-    made: PretrainedConfig = copy.deepcopy(found)
+    made: PretrainedConfig = copy.deepcopy(hf_config)
     made.get_text_config().vocab_size = rows
     return made
 
 
-def rows_for(found: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+def rows_for(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return how many rows the embedding needs. Many have more than their tokenizer has tokens."""
-    return max(found.get_text_config().vocab_size, len(tokenizer))
+    return max(hf_config.get_text_config().vocab_size, len(tokenizer))
 
 
 @torch.no_grad()

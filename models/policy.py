@@ -310,20 +310,20 @@ def decoder_blocks(model: Policy | PreTrainedModel | PeftModel) -> list[nn.Modul
 
 def checkpoint_activations(blocks: list[nn.Module], selective: bool = False) -> None:
     """Keep only each block's input for the backward and recompute the rest. With ``selective``, also keep
-    results that are expensive to recompute (``keep_dear``). Call it before sharding, whose hooks must lie
-    outside.
+    results that are expensive to recompute (``keep_expensive``). Call it before sharding, whose hooks must
+    lie outside.
 
     transformers' own switch does nothing in eval mode; a wrapper module would change the names of the
     weights.
     """
-    more: dict[str, Any] = {"context_fn": keep_dear} if selective else {}
+    more: dict[str, Any] = {"context_fn": keep_expensive} if selective else {}
     for block in blocks:
         block.forward = partial(
             checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **more
         )
 
 
-def keep_dear() -> Any:
+def keep_expensive() -> Any:
     """Return contexts of a block's forward and of its recomputation. The results of attention and of every
     second matrix product are kept, as torchtitan does; everything else is recomputed."""
     products = {False: 0, True: 0}

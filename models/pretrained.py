@@ -91,20 +91,20 @@ def check_model(config: ModelConfig) -> PretrainedConfig:
     or that would drop a feature of it; for an auxiliary loss of routers that the model does not have; and as
     ``check_embedded`` and ``check_quantization`` do.
     """
-    found = model_config(config)
-    check_embedded(config, found)
-    text, kernel = found.get_text_config(), config.attn_implementation
-    known = type(found) in AutoModelForCausalLM._model_mapping or "AutoModelForCausalLM" in (
-        getattr(found, "auto_map", None) or {}
+    hf_config = model_config(config)
+    check_embedded(config, hf_config)
+    text, kernel = hf_config.get_text_config(), config.attn_implementation
+    known = type(hf_config) in AutoModelForCausalLM._model_mapping or "AutoModelForCausalLM" in (
+        getattr(hf_config, "auto_map", None) or {}
     )
     require(
         known,
         KEY,
         config.name_or_path,
-        f"is a {found.model_type}, not a causal language model",
+        f"is a {hf_config.model_type}, not a causal language model",
     )
     require(kernel in ATTENTION, "model.attn_implementation", kernel, f"use one of {', '.join(ATTENTION)}")
-    check_kernel(config, found)
+    check_kernel(config, hf_config)
     two, three = FLASH_ATTENTION
     installed = {two: is_flash_attn_2_available, three: is_flash_attn_3_available}
     require(
@@ -120,11 +120,11 @@ def check_model(config: ModelConfig) -> PretrainedConfig:
         kernel,
         f"would drop this model's attn_logit_softcapping={cap}; use eager",
     )
-    check_routing(config, found)
-    check_longrope(config, found)
+    check_routing(config, hf_config)
+    check_longrope(config, hf_config)
     positions = getattr(text, "max_position_embeddings", None) or config.max_length
     if config.head == "reward":
-        found.num_labels = 1
+        hf_config.num_labels = 1
         # A classifier pools at the last token that is not padding. If the padding token were also the
         # end-of-turn token, it would pool before that token.
         text.pad_token_id = None
@@ -134,26 +134,28 @@ def check_model(config: ModelConfig) -> PretrainedConfig:
         config.max_length,
         f"the model has {positions} positions: give as many at most, and model.max_prompt_length less",
     )
-    check_quantization(config, found)
-    return with_rows(found, rows_for(found, load_tokenizer(config))) if config.new_tokens else found
+    check_quantization(config, hf_config)
+    return (
+        with_rows(hf_config, rows_for(hf_config, load_tokenizer(config))) if config.new_tokens else hf_config
+    )
 
 
-def check_quantization(config: ModelConfig, found: PretrainedConfig) -> None:
+def check_quantization(config: ModelConfig, hf_config: PretrainedConfig) -> None:
     """Raise ConfigError for an architecture that cannot be quantised as requested, or that is stored
     quantised."""
     if config.quantization is None:
         return
-    stored = getattr(found, "quantization_config", None)
+    stored = getattr(hf_config, "quantization_config", None)
     require(
         stored is None,
         QUANTIZATION,
         config.quantization,
         f"{config.name_or_path} is stored quantised itself; give the model as it was before, or use null",
     )
-    _empty(config, found)
+    _empty(config, hf_config)
 
 
-def check_embedded(config: ModelConfig, found: PretrainedConfig) -> None:
+def check_embedded(config: ModelConfig, hf_config: PretrainedConfig) -> None:
     """Raise ConfigError for another model with the settings of an embedded one, which are made for that
     model's task."""
     for file in ("model/adder.yaml:model", "model/instruct.yaml:model"):
@@ -163,7 +165,7 @@ def check_embedded(config: ModelConfig, found: PretrainedConfig) -> None:
             continue
         words = json.loads(own.read_text(encoding="utf-8"))["vocab_size"]
         require(
-            found.get_text_config().vocab_size == words,
+            hf_config.get_text_config().vocab_size == words,
             KEY,
             config.name_or_path,
             f"is not the embedded model, and model={config.name} has that one's settings: texts of "
@@ -172,15 +174,15 @@ def check_embedded(config: ModelConfig, found: PretrainedConfig) -> None:
         )
 
 
-def check_kernel(config: ModelConfig, found: PretrainedConfig) -> None:
+def check_kernel(config: ModelConfig, hf_config: PretrainedConfig) -> None:
     """Raise ConfigError for an attention kernel that transformers does not offer for this architecture, or
     that does not compute in ``model.dtype``."""
     kernel = config.attn_implementation
     require(
-        kernel in kernels_of(found),
+        kernel in kernels_of(hf_config),
         "model.attn_implementation",
         kernel,
-        f"a {found.model_type} has no such attention; use {' or '.join(kernels_of(found))}",
+        f"a {hf_config.model_type} has no such attention; use {' or '.join(kernels_of(hf_config))}",
     )
     require(
         kernel not in FLASH_ATTENTION or config.dtype != "float32",
@@ -190,13 +192,13 @@ def check_kernel(config: ModelConfig, found: PretrainedConfig) -> None:
     )
 
 
-def kernels_of(found: PretrainedConfig) -> list[str]:
+def kernels_of(hf_config: PretrainedConfig) -> list[str]:
     """Return the attention kernels that transformers offers for this architecture. (An architecture with its
     own remote code raises an error itself when it is built.)"""
     mapping = AutoModelForCausalLM._model_mapping
-    if type(found) not in mapping:
+    if type(hf_config) not in mapping:
         return list(ATTENTION)
-    model: Any = mapping[type(found)]
+    model: Any = mapping[type(hf_config)]
     offered = {"sdpa": model._supports_sdpa, "flex_attention": model._supports_flex_attn}
     offered |= dict.fromkeys(FLASH_ATTENTION, model._supports_flash_attn)
     return [name for name in ATTENTION if offered.get(name, True)]
@@ -210,29 +212,31 @@ def export_dtype(config: ModelConfig) -> torch.dtype:
     return found if isinstance(found, torch.dtype) else getattr(torch, found)
 
 
-def check_weights(config: ModelConfig, found: PretrainedConfig) -> list[str]:
+def check_weights(config: ModelConfig, hf_config: PretrainedConfig) -> list[str]:
     """Return notes about tensors of the model's files that it does not load, and of its own that are new.
 
-    ``found``: from ``check_model``. Raises ConfigError for files that are damaged or incomplete, or that do
-    not hold the tensors of this architecture, as their headers tell; and for adapters that could not be
+    ``hf_config``: from ``check_model``. Raises ConfigError for files that are damaged or incomplete, or that
+    do not hold the tensors of this architecture, as their headers tell; and for adapters that could not be
     exported. Files that are still to be downloaded are checked once they load.
     """
     if config.use_peft:
-        check_adapters(_empty(config, found), config)
-    said = about_new_tokens(config, found)
+        check_adapters(_empty(config, hf_config), config)
+    said = about_new_tokens(config, hf_config)
     if config.from_config or is_gguf(config.name_or_path):
         return said
-    found = _as_stored(config, found)
-    refuse_quantised(KEY, config.name_or_path, found.to_dict())
+    hf_config = _as_stored(config, hf_config)
+    refuse_quantised(KEY, config.name_or_path, hf_config.to_dict())
     stored = _stored(config)
     if stored is None:
         return said
     held = {name: torch.empty(of.shape, dtype=torch.float32, device="meta") for name, of in stored.items()}
     with init_empty_weights(include_buffers=False):
-        kind: Any = type(_built(config, found))
+        kind: Any = type(_built(config, hf_config))
     model, info = _loaded(
         config,
-        lambda: kind.from_pretrained(None, config=found, state_dict=held, device_map={"": "meta"}, **_LOADS),
+        lambda: kind.from_pretrained(
+            None, config=hf_config, state_dict=held, device_map={"": "meta"}, **_LOADS
+        ),
     )
     return [*said, *_notes(model, info, config, sorted(stored))]
 
@@ -300,34 +304,34 @@ def _notes(model: PreTrainedModel, info: dict[str, Any], config: ModelConfig, na
 def empty_policy(config: ModelConfig, untied: bool = False) -> Policy:
     """Return the policy with its weights on the meta device, to be sharded and then filled (models.loading).
     Buffers are real. ``untied``: head and embedding are two, whatever the config says."""
-    found = check_model(config)
+    hf_config = check_model(config)
     if untied:
-        say_untied(found)
+        say_untied(hf_config)
     with init_empty_weights(include_buffers=False):
-        policy = WRAPPERS[config.head](_empty(config, found))
+        policy = WRAPPERS[config.head](_empty(config, hf_config))
     return _finished(policy, config)
 
 
-def _empty(config: ModelConfig, found: PretrainedConfig) -> PreTrainedModel | PeftModel:
+def _empty(config: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedModel | PeftModel:
     """Return the model, with its adapters, on the meta device; buffers are real."""
     with init_empty_weights(include_buffers=False):
-        model = _built(config, found)
+        model = _built(config, hf_config)
         return _with_lora(model, config) if config.use_peft else model
 
 
-def _built(config: ModelConfig, found: PretrainedConfig) -> PreTrainedModel:
+def _built(config: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedModel:
     """Return a model of this architecture, with random weights. Raises ConfigError where there is none of
     these sizes."""
     try:
-        model: PreTrainedModel = _auto(config).from_config(found, **_how(config))
+        model: PreTrainedModel = _auto(config).from_config(hf_config, **_how(config))
     except Exception as error:  # the model's own code, which may raise anything
         raise not_found(KEY, config.name_or_path, error) from error
     return model
 
 
-def say_untied(found: PretrainedConfig) -> None:
+def say_untied(hf_config: PretrainedConfig) -> None:
     """Make a config say that head and embedding are two matrices."""
-    for part in (found, found.get_text_config()):
+    for part in (hf_config, hf_config.get_text_config()):
         if getattr(part, "tie_word_embeddings", False):
             part.tie_word_embeddings = False
 
@@ -362,10 +366,10 @@ def load_policy(config: ModelConfig, device: torch.device, seed: int = 0) -> Pol
     ``seed`` is that of random weights (of adapters, or of all with model.from_config). Raises ConfigError if
     weights cannot be loaded.
     """
-    found = check_model(config)
+    hf_config = check_model(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = _built(config, found) if config.from_config else _read(config, found)
+        model: Any = _built(config, hf_config) if config.from_config else _read(config, hf_config)
         if config.use_peft:
             model = _with_lora(model, config)
     policy = WRAPPERS[config.head](model.to(device))
@@ -373,9 +377,9 @@ def load_policy(config: ModelConfig, device: torch.device, seed: int = 0) -> Pol
     return _finished(policy, config)
 
 
-def about_new_tokens(config: ModelConfig, found: PretrainedConfig) -> list[str]:
-    """Return a sentence about ``model.new_tokens`` where there are any. ``found``: from ``check_model``."""
-    rows, known = (of.get_text_config().vocab_size for of in (found, _as_stored(config, found)))
+def about_new_tokens(config: ModelConfig, hf_config: PretrainedConfig) -> list[str]:
+    """Return a sentence about ``model.new_tokens``, if there are any. ``hf_config``: from ``check_model``."""
+    rows, known = (of.get_text_config().vocab_size for of in (hf_config, _as_stored(config, hf_config)))
     tokens = ", ".join(config.new_tokens)
     said = (
         f"{tokens}: tokens of their own (model.new_tokens); the embedding has {rows} rows, {rows - known} new"
@@ -383,18 +387,18 @@ def about_new_tokens(config: ModelConfig, found: PretrainedConfig) -> list[str]:
     return [said] if config.new_tokens else []
 
 
-def _as_stored(config: ModelConfig, found: PretrainedConfig) -> PretrainedConfig:
+def _as_stored(config: ModelConfig, hf_config: PretrainedConfig) -> PretrainedConfig:
     """Return the architecture without the rows of ``model.new_tokens``."""
     if not config.new_tokens:
-        return found
-    return with_rows(found, model_config(config).get_text_config().vocab_size)
+        return hf_config
+    return with_rows(hf_config, model_config(config).get_text_config().vocab_size)
 
 
-def _read(config: ModelConfig, found: PretrainedConfig) -> PreTrainedModel:
+def _read(config: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedModel:
     """Return the model with the weights of its files, on the CPU. Raises ConfigError."""
     _stored(config)  # names the file that is damaged
     auto, path = _auto(config), source(resolve_model_path(config.name_or_path))
-    of = {"config": _as_stored(config, found), "revision": config.revision} | _how(config)
+    of = {"config": _as_stored(config, hf_config), "revision": config.revision} | _how(config)
     model: PreTrainedModel
     model, _ = _loaded(config, lambda: auto.from_pretrained(**path, **of, **_LOADS))
     check_finite(dequantised(model), config)
@@ -409,7 +413,7 @@ def _read(config: ModelConfig, found: PretrainedConfig) -> PreTrainedModel:
         tokenizer = load_tokenizer(replace(config, new_tokens=[]))
         new = add_tokens(tokenizer, config.new_tokens)
         known = tokenizer.get_vocab()
-        grow(model, found.get_text_config().vocab_size, [known[text] for text in new])
+        grow(model, hf_config.get_text_config().vocab_size, [known[text] for text in new])
     return model
 
 

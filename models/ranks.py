@@ -41,17 +41,17 @@ class Ranks:
 
     def run_on_main(self, work: Callable[[], T]) -> T:
         """Return on every rank what rank 0's ``work`` returns, or raise what it raises. ``work`` may call the
-        functions that ``together`` and ``dealt`` returned. Every rank calls this."""
+        functions that ``collective`` and ``map_over_ranks`` returned. Every rank calls this."""
         if not self.world.is_main:
-            return outcome(self._help())  # type: ignore[no-any-return]
+            return unwrap(self._help())  # type: ignore[no-any-return]
         before, self._helped = self._helped, True
         with by_itself():
-            done = attempt(work)
+            done = catch(work)
         self._helped = before
         if self.world.size > 1:
             self._refuse_if_one_has_ended()
             from_main((None, done))
-        return outcome(done)  # type: ignore[no-any-return]
+        return unwrap(done)  # type: ignore[no-any-return]
 
     def _help(self) -> Any:
         """Do what rank 0 asks for until its work is done; return the outcome of that work."""
@@ -99,7 +99,7 @@ class Ranks:
         if said is not None:
             raise ShareError(said)
 
-    def together(self, work: Callable[[T], R]) -> Callable[[T], R]:
+    def collective(self, work: Callable[[T], R]) -> Callable[[T], R]:
         """Return a function that runs ``work`` on every rank when rank 0 calls it inside ``run_on_main``;
         ``work`` may use collectives. What it raises on any rank ends all (``ended_together``). Every rank
         calls this alike, and in the same order."""
@@ -115,17 +115,17 @@ class Ranks:
 
         return ask
 
-    def dealt(self, work: Callable[[T], R]) -> Callable[[Sequence[T]], list[R]]:
+    def map_over_ranks(self, work: Callable[[T], R]) -> Callable[[Sequence[T]], list[R]]:
         """Return a function that applies ``work`` to many items, a share of them on every rank, and returns
         the results in the items' order. ``work`` uses no collectives. Every rank calls this alike, as
-        ``together``.
+        ``collective``.
 
         With several ranks, what ``work`` raises on any of them is raised once all are done: a UserError as it
         is, anything else as a ShareError.
         """
         rank, size = self.world.rank, self.world.size
         if size == 1:
-            return alone(work)
+            return map_locally(work)
 
         def share(items: Sequence[T]) -> list[tuple[list[R] | None, BaseException | None]]:
             mine = items[rank::size]
@@ -133,16 +133,16 @@ class Ranks:
                 done = self._tried(lambda: _each(work, mine))
             return gather_objects(done)
 
-        on_every_rank = self.together(share)
+        on_every_rank = self.collective(share)
 
         def each(items: Sequence[T]) -> list[R]:
-            parts: list[list[R]] = [outcome(done) for done in on_every_rank(items)]
+            parts: list[list[R]] = [unwrap(done) for done in on_every_rank(items)]
             return [parts[i % size][i // size] for i in range(len(items))]
 
         return each
 
     def _tried(self, work: Callable[[], R]) -> tuple[R | None, BaseException | None]:
-        """Do as ``attempt``, with an error that can be sent to other ranks: not every exception can."""
+        """Do as ``catch``, with an error that can be sent to other ranks: not every exception can."""
         try:
             return work(), None
         except (UserError, Requeue) as error:
@@ -153,8 +153,8 @@ class Ranks:
             return None, ShareError(f"rank {self.world.rank} could not do its share: {words}")
 
 
-def alone(work: Callable[[T], R]) -> Callable[[Sequence[T]], list[R]]:
-    """Return the function that ``Ranks.dealt`` returns, for this process alone."""
+def map_locally(work: Callable[[T], R]) -> Callable[[Sequence[T]], list[R]]:
+    """Return the function that ``Ranks.map_over_ranks`` returns, for this process alone."""
     return partial(_each, work)
 
 
@@ -168,7 +168,7 @@ def _each(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
     return done
 
 
-def attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+def catch(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     """Return (the result of ``work``, the exception that it raised). The other ranks must be told of an
     exception: they would wait for ever if rank 0 left."""
     try:
@@ -177,8 +177,8 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return None, error
 
 
-def outcome(done: tuple[Any, BaseException | None]) -> Any:
-    """Return the result in ``done``, the output of ``attempt``, or raise its exception."""
+def unwrap(done: tuple[Any, BaseException | None]) -> Any:
+    """Return the result in ``done``, the output of ``catch``, or raise its exception."""
     value, error = done
     if error is not None:
         raise error

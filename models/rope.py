@@ -17,7 +17,7 @@ ones; ``su`` is their first name."""
 DYNAMIC = "dynamic"
 
 
-def check_longrope(config: ModelConfig, found: PretrainedConfig) -> None:
+def check_longrope(config: ModelConfig, hf_config: PretrainedConfig) -> None:
     """Raise ConfigError for rows that may be longer than the switch from LongRoPE's short factors to its long
     ones.
 
@@ -25,7 +25,7 @@ def check_longrope(config: ModelConfig, found: PretrainedConfig) -> None:
     scores of a short row would depend on its batch. While it generates, it drops the keys and values so far.
     vLLM takes the long factors for all rows.
     """
-    switch = min(_switches(found.get_text_config()), default=None)
+    switch = min(_switches(hf_config.get_text_config()), default=None)
     require(
         switch is None or config.max_length <= switch,
         "model.max_length",
@@ -36,11 +36,11 @@ def check_longrope(config: ModelConfig, found: PretrainedConfig) -> None:
     )
 
 
-def reach(found: PretrainedConfig) -> int | None:
+def reach(hf_config: PretrainedConfig) -> int | None:
     """Return the number of positions beyond which a row must not be computed together with others; None where
     any number does no harm. A table of positions ends there, and LongRoPE and dynamic scaling change the
     factors of all rows."""
-    text = found.get_text_config()
+    text = hf_config.get_text_config()
     kinds = [_kind(one) for one in _ropes(text)]
     if kinds and not any(kind in LONGROPE or DYNAMIC in kind for kind in kinds):
         return None

@@ -18,7 +18,7 @@ from data.types import Prompt
 from models.distributed import World, gather_objects
 from models.export import export, full_state, remove_unfinished
 from models.policy import Policy
-from models.ranks import Ranks, attempt, outcome
+from models.ranks import Ranks, catch, unwrap
 from rollouts.samplers import Answered, EmbeddedSampler, Sample, SamplingSettings
 
 Facts = dict[str, Any]
@@ -63,7 +63,7 @@ class EmbeddedEngine:
     def __init__(self, sampler: EmbeddedSampler, world: World, dtype: torch.dtype) -> None:
         """``dtype``: the policy's compute dtype, in which kept weights are written."""
         self.sampler, self.world, self.dtype, self.ranks = sampler, world, dtype, Ranks(world)
-        self._shares = self.ranks.together(self._share)
+        self._shares = self.ranks.collective(self._share)
 
     def publish(self, folder: Path, version: int, keep: bool) -> Facts:
         if keep:
@@ -124,7 +124,7 @@ class Prefetch:
         self._thread.start()
 
     def _run(self, work: Callable[[], object]) -> None:
-        self._done = attempt(work)
+        self._done = catch(work)
 
     def result(self) -> None:
         """Wait for the work to end, and raise what it raised. Raises Requeue where the run is asked to stop
@@ -132,4 +132,4 @@ class Prefetch:
         while self._thread.is_alive():
             self._thread.join(SOON)
             pause()
-        outcome(self._done)
+        unwrap(self._done)

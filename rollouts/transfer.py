@@ -89,7 +89,7 @@ class Source:
         return ((name, tensor) for name, tensor in self._weights() if name not in self.without)
 
 
-class Patient:
+class DeferredErrors:
     """A client that holds its first error back until all weights have been iterated over. A rank that left
     midway would leave the others waiting in a collective for ever."""
 
@@ -235,8 +235,8 @@ def stoppable(engine: Any) -> Any:
     receive.
 
     A broadcast waits for its receivers without end. vLLM's engine therefore raises if the request to receive
-    has failed before; a ``Patient`` holds that error back, and says that it has one. Then the weights are
-    only gone through, in step with the other ranks. If an engine fails later, the group is aborted, which
+    has failed before; a ``DeferredErrors`` holds that error back, and says that it has one. Then the weights
+    are only gone through, in step with the other ranks. If an engine fails later, the group is aborted, which
     ends the broadcast that waits for it.
     """
 

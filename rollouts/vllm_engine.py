@@ -19,17 +19,17 @@ from common.worker_process import WorkerError
 from data.batches import collate
 from data.chat import Renderer
 from data.types import Prompt, Sequence
-from models.adapters import adapter_state, export_adapters, stirred
+from models.adapters import adapter_state, export_adapters, perturbed
 from models.distributed import World, gather_objects
 from models.export import config_json, whole_weights
 from models.policy import Policy, causal_lm, is_adapted
-from models.ranks import Ranks, attempt
+from models.ranks import Ranks, catch
 from models.reference import score
 from rollouts.adapters import MERGED
 from rollouts.engines import Facts, write_weights
 from rollouts.probe import Probe, check_probe
 from rollouts.samplers import Answered, Sample, SamplingSettings
-from rollouts.transfer import HEAD, Patient, Source, Transfer, chosen, make_transfer
+from rollouts.transfer import HEAD, DeferredErrors, Source, Transfer, chosen, make_transfer
 from rollouts.vllm_sampler import VllmSampler
 from rollouts.vllm_server import AnswerError
 
@@ -90,12 +90,12 @@ class VllmEngine:
         self._kept: Path | None = None
         self._restarted = False
         self._source = Source(partial(whole_weights, policy, getattr(torch, sampler.dtype)))
-        self._client = Patient(sampler if world.is_main else None)
+        self._client = DeferredErrors(sampler if world.is_main else None)
         self._transfer: Transfer | None = None
         self.ranks = Ranks(world)
-        self._send_all = self.ranks.together(self._send)
+        self._send_all = self.ranks.collective(self._send)
         self.compares = compares
-        self._score_all = self.ranks.together(self._scores)
+        self._score_all = self.ranks.collective(self._scores)
         self.sampler.transfers_by(None if self.backend == "disk" else self.backend)
 
     # -- weights -----------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class VllmEngine:
         with noise go ahead, because fresh adapters change nothing and could not show whether they are read.
         Every rank calls it. Raises TransferError."""
         if self.base is not None and not self._tried:
-            with stirred(self.policy):
+            with perturbed(self.policy):
                 said = self._scored()
                 self._write(folder, said)
             self.ranks.run_on_main(lambda: self._give_adapters(said))
@@ -260,7 +260,7 @@ class VllmEngine:
             if self._transfer is not None:
                 self._transfer.shutdown()  # the engines at its other end are gone
             self._transfer = None
-            self._transfer, error = attempt(self._connected)
+            self._transfer, error = catch(self._connected)
             failed = gather_objects(None if error is None else f"{type(error).__name__}: {error}")
             for rank, said in enumerate(failed):
                 if said is not None:

@@ -21,7 +21,7 @@ from data.chat import Renderer
 from data.types import Prompt
 from models.distributed import World, from_main
 from models.policy import Policy
-from models.ranks import Ranks, attempt, outcome
+from models.ranks import Ranks, catch, unwrap
 from models.weight_files import resolve_model_path
 from rollouts.adapters import KEY, base_of_adapters, with_adapters
 from rollouts.conversations import make_player
@@ -56,11 +56,11 @@ class VllmSampling:
             print(f"warning: {untested}; the probe compares what it computes", flush=True)
         self.config, self.renderer, self.world, self.log_dir = config, renderer, world, log_dir
         self._with_engines(trains=world.size > 1)  # a single process may have no trainer
-        on_main = attempt(partial(base_of_adapters, config)) if world.is_main else None
-        self._base: Path | None = outcome(from_main(on_main))
+        on_main = catch(partial(base_of_adapters, config)) if world.is_main else None
+        self._base: Path | None = unwrap(from_main(on_main))
         self._servers: tuple[list[int], int, str | None] | None = None
         if config.sampler.urls:
-            asked = outcome(from_main(attempt(self._ask_servers) if world.is_main else None))
+            asked = unwrap(from_main(catch(self._ask_servers) if world.is_main else None))
             self._servers, self._base = asked
         self.conversations = make_player(config, renderer, log_dir)
 

@@ -223,7 +223,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
         return self.mine(self.deal(arranged, size))
 
     def deal(self, arranged: list[Example], size: Size) -> list[list[list[Example]]]:
-        """Deal ``arranged``, the output of ``arrange``, to the ranks: [turn][rank] lists of examples."""
+        """Deal ``arranged``, the output of ``arrange``, to the ranks: [slot][rank] lists of examples."""
         joined = self.packing, self.shares_prompts
         return deal(arranged, self.world.size, size, self.rows_per_example, *joined, self.work)
 
@@ -232,10 +232,10 @@ class BasicTrainer(ABC, Generic[Prepared]):
         """Return what rows cost in a step of these settings, by which they are dealt to several ranks."""
         return Work.of(architecture)
 
-    def mine(self, turns: list[list[list[Example]]]) -> list[Microbatch]:
-        """Return this rank's microbatches of the dealt ``turns``, on the device."""
+    def mine(self, slots: list[list[list[Example]]]) -> list[Microbatch]:
+        """Return this rank's microbatches of the dealt ``slots``, on the device."""
         rank, device = self.world.rank, self.world.device
-        return [microbatch(turn[rank], device, self.packing, self.shares_prompts) for turn in turns]
+        return [microbatch(slot[rank], device, self.packing, self.shares_prompts) for slot in slots]
 
     def upcoming(
         self, segment: Segment, position: int, step: int, since: int | None = None
@@ -255,8 +255,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
         """Run one optimizer update on one global batch (this rank's microbatches) and return its record."""
         at = self.progress
         batch = segment.batch(at.position)
-        turns = self.deal(self.arrange(batch), self.micro_size)
-        micros = self.mine(turns)
+        slots = self.deal(self.arrange(batch), self.micro_size)
+        micros = self.mine(slots)
         self.microbatches_of_step = len(micros)
         denominator = self.loss_denominator(batch)
         meters = Meters()
@@ -300,7 +300,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
             "step": at.step,
             "lr": lr,
             "reference_step": reference_step if self.config.has_reference else None,
-            "token_balance": token_balance(turns, self.packing, self.shares_prompts),
+            "token_balance": token_balance(slots, self.packing, self.shares_prompts),
         }
         return self._advance(StepRecord(known, meters.reduce(), batch, token_count(batch)))
 

@@ -101,14 +101,14 @@ class ArmoRMHead:
         self.end_id = end_id
         """the end-of-turn token"""
 
-    def empty(self, found: PretrainedConfig) -> PreTrainedModel:
-        if not isinstance(found, LlamaConfig):
+    def empty(self, hf_config: PretrainedConfig) -> PreTrainedModel:
+        if not isinstance(hf_config, LlamaConfig):
             raise ConfigError(
                 "reward.armorm.name_or_path",
-                found.name_or_path,
-                f"is a {found.model_type}, not ArmoRM's Llama",
+                hf_config.name_or_path,
+                f"is a {hf_config.model_type}, not ArmoRM's Llama",
             )
-        return ArmoRM(found)
+        return ArmoRM(hf_config)
 
     def load(self, path: str, config: RewardModelConfig) -> tuple[PreTrainedModel, set[str]]:
         loaded: Any = ArmoRM.from_pretrained(

@@ -33,7 +33,7 @@ from data.templates import load_template
 from data.types import Completion, Prompt
 from data.types import Sequence as Row
 from models.pretrained import not_found, reachable
-from models.ranks import Ranks, alone
+from models.ranks import Ranks, map_locally
 from models.weight_files import read_header
 from rollouts.rewards.base import Missing
 
@@ -53,7 +53,7 @@ class Place:
 class RewardHead(Protocol):
     """The part in which kinds of reward model differ."""
 
-    def empty(self, found: PretrainedConfig) -> PreTrainedModel:
+    def empty(self, hf_config: PretrainedConfig) -> PreTrainedModel:
         """Build a model of this architecture, within ``init_empty_weights``. Raises ConfigError if there is
         none."""
 
@@ -131,12 +131,15 @@ class ModelReward:
         self.metrics: dict[str, float] = {}
         self.log_dir: Path | None = None
         self._model: PreTrainedModel | None = None
-        self._of_batches = alone(self._of_batch)
+        self._of_batches = map_locally(self._of_batch)
         self._free: Callable[[None], None] = self._off_device
 
     def share_over(self, ranks: Ranks) -> None:
         """Share the scoring as in ``Reward.share_over``."""
-        self._of_batches, self._free = ranks.dealt(self._of_batch), ranks.together(self._off_device)
+        self._of_batches, self._free = (
+            ranks.map_over_ranks(self._of_batch),
+            ranks.collective(self._off_device),
+        )
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
         verdicts: list[float | Missing] = []
@@ -206,14 +209,14 @@ class Classifier:
     """Any sequence classifier with one label, as transformers computes it: pooled at the last token that is
     not padding."""
 
-    def empty(self, found: PretrainedConfig) -> PreTrainedModel:
+    def empty(self, hf_config: PretrainedConfig) -> PreTrainedModel:
         require(
-            type(found) in AutoModelForSequenceClassification._model_mapping,
+            type(hf_config) in AutoModelForSequenceClassification._model_mapping,
             "reward.classifier.name_or_path",
-            found.name_or_path,
-            f"is a {found.model_type}, of which transformers has no sequence classifier",
+            hf_config.name_or_path,
+            f"is a {hf_config.model_type}, of which transformers has no sequence classifier",
         )
-        model: PreTrainedModel = AutoModelForSequenceClassification.from_config(found)
+        model: PreTrainedModel = AutoModelForSequenceClassification.from_config(hf_config)
         return model
 
     def load(self, path: str, config: RewardModelConfig) -> tuple[PreTrainedModel, set[str]]:

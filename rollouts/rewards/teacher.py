@@ -31,7 +31,7 @@ from data.types import Completion, Prompt
 from data.types import Sequence as Row
 from models.policy import Policy, causal_lm
 from models.pretrained import check_model, load_policy, load_tokenizer
-from models.ranks import Ranks, alone
+from models.ranks import Ranks, map_locally
 from models.reference import score
 from rollouts.rewards.base import Missing
 from rollouts.rewards.endpoint import Endpoint, FailedError, is_logprob
@@ -140,12 +140,15 @@ class LocalTeacher(Teacher):
         text = check_model(self.config).get_text_config()
         self.positions = getattr(text, "max_position_embeddings", None) or math.inf
         self._policy: Policy | None = None
-        self._of_batches = alone(self._of_batch)
+        self._of_batches = map_locally(self._of_batch)
         self._free: Callable[[None], None] = self._off_device
 
     def share_over(self, ranks: Ranks) -> None:
         """Share the scoring as in ``Reward.share_over``. The batches are the same as in a single process."""
-        self._of_batches, self._free = ranks.dealt(self._of_batch), ranks.together(self._off_device)
+        self._of_batches, self._free = (
+            ranks.map_over_ranks(self._of_batch),
+            ranks.collective(self._off_device),
+        )
 
     def logprobs(self, samples: Sequence[Sample]) -> list[Sequence[float] | Missing]:
         found: list[Sequence[float] | Missing] = [()] * len(samples)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from models.adapters import adapter_state, export_adapters, stirred
+from models.adapters import adapter_state, export_adapters, perturbed
 from models.distributed import local, shard
 from models.policy import decoder_blocks
 from models.pretrained import load_policy
@@ -27,7 +27,7 @@ def noisy(rank: int, ranks: int, store: str, folder: str) -> None:
     rows = batch()
     plain = score(policy, rows)
     before = {name: local(p.detach()).clone() for name, p in policy.named_parameters()}
-    with stirred(policy):
+    with perturbed(policy):
         scores, state = score(policy, rows), adapter_state(policy)
     assert not torch.equal(scores, plain)
     assert torch.equal(score(policy, rows), plain), "and no trace is left of it"

@@ -122,7 +122,7 @@ def die(rank: int, ranks: int, store: str, folder: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return item
 
-    each = line.dealt(work)
+    each = line.map_over_ranks(work)
     try:
         line.run_on_main(lambda: each(list(range(10))))
     except StoppedError:
@@ -142,7 +142,7 @@ def fall(rank: int, ranks: int, store: str, folder: str, which: str) -> None:
                 raise MemoryError("no room for the weights")
             dist.all_reduce(torch.zeros(1))
 
-    send = line.together(gathers)
+    send = line.collective(gathers)
     try:
         line.run_on_main(lambda: send(None))
     except UserError as error:

@@ -110,7 +110,7 @@ def test_a_rank_that_fails_in_a_step_says_why_to_all(tmp_path):
 
 
 def test_every_item_once_and_in_order_by_one_process():
-    each = Ranks(start()).dealt(lambda item: item * item)
+    each = Ranks(start()).map_over_ranks(lambda item: item * item)
     assert each([3, 1, 2]) == [9, 1, 4] and each([]) == []
 
 

@@ -24,7 +24,7 @@ from rollouts import transfer
 from rollouts.conversations import Conversations
 from rollouts.probe import check_probe
 from rollouts.samplers import SamplingSettings
-from rollouts.transfer import HEAD, Patient, SharedMemory, Source
+from rollouts.transfer import HEAD, DeferredErrors, SharedMemory, Source
 from rollouts.vllm_sampler import VllmSampler, installed
 from tests.programs import until, writers
 from tests.tiny import make_config
@@ -282,7 +282,7 @@ def test_weights_from_memory_are_those_from_a_folder_and_nothing_is_written(
         pids = (os.getpid(), *writers(sampler._workers[0].log))
         before = [written_by(pid) for pid in pids]
         world.version += 1
-        patient = Patient(sampler, str(world.version))
+        patient = DeferredErrors(sampler, str(world.version))
         SharedMemory(patient, source, start()).send_weights()
         patient.check()
         assert len(pids) == 2

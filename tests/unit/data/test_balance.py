@@ -70,20 +70,20 @@ def test_ranks_are_within_five_percent_unless_one_item_forbids_it(ranks, spread)
 @example([1] * 5, 1, 4)
 @given(COSTS, st.integers(1, 6), st.integers(1, 5))
 def test_every_item_has_its_turn_and_turns_are_as_few_as_can_be(costs, ranks, size):
-    turns = in_turns(costs, ranks, size)
-    assert sorted(i for turn in turns for share in turn for i in share) == list(range(len(costs)))
-    assert len(turns) == -(-len(costs) // (ranks * size)) and all(len(turn) == ranks for turn in turns)
-    assert all(len(share) <= size for turn in turns for share in turn)
-    counts = [sum(map(len, turn)) for turn in turns]
+    slots = in_turns(costs, ranks, size)
+    assert sorted(i for slot in slots for share in slot for i in share) == list(range(len(costs)))
+    assert len(slots) == -(-len(costs) // (ranks * size)) and all(len(slot) == ranks for slot in slots)
+    assert all(len(share) <= size for slot in slots for share in slot)
+    counts = [sum(map(len, slot)) for slot in slots]
     assert counts[:-1] == counts[:1] * (len(counts) - 1) and 0 < counts[-1] <= counts[0]
-    assert counts[0] < ranks + len(costs) / len(turns), "the mean, to the next that all ranks share alike"
-    assert max(costs) in [costs[i] for share in turns[0] for i in share], "the longest comes first"
-    assert in_turns(list(costs), ranks, size) == turns
+    assert counts[0] < ranks + len(costs) / len(slots), "the mean, to the next that all ranks share alike"
+    assert max(costs) in [costs[i] for share in slots[0] for i in share], "the longest comes first"
+    assert in_turns(list(costs), ranks, size) == slots
 
 
-def waited(turns: list[list[list[int]]], costs: list[int]) -> int:
+def waited(slots: list[list[list[int]]], costs: list[int]) -> int:
     """Tokens that the ranks wait for."""
-    loads = [loads_of(turn, costs) for turn in turns]
+    loads = [loads_of(slot, costs) for slot in slots]
     return sum(max(of) * len(of) - sum(of) for of in loads)
 
 
@@ -92,8 +92,8 @@ def test_a_turn_takes_short_items_in_where_its_ranks_would_wait_for_a_long_one(r
     rng, half, found, plain, whole = np.random.default_rng(size), ranks * size, 0, 0, 0
     for _ in range(5):
         costs = sorted((int(c) for c in np.exp(rng.normal(6, 0.6, 2 * half))), reverse=True)
-        turns = [costs[:half], costs[half:]]
-        plain += sum(waited([partition(turn, ranks, size)], turn) for turn in turns)
+        slots = [costs[:half], costs[half:]]
+        plain += sum(waited([partition(slot, ranks, size)], slot) for slot in slots)
         found, whole = found + waited(in_turns(costs, ranks, size), costs), whole + sum(costs)
     assert found < 0.8 * plain and whole / (whole + found) > least
 
@@ -113,10 +113,10 @@ def test_the_balance_is_the_share_of_time_in_which_no_rank_waits():
         Example("x", (row(1, n - 1),), mismatched=m)
         for n, m in ((10, None), (4, None), (6, row(1, 1)), (8, None))
     )
-    turns = [[[a], [b, c]], [[d], [b]]]
-    assert math.isclose(token_balance(turns, packed=True), ((10 + 12) + (8 + 4)) / 2 / (12 + 8))
+    slots = [[[a], [b, c]], [[d], [b]]]
+    assert math.isclose(token_balance(slots, packed=True), ((10 + 12) + (8 + 4)) / 2 / (12 + 8))
     # rank 1 computes two rows of 6 on a grid, and the mismatched row by itself
-    assert math.isclose(token_balance(turns, packed=False), ((10 + 14) + (8 + 4)) / 2 / (14 + 8))
+    assert math.isclose(token_balance(slots, packed=False), ((10 + 14) + (8 + 4)) / 2 / (14 + 8))
     assert (
         token_balance([[[a, b]], [[c]]], packed=False) == token_balance([[[a, b]], [[c]]], packed=True) == 1.0
     )
@@ -136,17 +136,17 @@ def test_what_examples_cost_is_in_proportion_to_their_operations(scored):
 @pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
 @pytest.mark.parametrize(("ranks", "least"), [(8, 0.95), (64, 0.9)])
 def test_ranks_have_as_many_operations_where_the_longest_row_allows_it(kind, loss, ranks, least):
-    for size, turns in ((8, 1), (4, 2)):
-        found = measure(pairs_of(kind, 1024, 4096), loss, ranks, size, turns, 4096, batches=1)
+    for size, slots in ((8, 1), (4, 2)):
+        found = measure(pairs_of(kind, 1024, 4096), loss, ranks, size, slots, 4096, batches=1)
         assert found.after >= min(least, 0.97 * found.possible)
 
 
 @pytest.mark.parametrize("kind", DRAWN)
 @pytest.mark.parametrize("ranks", [1, 8, 16])
 def test_mismatched_rows_take_no_further_microbatches(kind, ranks):
-    """They cost time and no memory: a budget's turns are as few as its tokens allow."""
+    """They cost time and no memory: a budget's slots are as few as its tokens allow."""
     batch = batch_of(pairs_of(kind, 1024, 4096), "kto", 32 * ranks, 4096, np.random.default_rng(ranks))
     work = Work.of(COMPUTED, other=1 / 3)
-    turns = deal(batch, ranks, Tokens(8192), 1, work=work)
-    assert len(turns) == -(-sum(map(row_tokens, batch)) // (8192 * ranks))
-    assert busy(turns, work, False)[0] >= 0.95
+    slots = deal(batch, ranks, Tokens(8192), 1, work=work)
+    assert len(slots) == -(-sum(map(row_tokens, batch)) // (8192 * ranks))
+    assert busy(slots, work, False)[0] >= 0.95

@@ -93,11 +93,11 @@ def test_a_cut_loses_nothing_and_gives_every_rank_as_many_microbatches(n, ranks,
 
 
 def slices(batch: list[Example], ranks: int, size: int) -> list[list[list[Example]]]:
-    """Slices of the batch sorted by its longest rows, [turn][rank]; a list that stays empty is filled up."""
+    """Slices of the batch sorted by its longest rows, [slot][rank]; a list that stays empty is filled up."""
     by_length = sorted(batch, key=lambda e: -max(len(row) for row in e.rows))
-    turns = -(-len(by_length) // (size * ranks))
-    each = -(-len(by_length) // (turns * ranks))
-    firsts = [[(turn * ranks + rank) * each for rank in range(ranks)] for turn in range(turns)]
+    slots = -(-len(by_length) // (size * ranks))
+    each = -(-len(by_length) // (slots * ranks))
+    firsts = [[(slot * ranks + rank) * each for rank in range(ranks)] for slot in range(slots)]
     return [[by_length[first : first + each] for first in of] for of in firsts]
 
 
@@ -113,13 +113,13 @@ def test_padded_rows_and_a_single_rank_are_dealt_in_slices_by_length(lengths, wo
         [Example(str(i), (row(p, a), row(p, b))) for i, (p, a, b) in enumerate(lengths)],
     )
     found = deal(batch, ranks, size, 2, packed)
-    assert [[[e.prompt_id for e in part if e.prompt_id] for part in turn] for turn in found] == [
-        [[e.prompt_id for e in part] for part in turn] for turn in slices(batch, ranks, size)
+    assert [[[e.prompt_id for e in part if e.prompt_id] for part in slot] for slot in found] == [
+        [[e.prompt_id for e in part] for part in slot] for slot in slices(batch, ranks, size)
     ]
 
 
 def test_the_ranks_of_a_turn_have_as_many_tokens_where_rows_are_packed():
-    """Pairs of log-normal lengths, the mismatched row beside them, 4 a rank and turn."""
+    """Pairs of log-normal lengths, the mismatched row beside them, 4 a rank and slot."""
     rng = np.random.default_rng(3)
     for ranks in (2, 8, 16, 32):
         lengths = np.clip(np.exp(rng.normal(5, 0.7, (8 * ranks, 3))), 5, 2000).astype(int)
@@ -127,15 +127,15 @@ def test_the_ranks_of_a_turn_have_as_many_tokens_where_rows_are_packed():
             Example(str(i), (row(p, a), row(p, b)), mismatched=row(p, a))
             for i, (p, a, b) in enumerate(lengths)
         ]
-        turns = deal(batch, ranks, 4, 2)
-        assert len(turns) == 2 and all(len(part) == 4 for turn in turns for part in turn)
-        for turn in turns:
-            loads = [sum(example_tokens(e) for e in part) for part in turn]
+        slots = deal(batch, ranks, 4, 2)
+        assert len(slots) == 2 and all(len(part) == 4 for slot in slots for part in slot)
+        for slot in slots:
+            loads = [sum(example_tokens(e) for e in part) for part in slot]
             assert np.mean(loads) / max(loads) > 0.95
             assert loads[0] == max(loads), "rank 0 has most"
         assert token_balance(deal(batch, ranks, 4, 2, packed=False), packed=True) < 0.9
         assert [cut(batch, rank, ranks, 4, 2) for rank in range(ranks)] == [
-            [turn[rank] for turn in turns] for rank in range(ranks)
+            [slot[rank] for slot in slots] for rank in range(ranks)
         ]
 
 
@@ -194,27 +194,27 @@ def test_row_identity_is_of_prompt_and_completion_apart():
 )
 def test_a_token_budget_takes_turns_until_no_share_is_above_it(lengths, ranks, most, packed):
     batch = [Example(str(i), (row(p, a), row(p, b))) for i, (p, a, b) in enumerate(lengths)]
-    turns = deal(batch, ranks, Tokens(most), 2, packed)
-    assert all(len(turn) == ranks for turn in turns)
-    assert all(share_tokens(share, packed) <= most for turn in turns for share in turn)
-    given = [e.prompt_id for turn in turns for share in turn for e in share if e.prompt_id]
+    slots = deal(batch, ranks, Tokens(most), 2, packed)
+    assert all(len(slot) == ranks for slot in slots)
+    assert all(share_tokens(share, packed) <= most for slot in slots for share in slot)
+    given = [e.prompt_id for slot in slots for share in slot for e in share if e.prompt_id]
     assert sorted(given) == sorted(e.prompt_id for e in batch)
     fewest = -(-sum(map(row_tokens, batch)) // (ranks * most))
-    assert len(turns) >= fewest and (not packed or len(turns) <= 2 * fewest + 1)
+    assert len(slots) >= fewest and (not packed or len(slots) <= 2 * fewest + 1)
 
 
 def test_rows_of_many_lengths_need_fewer_turns_by_tokens_than_by_count():
-    """A batch of log-normal lengths: as few turns as its tokens need, or one more; by count, for the same
+    """A batch of log-normal lengths: as few slots as its tokens need, or one more; by count, for the same
     memory, more."""
     rng = np.random.default_rng(5)
     lengths = np.clip(np.exp(rng.normal(5, 0.8, (256, 3))), 5, 2000).astype(int)
     batch = [Example(str(i), (row(p, a), row(p, b))) for i, (p, a, b) in enumerate(lengths)]
     most, total = 8192, sum(map(row_tokens, batch))
-    turns = deal(batch, 8, Tokens(most), 2)
-    assert len(turns) <= -(-total // (8 * most)) + 1
+    slots = deal(batch, 8, Tokens(most), 2)
+    assert len(slots) <= -(-total // (8 * most)) + 1
     cuts = [deal(batch, 8, size, 2) for size in range(32, 0, -1)]
-    by_count = next(cut for cut in cuts if max(share_tokens(s, True) for turn in cut for s in turn) <= most)
-    assert len(by_count) > len(turns)
+    by_count = next(cut for cut in cuts if max(share_tokens(s, True) for slot in cut for s in slot) <= most)
+    assert len(by_count) > len(slots)
 
 
 def test_an_example_above_the_budget_is_no_microbatch():

@@ -84,11 +84,11 @@ def groups(sizes: list[int]) -> list[Example]:
 
 
 def dealt(batch: list[Example], ranks: int, size: int | Tokens) -> list[list[list[Example]]]:
-    turns = deal(batch, ranks, size, 1, packed=True, shared=True)
-    names = Counter((e.prompt_id, e.label) for turn in turns for part in turn for e in part if e.prompt_id)
+    slots = deal(batch, ranks, size, 1, packed=True, shared=True)
+    names = Counter((e.prompt_id, e.label) for slot in slots for part in slot for e in part if e.prompt_id)
     assert names == Counter((e.prompt_id, e.label) for e in batch), "every example once"
-    assert all(len(turn) == ranks and any(e.prompt_id for part in turn for e in part) for turn in turns)
-    return turns
+    assert all(len(slot) == ranks and any(e.prompt_id for part in slot for e in part) for slot in slots)
+    return slots
 
 
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=12)
@@ -97,15 +97,15 @@ SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=12)
 @given(SIZES, st.sampled_from([1, 2, 4]), st.integers(1, 12))
 def test_by_count_nothing_is_lost_and_no_microbatch_is_larger(sizes, ranks, size):
     batch = groups(sizes)
-    turns = dealt(batch, ranks, size)
-    assert len(turns) <= -(-len(batch) // (ranks * size))
-    assert all(0 < len(part) <= size for turn in turns for part in turn)
+    slots = dealt(batch, ranks, size)
+    assert len(slots) <= -(-len(batch) // (ranks * size))
+    assert all(0 < len(part) <= size for slot in slots for part in slot)
 
 
 @given(SIZES, st.sampled_from([1, 2, 4]), st.integers(18, 80))
 def test_by_tokens_no_microbatch_computes_more(sizes, ranks, most):
-    turns = dealt(groups(sizes), ranks, Tokens(most))
-    assert all(share_tokens(part, packed=True, shared=True) <= most for turn in turns for part in turn)
+    slots = dealt(groups(sizes), ranks, Tokens(most))
+    assert all(share_tokens(part, packed=True, shared=True) <= most for slot in slots for part in slot)
 
 
 def test_a_budget_holds_more_where_prompts_are_shared():
@@ -118,20 +118,20 @@ def test_a_budget_holds_more_where_prompts_are_shared():
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_groups_that_fit_stay_together_and_ranks_have_as_much_to_do(ranks):
     batch = groups([8] * 16)
-    turns = dealt(batch, ranks, 16)
-    for turn in turns:
-        for part in turn:
+    slots = dealt(batch, ranks, 16)
+    for slot in slots:
+        for part in slot:
             assert set(Counter(e.prompt_id for e in part).values()) == {8}
-    assert token_balance(turns, packed=True, shared=True) > (0.9 if ranks > 1 else 0.999)
-    assert sum(part_tokens(p, True, True) for turn in turns for p in turn) < sum(
+    assert token_balance(slots, packed=True, shared=True) > (0.9 if ranks > 1 else 0.999)
+    assert sum(part_tokens(p, True, True) for slot in slots for p in slot) < sum(
         len(e.rows[0]) for e in batch
     )
 
 
 def test_a_group_larger_than_a_microbatch_is_cut():
-    turns = dealt(groups([57]), 2, 16)
-    counts = [len(part) for turn in turns for part in turn]
-    assert len(turns) == 2 and max(counts) <= 16 and sum(counts) == 57
+    slots = dealt(groups([57]), 2, 16)
+    counts = [len(part) for slot in slots for part in slot]
+    assert len(slots) == 2 and max(counts) <= 16 and sum(counts) == 57
 
 
 @pytest.mark.parametrize("kind", DRAWN)
@@ -141,8 +141,8 @@ def test_a_step_takes_no_longer_than_without_sharing(kind, ranks, size):
     work, count = Work.of(COMPUTED), ranks * (size if isinstance(size, int) else 32)
     batch = batch_of(pairs_of(kind, 512, 4096), "grpo", count, 4096, np.random.default_rng(ranks))
     batch = [replace(example, label=float(i)) for i, example in enumerate(batch)]
-    turns = deal(batch, ranks, size, 1, shared=True, work=work)
-    assert sorted(e.label for turn in turns for part in turn for e in part if e.prompt_id) == [*range(count)]
+    slots = deal(batch, ranks, size, 1, shared=True, work=work)
+    assert sorted(e.label for slot in slots for part in slot for e in part if e.prompt_id) == [*range(count)]
     alone, before = busy(deal(batch, ranks, size, 1, work=work), work, False)
-    even, took = busy(turns, work, True)
+    even, took = busy(slots, work, True)
     assert took <= before and even > 0.9 * alone

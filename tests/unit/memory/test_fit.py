@@ -146,9 +146,9 @@ def test_a_run_takes_the_cut_of_a_small_card(tmp_path, monkeypatch, capsys, quic
     passes: list[int] = []
 
     def counted(*arguments: Any) -> list[list[list[Example]]]:
-        turns = deal(*arguments)
-        passes.append(len(turns))
-        return turns
+        slots = deal(*arguments)
+        passes.append(len(slots))
+        return slots
 
     monkeypatch.setattr("trainers.basic.deal", counted)
     plain = go("one_pass")

@@ -16,7 +16,7 @@ from models.adapters import (
     adapter_folder,
     adapter_state,
     export_adapters,
-    stirred,
+    perturbed,
 )
 from tests.tiny import tiny_policy
 from tests.unit.models.test_lora import load, model_of, perturb
@@ -69,17 +69,17 @@ def test_noise_shows_that_adapters_are_read_and_leaves_no_trace(tmp_path):
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
     plain = policy(batch())
     assert torch.equal(plain, tiny_policy()(batch())), "fresh adapters show nothing"
-    with stirred(policy):
+    with perturbed(policy):
         noisy = policy(batch())
         state = adapter_state(policy)
     difference = (noisy - plain).detach().abs()
     assert 0.05 < float(difference.mean()) < 3.0, "above bfloat16's rounding, and still a language model's"
     assert all(tensor.any() for tensor in state.values())
     assert all(torch.equal(p, before[name]) for name, p in policy.named_parameters())
-    with stirred(policy):
+    with perturbed(policy):
         assert torch.equal(policy(batch()), noisy), "the same noise, so that replicas have the same"
     for module in LINEAR:  # each of them is missed where it is left out
-        with stirred(policy):
+        with perturbed(policy):
             for name, parameter in policy.named_parameters():
                 if f"{module}.lora_B" in name:
                     parameter.data.zero_()

@@ -24,7 +24,7 @@ from data.batches import FILL, collate
 from models import policy as policy_module
 from models.distributed import shard, start
 from models.export import export, full_state
-from models.policy import checkpoint_activations, decoder_blocks, keep_dear
+from models.policy import checkpoint_activations, decoder_blocks, keep_expensive
 from models.pretrained import check_model, export_dtype, load_policy, load_tokenizer, resolve_model_path
 from tests.tiny import ROOT, VOCABULARY, random_row, tiny_llama, tiny_policy
 
@@ -176,7 +176,7 @@ def test_what_is_recomputed_is_what_was_computed(run, how, pack):
 def test_a_recomputation_that_asks_again_hears_what_the_forward_heard(monkeypatch):
     """torch 2.11 asks in both, and a Llama's block has an odd number of products."""
     monkeypatch.setattr(policy_module, "create_selective_checkpoint_contexts", lambda asked: asked)
-    asked, product = keep_dear(), torch.ops.aten.mm.default
+    asked, product = keep_expensive(), torch.ops.aten.mm.default
     heard = [
         [asked(SelectiveCheckpointContext(is_recompute=again), product) for _ in range(7)]
         for again in (False, True)

@@ -16,7 +16,7 @@ from common.worker_process import ROOT, WorkerError
 from config.schema_sampler import SamplerConfig
 from models.distributed import start
 from rollouts import transfer
-from rollouts.transfer import HEAD, Patient, SharedMemory, Source, chosen, parts, shared, trainer_info
+from rollouts.transfer import HEAD, DeferredErrors, SharedMemory, Source, chosen, parts, shared, trainer_info
 from rollouts.vllm_sampler import VllmSampler, installed
 
 WEIGHTS = {
@@ -67,7 +67,7 @@ class Receiver:
 def sent(client, monkeypatch, most: int = 10**9) -> Source:
     monkeypatch.setattr(transfer, "PART_BYTES", most)
     source = Source(WEIGHTS.items)
-    patient = Patient(client, "7")
+    patient = DeferredErrors(client, "7")
     SharedMemory(patient, source, start()).send_weights()
     patient.check()
     return source
@@ -112,7 +112,7 @@ def test_an_error_waits_until_all_weights_were_gone_through(monkeypatch):
     source = Source(
         lambda: ((name, tensor, gone_through.append(name))[:2] for name, tensor in WEIGHTS.items())
     )
-    patient = Patient(client := Receiver(fails_at=2))
+    patient = DeferredErrors(client := Receiver(fails_at=2))
     SharedMemory(patient, source, start()).send_weights()
     assert gone_through == list(WEIGHTS) and len(client.paths) == 2 and "finish" not in client.calls
     with pytest.raises(WorkerError, match="gone"):
@@ -170,7 +170,7 @@ def test_vllms_own_backends_are_made_with_what_they_take():
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferInitInfo
     from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
 
-    assert isinstance(Patient(None), VLLMWeightSyncClient)
+    assert isinstance(DeferredErrors(None), VLLMWeightSyncClient)
     for backend in ("ipc", "nccl"):
         info = trainer_info(backend, 0, 4, "10.0.0.1")
         assert info.backend == backend in WeightTransferTrainerFactory._registry

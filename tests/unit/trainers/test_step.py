@@ -105,7 +105,7 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(tmp_path, loss):
         assert trainer.packing == (ranks > 1 or share) and len(micros) % ranks == 0
         assert any(micro.sequences.packed and micro.sequences.packed.shares for micro in micros) == share
         if tokens is not None:
-            assert len(micros) > ranks, "more than one turn"
+            assert len(micros) > ranks, "more than one slot"
             assert max(share_tokens(micro.examples, trainer.packing, share) for micro in micros) <= tokens
         scorer = trainer.scorer_with(other, trainer.scorer.humanline)
         found = trainer.prepare([(0, micro) for micro in micros], scorer)
@@ -135,9 +135,9 @@ def test_a_step_says_how_evenly_its_tokens_lie_on_the_ranks(tmp_path):
         trainer.micro_size //= ranks
         trainer.reference.refresh(trainer.policy, 0, trainer.upcoming(segment, 0, 0))
         found.append(trainer.step(segment).known["token_balance"])
-    turns = deal(trainer.arrange(segment.batch(0)), 2, 4, 1, work=trainer.work)
-    loads = [[sum(example_tokens(e) for e in part) for part in turn] for turn in turns]
-    assert all(e.mismatched is not None for turn in turns for part in turn for e in part)
+    slots = deal(trainer.arrange(segment.batch(0)), 2, 4, 1, work=trainer.work)
+    loads = [[sum(example_tokens(e) for e in part) for part in slot] for slot in slots]
+    assert all(e.mismatched is not None for slot in slots for part in slot for e in part)
     assert found == [1.0, *[sum(map(sum, loads)) / 2 / sum(map(max, loads))] * 2]
 
 
@@ -236,7 +236,7 @@ def test_nothing_stale_after_a_no_grad_forward(again):
 
 @pytest.mark.parametrize("more", [[], ["model.dtype=bfloat16"], ["model.reshard_after_forward=false"]])
 def test_one_rank_adds_gradients_up_as_if_each_turn_were_reduced(tmp_path, monkeypatch, more):
-    """The same bits: FSDP's copy of every turn's gradients, added up there, is the slow twin."""
+    """The same bits: FSDP's copy of every slot's gradients, added up there, is the slow twin."""
     found, syncs = [], []
     sync = FSDPModule.set_requires_gradient_sync
 
@@ -245,8 +245,8 @@ def test_one_rank_adds_gradients_up_as_if_each_turn_were_reduced(tmp_path, monke
         sync(policy, needed, **other)
 
     monkeypatch.setattr(FSDPModule, "set_requires_gradient_sync", noted)
-    for turns in (basic.reduced_once, lambda policy, world, turns: iter(turns)):
-        monkeypatch.setattr(basic, "reduced_once", turns)
+    for slots in (basic.reduced_once, lambda policy, world, slots: iter(slots)):
+        monkeypatch.setattr(basic, "reduced_once", slots)
         config = engine_config(
             tmp_path, "dpo", "model.batch_size=8", "model.gradient_accumulation_steps=4", *more
         )
