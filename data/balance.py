@@ -118,7 +118,7 @@ def _of_rows(rows: list[Sequence], packed: bool, shared: bool) -> int:
     return sum(lengths) if packed else len(lengths) * max(lengths, default=0)
 
 
-def in_turns(costs: Seq[int], ranks: int, size: int) -> list[Shares]:
+def in_slots(costs: Seq[int], ranks: int, size: int) -> list[Shares]:
     """Return indices into ``costs`` (each at least 1) as [slot][rank], in as few slots as possible with at
     most ``size`` items per rank and slot, and with about as many items in every slot. The same costs give the
     same result.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from config.schema_model import ModelConfig
-from data.balance import TOKENS, Work, in_turns, row_tokens, share_tokens, within
+from data.balance import TOKENS, Work, in_slots, row_tokens, share_tokens, within
 from data.bundles import deal_together
 from data.examples import ExampleGroups, columns_of
 from data.sharing import own_tokens, prompt_owners
@@ -163,7 +163,7 @@ def _apart(batch: Seq[Example], ranks: int, size: Size, work: Work) -> list[list
     elif ranks == 1:
         return _slices(batch, ranks, size)
     else:
-        shares = in_turns(costs, ranks, size)
+        shares = in_slots(costs, ranks, size)
     return [[[batch[i] for i in share] for share in slot] for slot in shares]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.balance import COMPUTED, DRAWN, batch_of, busy, measure, pairs_of
 from benchmarks.floor import floor
-from data.balance import CLOSE, Work, example_tokens, in_turns, partition, row_tokens, token_balance
+from data.balance import CLOSE, Work, example_tokens, in_slots, partition, row_tokens, token_balance
 from data.batches import Tokens, deal
 from data.types import Example, Sequence
 
@@ -69,8 +69,8 @@ def test_ranks_are_within_five_percent_unless_one_item_forbids_it(ranks, spread)
 
 @example([1] * 5, 1, 4)
 @given(COSTS, st.integers(1, 6), st.integers(1, 5))
-def test_every_item_has_its_turn_and_turns_are_as_few_as_can_be(costs, ranks, size):
-    slots = in_turns(costs, ranks, size)
+def test_every_item_has_its_slot_and_slots_are_as_few_as_can_be(costs, ranks, size):
+    slots = in_slots(costs, ranks, size)
     assert sorted(i for slot in slots for share in slot for i in share) == list(range(len(costs)))
     assert len(slots) == -(-len(costs) // (ranks * size)) and all(len(slot) == ranks for slot in slots)
     assert all(len(share) <= size for slot in slots for share in slot)
@@ -78,7 +78,7 @@ def test_every_item_has_its_turn_and_turns_are_as_few_as_can_be(costs, ranks, si
     assert counts[:-1] == counts[:1] * (len(counts) - 1) and 0 < counts[-1] <= counts[0]
     assert counts[0] < ranks + len(costs) / len(slots), "the mean, to the next that all ranks share alike"
     assert max(costs) in [costs[i] for share in slots[0] for i in share], "the longest comes first"
-    assert in_turns(list(costs), ranks, size) == slots
+    assert in_slots(list(costs), ranks, size) == slots
 
 
 def waited(slots: list[list[list[int]]], costs: list[int]) -> int:
@@ -94,7 +94,7 @@ def test_a_turn_takes_short_items_in_where_its_ranks_would_wait_for_a_long_one(r
         costs = sorted((int(c) for c in np.exp(rng.normal(6, 0.6, 2 * half))), reverse=True)
         slots = [costs[:half], costs[half:]]
         plain += sum(waited([partition(slot, ranks, size)], slot) for slot in slots)
-        found, whole = found + waited(in_turns(costs, ranks, size), costs), whole + sum(costs)
+        found, whole = found + waited(in_slots(costs, ranks, size), costs), whole + sum(costs)
     assert found < 0.8 * plain and whole / (whole + found) > least
 
 
