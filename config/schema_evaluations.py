@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from common.errors import ConfigError, one_of, require
+from common.errors import ConfigError, DataError, UserError, one_of, require
 from config.files import group_file
 from config.schema_data import DataConfig
 from config.typed import typed
@@ -143,8 +143,10 @@ def _typed(key: str, found: dict[str, Any]) -> DataConfig:
         raise of_set(key, error) from error
 
 
-def of_set(key: str, error: ConfigError) -> ConfigError:
+def of_set(key: str, error: ConfigError | DataError) -> UserError:
     """Return an error about ``data`` as an error about the set ``key`` of ``evaluations``."""
+    if isinstance(error, DataError):
+        return DataError(f"{key}: {error}")
     if error.key == key:
         return error
     section, _, word = error.key.removeprefix(f"{key}.").rpartition(".")

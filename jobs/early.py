@@ -9,7 +9,7 @@ from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 
-from common.errors import ConfigError, UserError, require
+from common.errors import ConfigError, DataError, UserError, require
 from common.imports import check_importable
 from common.versions import refusal
 from config.schema import Config
@@ -58,7 +58,7 @@ def check_early(config: Config, name: str) -> None:
     for set_name, data in evaluation_sets(config.evaluations, config.data).items():
         try:
             check_found(data, splits=("eval",))
-        except ConfigError as error:
+        except (ConfigError, DataError) as error:
             raise of_set(f"evaluations.{set_name}", error) from error
 
 

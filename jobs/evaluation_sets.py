@@ -59,10 +59,8 @@ def load_evaluation_sets(
         key = f"evaluations.{name}"
         try:
             found.append(_loaded(config, name, data, trainer, renderer, seen))
-        except ConfigError as error:
+        except (ConfigError, DataError) as error:
             raise of_set(key, error) from error
-        except DataError as error:
-            raise DataError(f"{key}: {error}") from error
     _check_ranked(config, found)
     return found
 
