@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from common.progress import pause_together, stopping
+from common.progress import pause, pause_together, stopping
 from models.distributed import gather_objects
 from models.policy import Policy, causal_lm
 from models.rope import reach
@@ -135,7 +135,10 @@ class Decoder:
                     self.synced,
                     **leaving(cache, torch.tensor(stops), torch.from_numpy(most[rows] + width), self.device),
                 )
-                pause_together(now=True)
+                if self.synced:
+                    pause_together(now=True)
+                else:  # one rank alone, or a thread of it beside the training
+                    pause()
                 made = ids[:, width + done :].cpu().numpy()
                 now = done + made.shape[1]
                 tokens[rows, done:now] = made
