@@ -55,10 +55,10 @@ bench-quick: venv  ## a minute's guard: ratios of cost against benchmarks/baseli
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.quick $(ARGS)
 
 real: smollm2    ## gates on a real model: step 0 of each cell, training on a set that must be learned (an hour or more)
-	@$(PY) -m benchmarks.real $(ARGS)
+	@OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive} $(PY) -m benchmarks.real $(ARGS)
 
 real-full: smollm2  ## make real with every loss and variant on the set that must be learned (hours)
-	@$(PY) -m benchmarks.real --full $(ARGS)
+	@OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive} $(PY) -m benchmarks.real --full $(ARGS)
 
 study: venv      ## the paper's comparisons in miniature: MODE=quick (default, minutes) or MODE=full (hours; goes on where it was)
 	@$(PY) -m study $(or $(MODE),quick) $(ARGS)
