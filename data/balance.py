@@ -133,13 +133,13 @@ def in_slots(costs: Seq[int], ranks: int, size: int) -> list[Shares]:
     most = ranks * -(-len(left) // (slots * ranks)) if slots else 0
     out = []
     while left:
-        out.append(_turn(left, min(most, len(left)), costs, ranks, size))
+        out.append(_slot(left, min(most, len(left)), costs, ranks, size))
         taken = {i for share in out[-1] for i in share}
         left = [i for i in left if i not in taken]
     return out
 
 
-def _turn(left: list[int], count: int, costs: Seq[int], ranks: int, size: int) -> Shares:
+def _slot(left: list[int], count: int, costs: Seq[int], ranks: int, size: int) -> Shares:
     """Return ``count`` of the items ``left`` (the longest first), distributed so that ranks wait least
     among the mixtures tried."""
     best: Shares = []
@@ -235,8 +235,8 @@ def evened(
         if found is None:
             break
         here, there = (heaviest, found[0]), found[1:]
-        for slots in (owners, weights) if taken is None else (owners, weights, taken):
-            slots[here], slots[there] = slots[there], slots[here]
+        for table in (owners, weights) if taken is None else (owners, weights, taken):
+            table[here], table[there] = table[there], table[here]
         loads = weights.sum(axis=1)
     order = np.argsort(-loads, kind="stable")
     return [sorted(int(i) for i in owners[p] if i >= 0) for p in order]
@@ -250,7 +250,7 @@ def _best_exchange(
     heaviest: int,
     others: np.ndarray,
 ) -> tuple[int, int, int] | None:
-    """Return (slot of ``heaviest``, one of the ``others``, slot there) of the exchange that leaves the
+    """Return (place in ``heaviest``, one of the ``others``, place there) of the exchange that leaves the
     heavier of the two parts lightest, and neither with more than ``most`` of ``tokens``; None if no exchange
     improves it."""
     best, found = int(loads[heaviest]), None
@@ -258,17 +258,17 @@ def _best_exchange(
         return None
     others = np.sort(others)
     theirs, load = weights[others], loads[others, None]
-    for slot, cost in enumerate(weights[heaviest]):
+    for mine, cost in enumerate(weights[heaviest]):
         given = cost - theirs
         after = np.maximum(loads[heaviest] - given, load + given)
         if tokens is not None:
-            moved, taken = tokens[heaviest, slot] - tokens[others], tokens.sum(axis=1)
+            moved, taken = tokens[heaviest, mine] - tokens[others], tokens.sum(axis=1)
             too_many = (taken[heaviest] - moved > most) | (taken[others, None] + moved > most)
             after = np.where(too_many, best, after)
         at = int(after.argmin())
         if after.flat[at] < best:
             other, place = divmod(at, theirs.shape[1])
-            best, found = int(after.flat[at]), (slot, int(others[other]), place)
+            best, found = int(after.flat[at]), (mine, int(others[other]), place)
     return found
 
 

@@ -65,8 +65,9 @@ def read_suite(named: str) -> Suite:
     parts: dict[Any, Any] = found if isinstance(found, dict) else {}
     commands: Any = parts.get("evaluations")
     average: Any = parts.get("average")
-    good = set(parts) == {"evaluations", "average"} and commands and average
-    require(bool(good), "suite", path, "has evaluations and average, as halos.yaml, and no more")
+    good = set(parts) == {"evaluations", "average"}
+    good = good and all(isinstance(part, dict) and part for part in (commands, average))
+    require(good, "suite", path, "has evaluations and average, as halos.yaml, and no more")
     for name, words in commands.items():
         check_name("suite.evaluations", str(name))
         texts = isinstance(words, list) and all(isinstance(word, str) and "=" in word for word in words)

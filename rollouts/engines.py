@@ -24,21 +24,11 @@ from rollouts.samplers import Answered, EmbeddedSampler, Sample, SamplingSetting
 Facts = dict[str, Any]
 
 
-class Engine(Protocol):
-    """The sampler interface that rounds use. Besides sampling, an engine takes over the policy's weights."""
+class OpenSampler(Protocol):
+    """A sampler that has its weights."""
 
     ranks: Ranks
-    """The ranks, through which those above 0 help to make a round."""
-
-    def publish(self, folder: Path, version: int, keep: bool) -> Facts:
-        """Sample from the policy's current weights from now on. Every rank calls it. ``folder``: for files
-        that have to be written; it may be deleted once the round is sampled. ``keep``: the policy is trained
-        meanwhile, so the weights must be kept for ``reload_weights``. Returns facts to record. Raises
-        WorkerError."""
-
-    def reload_weights(self, folder: Path, version: int) -> None:
-        """Sample from the weights that ``publish`` kept in ``folder``, in a process that has since been
-        killed. Called on rank 0."""
+    """The ranks, through which those above 0 help."""
 
     def sample(
         self,
@@ -50,6 +40,20 @@ class Engine(Protocol):
     ) -> list[list[Sample]]:
         """Return ``n`` answers to each prompt, in order. Called on rank 0, inside ``ranks.run_on_main``.
         ``answered`` may be called with a prompt's answers as soon as they are there."""
+
+
+class Engine(OpenSampler, Protocol):
+    """The sampler interface that rounds use. Besides sampling, an engine takes over the policy's weights."""
+
+    def publish(self, folder: Path, version: int, keep: bool) -> Facts:
+        """Sample from the policy's current weights from now on. Every rank calls it. ``folder``: for files
+        that have to be written; it may be deleted once the round is sampled. ``keep``: the policy is trained
+        meanwhile, so the weights must be kept for ``reload_weights``. Returns facts to record. Raises
+        WorkerError."""
+
+    def reload_weights(self, folder: Path, version: int) -> None:
+        """Sample from the weights that ``publish`` kept in ``folder``, in a process that has since been
+        killed. Called on rank 0."""
 
     def sleep(self) -> None:
         """Release accelerator memory until the next ``publish``. Called on rank 0."""

@@ -14,24 +14,7 @@ from data.chat import Renderer
 from data.types import Prompt
 from models.distributed import World
 from models.policy import Policy
-from models.ranks import Ranks
-from rollouts.engines import Engine
-from rollouts.samplers import Answered, Sample, SamplingSettings
-
-
-class OpenSampler(Protocol):
-    """A sampler that has its weights. ``ranks`` and ``sample`` are as in ``rollouts.engines.Engine``."""
-
-    ranks: Ranks
-
-    def sample(
-        self,
-        prompts: list[Prompt],
-        n: int,
-        settings: SamplingSettings,
-        seed: int,
-        answered: Answered | None = None,
-    ) -> list[list[Sample]]: ...
+from rollouts.engines import Engine, OpenSampler
 
 
 class Sampling(Protocol):

@@ -37,9 +37,9 @@ from rollouts.vllm_sampler import VllmSampler, require_installed, says_logprobs
 from rollouts.vllm_server import check_servers, serve_command, without_adapters
 from rollouts.weights import model_folder
 
-PARTS, IN_FLIGHT = 20, {"cuda": 512, "cpu": 64}
+PARTS, IN_FLIGHT, ON_A_CPU = 20, 512, 64
 """vLLM is asked in ``PARTS`` parts, so that there is progress to show and to keep, but for at least
-``IN_FLIGHT`` samples at once, which keep such a device busy. They are drawn together and end together."""
+``IN_FLIGHT`` samples at once, or ``ON_A_CPU``, which those keep busy. They are drawn and end together."""
 
 
 class VllmSampling:
@@ -154,7 +154,8 @@ class VllmSampling:
             self.conversations.close()
 
     def part(self, prompts: int, n: int) -> int:
-        return max(math.ceil(prompts / PARTS), math.ceil(IN_FLIGHT[self.world.device.type] / n))
+        here = self.world.device.type == "cpu" and not self.config.sampler.urls  # servers may have GPUs
+        return max(math.ceil(prompts / PARTS), math.ceil((ON_A_CPU if here else IN_FLIGHT) / n))
 
 
 def refuse_other_weights(config: Config) -> None:

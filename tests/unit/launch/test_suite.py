@@ -86,6 +86,7 @@ def test_the_suite_of_halos_asks_for_its_tasks(run, capsys):
         ({"average": {"own-a/greedy": "x"}}, "must be a number"),
         ({"evaluations": {"own-a": "kind=accuracy"}}, "is a list of words"),
         ({"more": 1}, "and no more"),
+        ({"evaluations": ["kind=accuracy"]}, "and no more"),
     ],
 )
 def test_a_suite_that_cannot_be_read_is_refused(tmp_path, wrong, said):

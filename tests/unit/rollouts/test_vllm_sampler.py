@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from common.errors import ConfigError
 from common.imports import import_function
@@ -74,6 +75,17 @@ def test_log_probabilities_that_the_engine_cannot_say_are_not_made_up(tmp_path):
             for t, p in ((0.7, 1.0), (0.7, 0.95), (1.0, 1.0))
         ]
     assert drawn == [(-0.5,), (), ()]
+
+
+@pytest.mark.parametrize(
+    ("device", "words", "parts"),
+    [("cpu", [], 4), ("cuda", [], 32), ("cpu", ["sampler.urls=[http://h:1]"], 32)],
+)
+def test_a_part_keeps_what_samples_busy(device, words, parts):
+    """A trainer on a CPU may ask servers on GPUs."""
+    world = SimpleNamespace(device=torch.device(device))
+    sampling = SimpleNamespace(config=make_config("sampler=vllm", *words), world=world)
+    assert VllmSampling.part(sampling, 60, 16) == parts and VllmSampling.part(sampling, 4000, 16) == 200
 
 
 def test_a_correction_by_them_is_refused_before_weights_load():
