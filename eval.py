@@ -22,6 +22,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from common.errors import require
+from common.imports import importing
 from config.cli import cli, guarded
 from config.schema_eval import EvalStage
 from config.typed import typed
@@ -59,10 +60,11 @@ def evaluate(cfg: DictConfig, given: list[str]) -> None:
 
             exported[run] = export_run(run, step, folder / "model")
         targets = targets_of(stage, settings, given, exported)
-        from transformers.utils.logging import disable_progress_bar
+        with importing("torch"):
+            from transformers.utils.logging import disable_progress_bar
 
-        from evals.running import evaluate as measure
-        from models.distributed import start, stop
+            from evals.running import evaluate as measure
+            from models.distributed import start, stop
 
         disable_progress_bar()  # transformers draws a bar for every file; sampling has its own bar
         world = start()

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import ConfigError, StoppedError, require
+from common.imports import importing
 from config.cli import guarded
 from config.load import load_run, settings_of
 
@@ -34,12 +35,13 @@ def export_run(run: Path, step: int | None, to: Path | None, trust_remote_code: 
         to,
         "is there already, and an export replaces its folder whole; delete it by hand, or name another",
     )
-    from data.chat import make_renderer
-    from models.checkpoint import Checkpoints
-    from models.distributed import start, stop
-    from models.export import export, full_state
-    from models.loading import load_sharded
-    from models.pretrained import export_dtype, load_tokenizer
+    with importing("torch"):
+        from data.chat import make_renderer
+        from models.checkpoint import Checkpoints
+        from models.distributed import start, stop
+        from models.export import export, full_state
+        from models.loading import load_sharded
+        from models.pretrained import export_dtype, load_tokenizer
 
     world = start()
     try:

@@ -15,6 +15,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
+from common.imports import importing
 from config.cli import cli, guarded, settings
 from config.load import split_settings
 from config.schema_stages import LabelStage
@@ -31,8 +32,9 @@ def label(cfg: DictConfig) -> None:
     refuse_existing(Path(stage.out), stage.overwrite_out)
     check_inputs(config, {"reward"})
     next(iter(read_rows(Path(stage.samples), "in")), None)  # refuses what is not there
-    from jobs import stages
-    from models.distributed import start, stop
+    with importing("torch"):
+        from jobs import stages
+        from models.distributed import start, stop
 
     world = start()
     try:

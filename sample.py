@@ -18,6 +18,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from common.imports import importing
 from config.cli import cli, guarded, settings
 from config.load import split_settings
 from config.schema import Config
@@ -35,8 +36,9 @@ def sample(cfg: DictConfig, given: list[str]) -> None:
 
     refuse_existing(Path(stage.out), stage.overwrite_out)
     check_inputs(config, {"model", "data", "sampler", "environment"})
-    from jobs import stages
-    from models.distributed import start, stop
+    with importing("torch"):
+        from jobs import stages
+        from models.distributed import start, stop
 
     world = start()
     try:

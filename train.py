@@ -21,6 +21,7 @@ import hydra
 from omegaconf import DictConfig
 
 from common.errors import UserError
+from common.imports import importing
 from common.progress import phase
 from config.cli import cli, compose, guarded, settings
 from config.machine import speaks, with_environment
@@ -50,11 +51,11 @@ def run(config: Config, name: str, signals: Signals, observers: Sequence[Any] = 
     from jobs.early import check_early
 
     check_early(config, name)  # without torch
-    with phase("import torch"):
+    with importing("torch"):
         from trainers.assembly import make_loss
 
         make_loss(config)  # with torch alone
-    with phase("import transformers"):
+    with importing("transformers"):
         from jobs.job import Job
         from jobs.run_folder import RunFolder
         from models.distributed import on_main, start, stop

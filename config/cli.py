@@ -8,7 +8,9 @@ start again.
 
 from __future__ import annotations
 
+import atexit
 import errno
+import gc
 import math
 import os
 import re
@@ -148,6 +150,7 @@ def cli(main: Callable[[], object]) -> None:
     """Run a ``hydra.main`` program. An error of Hydra about the command line also becomes one message."""
     remember(sys.argv[1:])
     guard_output()
+    atexit.register(gc.freeze)  # what is left goes with the process: a second of search for garbage is spared
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # otherwise Hydra prints its own message and exits with 1
     if (asked := asked_for_help(sys.argv[1:])) is not None:
         print(help_on(program(), asked))

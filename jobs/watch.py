@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.errors import Requeue, StoppedError
-from common.progress import pause_together, progress
+from common.progress import pause_together, phase, progress
 from config.schema import Config
 from data.batches import Segment, dealing
 from data.types import Microbatch
@@ -168,7 +168,8 @@ class RunWatch:
             copy_answers(self.folder, part)
 
         step = trainer.progress.step
-        self.checkpoints.save(step, trainer.policy, trainer.optimizer, state, mine, records)
+        with phase("write a checkpoint", "save_every"):
+            self.checkpoints.save(step, trainer.policy, trainer.optimizer, state, mine, records)
         self._saved = replace(trainer.progress)
 
     # -- the watch ---------------------------------------------------------------------------------

@@ -35,8 +35,9 @@ MODEL = (
     if REAL.is_dir()
     else ()
 )
+TASK = "constraints" if MODEL else "adder"  # a real model's answers to sums differ too seldom to give pairs
 COMMANDS = [
-    ("train.py", "loss=dpo", "online=true", "humanline=true", "data=adder", *ROUNDS),
+    ("train.py", "loss=dpo", "online=true", "humanline=true", f"data={TASK}", *ROUNDS),
     ("sample.py", "data=adder", "limit=4", "rounds.samples=2", "sampler.max_tokens=32"),
 ]
 if MODEL:
@@ -46,7 +47,7 @@ if MODEL:
         ("train.py", "loss=kto", "humanline=true", "data=adder", "model.use_peft=true", *TINY),
         ("train.py", "loss=grpo", "data=adder", *TINY),
         ("train.py", "loss=sft", "data=adder", *TINY),
-        ("train.py", "loss=dpo", "data=constraints", "online=true", *ROUNDS),
+        ("train.py", "loss=grpo", "data=constraints", "online=true", *ROUNDS),
     ]
 
 
