@@ -46,7 +46,7 @@ from data.types import Sequence
 from data.views import mismatched
 from memory.decisions import gpu_here
 from memory.fit import Ask, planned_tokens, remembered, step_size, with_tokens
-from memory.parts import CONTEXT, GIB
+from memory.parts import GIB, neighbours
 from memory.simulate import Answer, Question
 from models.distributed import World, gather_objects, on_main, shard, start, stop
 from models.fingerprint import weights_fingerprint
@@ -267,7 +267,8 @@ def plan_of(
     found, gpu = shape(args.shape), world.device.type == "cuda"
     asked = Question(settings.config(), batch, [], world.size, gpu, found)
     here = gpu_here()
-    room = args.room or (here.room - CONTEXT if here else float("inf"))
+    beside = sum(neighbours(asked.config, world.size, here, []).always.values())
+    room = args.room or (here.room - beside if here else float("inf"))
     ask = remembered(simulated)
     longest = max(row_tokens(e) for i in range(plan.steps) for e in plan.batch(i))
     tokens = planned_tokens(asked, found, room, ask, longest)

@@ -99,6 +99,12 @@ class RetentionConfig:
             second = self.data is not None or getattr(self, key) is None
             need(self, second, key, "belongs to a second task: name it in retention.data")
 
+    def counts(self, device: str) -> tuple[int, int]:
+        """Return (how many held-out prompts the initial weights answer at most, the tokens of an answer at
+        most). A CPU answers few and short, so that a run begins within a minute."""
+        prompts, tokens = (8, 64) if device == "cpu" else (64, 256)
+        return self.prompts or prompts, self.tokens or tokens
+
 
 @dataclass
 @yaml_defaults("correction/none.yaml")

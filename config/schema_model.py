@@ -22,8 +22,8 @@ from config.typed import (
     yaml_defaults,
 )
 
-SELECTIVE = "selective"
-"""A value of model.activation_checkpointing."""
+SELECTIVE, AUTO = "selective", "auto"
+"""Values of model.activation_checkpointing; that the memory plan, or a trial, decides."""
 EXAMPLES_EACH = "must be at least 1, or null for microbatches of as many examples each"
 
 
@@ -68,9 +68,9 @@ class ModelConfig:
     max_prompt_length: Count
     max_grad_norm: Annotated[Positive, Unbounded, "must be above 0 (use inf for no clipping)"]
     logit_temperature: Annotated[Positive, "divides the logits: must be above 0, and finite"]
-    activation_checkpointing: Literal[False, True, "selective"]
+    activation_checkpointing: Literal[False, True, "selective", "auto"]
     reshard_after_forward: bool | None
-    compile: bool
+    compile: Literal[False, True, "auto"]
     packing: bool | None
     share_prompts: bool | None
     router_aux_loss_coef: Annotated[Positive, "must be above 0, and finite; null: no auxiliary loss"] | None
@@ -83,13 +83,6 @@ class ModelConfig:
         need(self, self.max_prompt_length < self.max_length, "max_prompt_length", no_room)
         no_logits = "divides the logits of a language model; a reward model has none"
         need(self, self.head != "reward" or self.logit_temperature == 1, "logit_temperature", no_logits)
-        need(
-            self,
-            self.activation_checkpointing != SELECTIVE or not self.compile,
-            "activation_checkpointing",
-            "chooses among a layer's operations, of which model.compile=true makes one: choose true, or "
-            "model.compile=false",
-        )
         apart = all(self.new_tokens) and len(set(self.new_tokens)) == len(self.new_tokens)
         need(self, apart, "new_tokens", "must name each token once, and none without characters")
         frozen = "need a trained embedding, which adapters leave as it is: use model.use_peft=false"
@@ -118,6 +111,11 @@ class ModelConfig:
             f"counts the passes of a step, and model.microbatch_tokens={self.microbatch_tokens} finds out "
             "how many: set one of them",
         )
+
+    @property
+    def compiled(self) -> bool:
+        """Whether layers are compiled without a trial."""
+        return self.compile is True
 
     @property
     def shards_again(self) -> bool:

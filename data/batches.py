@@ -6,8 +6,10 @@ other ranks, sees the same global batches in the same order.
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -21,6 +23,8 @@ from data.examples import ExampleGroups, columns_of
 from data.sharing import own_tokens, prompt_owners
 from data.types import Example, Microbatch, PackedRows, Sequence, Sequences
 
+CANDIDATES = 32
+"""Number of batches that are weighed to find the heaviest."""
 FILL = Example(prompt_id="", rows=(Sequence(np.zeros(1, np.int32), np.zeros(0, np.int32)),))
 """Example that fills up a short batch, so that every rank runs the same number of forward passes. It has no
 completion token, so it counts nowhere."""
@@ -119,6 +123,28 @@ class Segment:
             out.extend(self.groups[int(order[at])])
             at += 1
         return out[first - begin : last - begin]
+
+
+def heaviest(segment: Segment, weight: Callable[[list[Example]], int]) -> list[Example]:
+    """Return the segment's batch with the largest ``weight``. Only the CANDIDATES batches with the most
+    tokens and those with the longest examples are weighed, so the result is a good guess."""
+    real = bool(segment.groups[0][0].prompt_id)  # the placeholders for future rounds are all alike
+    steps = range(segment.steps if real else 1)
+    lengths = [[row_tokens(example) for example in segment.batch(i)] for i in steps]
+    by_sum = heapq.nlargest(CANDIDATES, steps, key=lambda i: sum(lengths[i]))
+    by_longest = heapq.nlargest(CANDIDATES, steps, key=lambda i: max(lengths[i]))
+    batches = [segment.batch(i) for i in (*by_sum, *by_longest)]
+    return max(([made_distinct(i, e) for i, e in enumerate(batch)] for batch in batches), key=weight)
+
+
+def made_distinct(i: int, example: Example) -> Example:
+    """Return a placeholder example made distinct from its neighbours; a real example is returned unchanged.
+
+    The placeholder gets a prompt that it shares with no other example of the batch, and a label."""
+    if example.prompt_id:
+        return example
+    rows = tuple(replace(row, prompt_ids=np.full_like(row.prompt_ids, i)) for row in example.rows)
+    return replace(example, prompt_id=f"p{i}", rows=rows, label=1.0 - 2 * (i % 2))
 
 
 def deal(

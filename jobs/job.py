@@ -27,6 +27,7 @@ from data.quality import DataReport
 from data.views import prompts_of
 from data.vocabulary import limit_tokens
 from jobs import idle_humanline
+from jobs.compiling import compiled_where_exact
 from jobs.diagnostics import Diagnostics
 from jobs.evaluation import Evaluator
 from jobs.evaluation_sets import EvaluationSet, load_evaluation_sets
@@ -46,7 +47,6 @@ from jobs.same_data import note as note_in_run
 from jobs.signals import Signals
 from jobs.watch import RunWatch
 from memory.decisions import PlannedSettings, describe_memory, measured
-from memory.parts import own_counts
 from models.attention import packs_rows, shares_prompts, why_not_shared
 from models.distributed import World, on_main, stop
 from models.export import export, full_state, remove_unfinished
@@ -206,6 +206,7 @@ class Job:
         self.memory = planned_settings.record
         on_main(lambda: self.folder.note("memory", self.memory))
         trainer = self.trainer_class(config, policy, self.loss, world)
+        config = self.config = trainer.config = compiled_where_exact(trainer, self.plan.train, self.say)
         parts = scored_with(config.model, fingerprint, self.renderer.fingerprint, world)
         evaluator = self.make_evaluator(trainer, policy)
         evaluator.prepare(parts)
@@ -296,7 +297,7 @@ class Job:
         folder, given = self.folder.path, asdict(self.config.retention)
         before = (read_sealed(folder / MARKER).get("own_answers") or [{}])[-1] if self.config.resume else {}
         names = ("prompts", "tokens")
-        here = dict(zip(names, own_counts(self.config.retention, self.world.device.type), strict=True))
+        here = dict(zip(names, self.config.retention.counts(self.world.device.type), strict=True))
         before = {key: n for key, n in before.items() if type(n) is int}
         used = {key: given[key] or before.get(key) or here[key] for key in names}
         note_in_run(folder, "own_answers", used)
@@ -398,7 +399,7 @@ class Job:
 
     def finish(self, run: RunWatch, folder: Path, policy: Policy) -> dict[str, Any]:
         """Write the export, summary, model card and report, print the final table; return the summary."""
-        memory = self.memory | measured(self.world)
+        memory = self.memory | measured(self.world, self.memory["predicted_gib"])
         with phase("gather the weights"):
             state = full_state(policy)
         seconds, at = max(run.seconds, 1e-9), run.trainer.progress

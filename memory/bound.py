@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from transformers import PretrainedConfig, PreTrainedModel
 
 from config.schema import Config
-from memory.parts import GIB, Card, Situation, layer_work, neighbours, own_answers, without_weights
+from memory.parts import GIB, Card, Situation, neighbours, own_answers
 from models.attention import KEPT_APART, heads_of, packs_rows
 from models.logprobs import BUDGET
 from models.routing import is_mixture
+from models.shapes import layer_work, without_weights
 from trainers.assembly import trainer_class
 
 MARGIN = 3
@@ -65,12 +63,3 @@ def kept_of_a_token(model: PreTrainedModel, hf_config: PretrainedConfig) -> int:
     scores. Of the vocabulary's side of a matrix only slices are held."""
     vocabulary = hf_config.get_text_config().vocab_size
     return COPIES * sum(size for p in model.parameters() for size in p.shape if size != vocabulary)
-
-
-def machine(ranks: int) -> Card:
-    """Return a rank's share of this machine's memory."""
-    size = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    limit = Path("/sys/fs/cgroup/memory.max")  # of a container; "max" without one
-    if limit.is_file() and (said := limit.read_text().strip()).isdigit():
-        size = min(size, float(said))
-    return Card("this machine", size / ranks / GIB)

@@ -4,7 +4,6 @@ gathered until their backward, and what a rank holds at most, in words."""
 from __future__ import annotations
 
 import gc
-import heapq
 import resource
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,31 +14,28 @@ import torch
 
 from common.worker_process import WorkerError, WorkerProcess
 from config.schema import Config
-from config.schema_model import ModelConfig
+from config.schema_model import AUTO, ModelConfig
 from config.schema_plan import card_memory
 from data.balance import row_tokens
-from data.batches import Segment, size_of, widest
+from data.batches import Segment, heaviest, size_of, widest
 from data.examples import longest
 from data.types import Example
 from memory.fit import how_rows_are_joined
 from memory.parts import GIB, Card
 from memory.plan import (
+    checkpointing_in_words,
     cut_in_words,
     gathered_in_words,
     last_line,
-    made_distinct,
     of_examples,
     of_shapes,
     unplanned,
 )
 from models.distributed import World, gather_objects, keep_gathered, on_main
-from models.policy import Policy, decoder_blocks
+from models.policy import Policy, decoder_blocks, set_up_layers
 from models.shapes import architecture
 from trainers.basic import BasicTrainer
 
-CANDIDATES = 32
-"""Number of batches with the most tokens, and number of batches with the longest examples, that are dealt to
-ranks to find the widest microbatch."""
 SECONDS = 1800.0
 """Time that a simulation may take."""
 
@@ -86,7 +82,8 @@ def gpu_here() -> Card | None:
 
 def decided_by_plan(model: ModelConfig, ranks: int) -> bool:
     """Return whether the plan decides anything of a run on so many GPUs."""
-    return model.cut_by_plan or (ranks > 1 and model.reshard_after_forward is None)
+    undecided = model.reshard_after_forward is None and ranks > 1
+    return undecided or model.cut_by_plan or model.activation_checkpointing == AUTO
 
 
 class PlannedSettings:
@@ -94,7 +91,9 @@ class PlannedSettings:
 
     It does so on GPUs alone. Batches are cut where the heaviest does not fit in one pass, and neither
     ``model.microbatch_tokens`` nor ``model.gradient_accumulation_steps`` says how. With
-    ``model.reshard_after_forward=null``, layers stay gathered until their backward where there is room.
+    ``model.reshard_after_forward=null``, layers stay gathered until their backward where there is room. With
+    ``model.activation_checkpointing=auto``, no more is computed twice than must be; without a GPU or a plan,
+    whole layers are.
     """
 
     def __init__(
@@ -139,6 +138,10 @@ class PlannedSettings:
         decided: dict[str, Any] = {}
         if plan["microbatch_tokens"] is not None:
             decided["microbatch_tokens"] = plan["microbatch_tokens"]
+        if self._config.model.activation_checkpointing == AUTO:
+            decided["activation_checkpointing"] = way = plan["checkpointing"]
+            say(checkpointing_in_words(way))
+            set_up_layers(policy, way, self._config.model.compiled)
         if plan["stays_gathered"] and plan.get("fits", True):
             say(f"{gathered_in_words()}: by the memory plan, there is room")
             decided["reshard_after_forward"] = False
@@ -153,14 +156,17 @@ class PlannedSettings:
         return replace(self._config, model=replace(self._config.model, **decided))
 
 
-def measured(world: World) -> dict[str, Any]:
-    """Return the most that the fullest rank has held so far, as words and as GiB; a collective."""
+def measured(world: World, predicted: float | None) -> dict[str, Any]:
+    """Return the most that the fullest rank has held so far, as words, beside ``predicted`` (GiB of its
+    tensors), and as GiB; a collective."""
     if world.device.type == "cuda":
         own, of = torch.cuda.max_memory_allocated(world.device) / GIB, "tensors on the GPU"
     else:
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB  # Linux counts in KiB
         of = "the whole process"
     most = max(gather_objects(own))
+    if predicted is not None and world.device.type == "cuda":
+        of += f", {most / predicted:.0%} of what was predicted"
     return {"measured": f"{most:.2f} GiB ({of})", "measured_gib": most}
 
 
@@ -230,18 +236,8 @@ def heaviest_evaluated(held_out: list[Segment]) -> list[Example]:
 def heaviest_batch(
     config: Config, segment: Segment, trainer: type[BasicTrainer], ranks: int, gpu: bool
 ) -> list[Example]:
-    """Return the batch of the segment with the widest microbatch, by tokens.
-
-    Only the CANDIDATES batches with the most tokens and those with the longest examples are dealt to ranks,
-    so the result is a good guess."""
+    """Return the batch of the segment with the widest microbatch, by tokens."""
     hf_config, size = architecture(config.model), size_of(config.model, ranks)
     joined = how_rows_are_joined(config, hf_config, gpu)
     dealt = ranks, size, trainer.rows_per_example, *joined, trainer.work_of(config, hf_config)
-    real = bool(segment.groups[0][0].prompt_id)  # the placeholders for future rounds are all alike
-    steps = range(segment.steps if real else 1)
-    lengths = [[row_tokens(example) for example in segment.batch(i)] for i in steps]
-    by_sum = heapq.nlargest(CANDIDATES, steps, key=lambda i: sum(lengths[i]))
-    by_longest = heapq.nlargest(CANDIDATES, steps, key=lambda i: max(lengths[i]))
-    heaviest = [segment.batch(i) for i in (*by_sum, *by_longest)]
-    candidates = [[made_distinct(i, example) for i, example in enumerate(batch)] for batch in heaviest]
-    return max(candidates, key=lambda batch: widest(batch, *dealt))
+    return heaviest(segment, lambda batch: widest(batch, *dealt))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from transformers import PretrainedConfig
 
 from config.schema import Config
+from config.schema_model import AUTO, SELECTIVE
 from data.balance import row_tokens
 from data.batches import size_of, widest
 from memory.parts import GIB, Card, Situation, peak
@@ -44,9 +45,11 @@ def step_size(answer: Answer) -> float:
     return sum(peak(answer, evaluation=False).values()) / GIB
 
 
-def fitting_tokens(asked: Question, longest: int, whole: int, room: float, ask: Ask) -> int | None:
+def fitting_tokens(
+    asked: Question, longest: int, whole: int, room: float, ask: Ask, fewest: float = 0
+) -> int | None:
     """Return the ``model.microbatch_tokens`` under which a step takes at most ``room`` GiB. None: the batch
-    fits in one pass, or not even its longest example fits.
+    fits in one pass, or not even its longest example fits. 0: it takes microbatches of less than ``fewest``.
 
     ``longest``: tokens of the longest example, which a microbatch must be able to hold. ``whole``: tokens of
     the widest microbatch where a batch goes in one pass. Memory grows about linearly with tokens: two small
@@ -55,7 +58,10 @@ def fitting_tokens(asked: Question, longest: int, whole: int, room: float, ask: 
     small = max(longest, min(PROBE, whole // 4))
     if small >= whole:
         return None
-    first, second = ask(with_tokens(asked, small)), ask(with_tokens(asked, min(2 * small, whole)))
+    first = ask(with_tokens(asked, small))
+    if fewest and step_size(first) > room:
+        return 0
+    second = ask(with_tokens(asked, min(2 * small, whole)))
     slope = (step_size(second) - step_size(first)) / max(second.tokens - first.tokens, 1)
     most = whole if slope <= 0 else first.tokens + (room - step_size(first)) / slope
     if slope > 0 and most >= whole * SPARE:
@@ -64,6 +70,8 @@ def fitting_tokens(asked: Question, longest: int, whole: int, room: float, ask: 
         if step_size(ask(asked)) <= room:
             return None
         most = whole * RETREAT
+    if most < fewest:
+        return 0
     least = small if step_size(first) <= room else longest
     return first_that_fits(asked, most, least, room, ask)
 
@@ -96,8 +104,7 @@ def what_fits(asked: Question, given: Answer, card: Card, step: Situation, ask: 
     if spare >= 0:
         grows = sum(size for part, size in step.parts.items() if part in ("activations", "work", "head"))
         tokens = given.tokens * (1 + spare / grows)
-        fits = f"a step would fit with microbatches of {in_thousands(tokens):,} tokens"
-        return fits + stays(asked, given, spare)
+        return f"a step would fit with microbatches of {in_thousands(tokens):,} tokens"
     less = given.tokens // 2
     if less >= longest:
         half = ask(replace(with_tokens(asked, less), held_out=[]))
@@ -113,24 +120,14 @@ def what_fits(asked: Question, given: Answer, card: Card, step: Situation, ask: 
     )
 
 
-def stays(asked: Question, given: Answer, spare: float) -> str:
-    """Return words on keeping every layer gathered until its backward pass, or "" if that is no option.
-
-    It needs room for the whole model in the compute dtype, which is more than its layers take. ``spare``:
-    GiB."""
-    whole = given.parameters * getattr(torch, asked.config.model.dtype).itemsize / GIB
-    if asked.ranks == 1 or not asked.config.model.reshard_after_forward or spare < whole:
-        return ""
-    return f", or with model.reshard_after_forward=false ({whole:.1f} GiB more at most)"
-
-
 def remembered(ask: Ask) -> Ask:
     """Return ``ask`` with a memory: it simulates each size of microbatches once."""
-    answers: dict[tuple[int | None, bool | None, bool], Answer] = {}
+    answers: dict[Any, Answer] = {}
 
     def once(asked: Question) -> Answer:
         model = asked.config.model
-        key = model.microbatch_tokens, model.reshard_after_forward, bool(asked.held_out)
+        how = model.activation_checkpointing, model.reshard_after_forward
+        key = model.microbatch_tokens, how, bool(asked.held_out)
         if key not in answers:
             answers[key] = ask(asked)
         return answers[key]
@@ -138,8 +135,28 @@ def remembered(ask: Ask) -> Ask:
     return once
 
 
+def chosen(
+    asked: Question, hf_config: PretrainedConfig, room: float, ask: Ask, longest: int
+) -> tuple[Question, int | None]:
+    """Return (the question with the cut and the activation checkpointing that are chosen, the tokens of the
+    cut or None). ``room``: GiB of a GPU for the step's own parts; 0 without a GPU.
+
+    With model.activation_checkpointing=auto nothing is computed twice where a batch fits in one pass, what is
+    cheap in a layer where microbatches of PROBE tokens fit, and else every layer."""
+    model, tokens = asked.config.model, None
+    given, every = model.activation_checkpointing, {False: math.inf, SELECTIVE: PROBE, True: 0}
+    for way, fewest in every.items() if given == AUTO and room else [(given == AUTO or given, 0)]:
+        cut = asked = with_settings(asked, activation_checkpointing=way)
+        if room and model.cut_by_plan:
+            tokens = planned_tokens(asked, hf_config, room, ask, longest, fewest)
+            cut = with_tokens(asked, tokens) if tokens else asked
+        if not fewest or (tokens != 0 and step_size(ask(cut)) <= room):
+            break
+    return cut, tokens
+
+
 def planned_tokens(
-    asked: Question, hf_config: PretrainedConfig, room: float, ask: Ask, longest_example: int
+    asked: Question, hf_config: PretrainedConfig, room: float, ask: Ask, longest: int, fewest: float = 0
 ) -> int | None:
     """Return ``fitting_tokens`` for the batch of the question. ``room``: GiB for the step's own parts."""
     config, batch = asked.config, asked.batch
@@ -147,8 +164,8 @@ def planned_tokens(
     trainer, size = trainer_class(config), size_of(config.model, asked.ranks)
     work = trainer.work_of(config, hf_config)
     whole = widest(batch, asked.ranks, size, trainer.rows_per_example, packing, shared, work)
-    most = max(longest_example, *map(row_tokens, batch))
-    return fitting_tokens(asked, most, whole, room, ask)
+    most = max(longest, *map(row_tokens, batch))
+    return fitting_tokens(asked, most, whole, room, ask, fewest)
 
 
 def how_rows_are_joined(config: Config, hf_config: PretrainedConfig, gpu: bool) -> tuple[bool, bool]:

@@ -12,37 +12,33 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from accelerate import init_empty_weights
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from common.errors import ConfigError
-from config.schema import Config, RetentionConfig
+from config.schema import Config
 from config.schema_model import ModelConfig
 from config.schema_rewards import RewardModelConfig, TeacherConfig
 from config.schema_weighted import WeightedConfig
 from config.typed import with_defaults
 from memory.simulate import Answer, evaluates
+from memory.tracker import WORKSPACE
 from models.attention import heads_of
-from models.shapes import architecture
+from models.policy import decoder_blocks
+from models.shapes import architecture, layer_work, parameters_of, without_weights
 
 GIB = 2.0**30
 GAPS = 0.05
 """Share of a card that is reserved for fragmentation by the allocator."""
-CONTEXT, ASLEEP = 1.5, 1.5
-"""Assumed GiB of a GPU that hold no tensor of the trainer: CONTEXT for its CUDA context, libraries and NCCL,
-ASLEEP for a sleeping engine."""
-OUTSIDE, SLEEPING = "outside tensors", "sampler asleep"
-ORDER = (
-    "weights",
-    "reference",
-    "optimizer",
-    "gradients",
-    "gathered blocks",
-    "activations",
-    "work",
-    "head",
-    "communication",
-)
+ASSUMED = {"CUDA context": 1.0, "NCCL": 0.5, "sampler asleep": 1.5, "its CUDA graphs": 1.5}
+"""GiB of a GPU that hold no tensor of the trainer, not measured: NCCL's for each of its groups of ranks, and
+once more where these are more than a NODE has."""
+NODE = 8
+LIBRARIES = 1.5
+"""Assumed GiB of the host's memory that torch and the other libraries take in a process with a GPU."""
+SAVED = ("weights", "reference", "optimizer")
+HANDED = 1.0
+"""GiB in which vLLM takes weights from a trainer on the same GPU, unless one weight is larger."""
+ORDER = (*SAVED, "gradients", "gathered blocks", "activations", "work", "head", WORKSPACE, "communication")
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,7 @@ class Situation:
     @property
     def tensors(self) -> float:
         """GiB of the trainer's own tensors, which torch's allocator counts."""
-        return sum(size for part, size in self.parts.items() if part not in (OUTSIDE, SLEEPING))
+        return sum(size for part, size in self.parts.items() if part not in ASSUMED)
 
     def __str__(self) -> str:
         digits = 2 if self.total >= 1 else 4
@@ -104,26 +100,28 @@ def in_gib(parts: Mapping[str, int]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """What is on a rank's GPU beside the trainer, in GiB by part."""
+    """What is on a rank's GPU beside the trainer, in GiB by part: memory of no tensor (``outside``); beside
+    everything but an engine that is awake (``always``); reward models, while a round is scored (``models``)
+    and beside a training step too (``scored``); an engine that is awake; what the host's memory keeps."""
 
     outside: dict[str, float]
-    """Memory of no tensor."""
     always: dict[str, float]
-    """Beside everything but an engine that is awake."""
     models: dict[str, float]
-    """Reward models, while a round is scored."""
     scored: dict[str, float]
-    """The reward models that are there beside a training step too."""
     sampler: float | None
-    """An engine on this GPU that is awake."""
+    host: dict[str, float]
 
 
 def neighbours(config: Config, ranks: int, card: Card | None, notes: list[str]) -> Neighbours:
     """Return what is on the fullest rank's GPU beside the trainer; ``card`` is None for a CPU. A note is
     added if some of it could not be counted."""
-    outside = {} if card is None else {OUTSIDE: CONTEXT}
+    groups = (ranks > 1) + 2 * (config.replicas > 1) + (ranks > NODE)
+    held = {"CUDA context": 1} | ({"NCCL": groups} if groups else {})
     shares = card is not None and config.online and config.sampler.separate
     shares = shares and config.sampler.shares_devices
+    sleeping = {"sampler asleep": 1} | ({} if config.sampler.enforce_eager else {"its CUDA graphs": 1})
+    outside, asleep = ({part: n * ASSUMED[part] for part, n in of.items()} for of in (held, sleeping))
+    outside = {} if card is None else outside
     try:
         models = reward_models(config)
     except ConfigError as error:
@@ -133,10 +131,11 @@ def neighbours(config: Config, ranks: int, card: Card | None, notes: list[str]) 
     beside_training = ranks == 1 and config.rounds.lag > 0 and config.sampler.separate
     return Neighbours(
         outside,
-        outside | ({SLEEPING: ASLEEP} if shares else {}),
+        outside | (asleep if shares else {}),
         models,
         models if beside_training else {},
         card.memory * config.sampler.gpu_memory_utilization if shares and card is not None else None,
+        {f"{name}, between rounds": size for name, size in models.items()},
     )
 
 
@@ -177,32 +176,27 @@ def of_model(config: Config, settings: RewardModelConfig | TeacherConfig) -> flo
     return (weights + tokens * layer_work(hf_config) * width) / GIB
 
 
-def parameters_of(hf_config: PretrainedConfig) -> int:
-    """Return the number of parameters of the language model of this architecture."""
-    return sum(p.numel() for p in without_weights(hf_config).parameters())
+def handed_over(config: Config, hf_config: PretrainedConfig) -> float:
+    """Return the GiB that weights take on their way to an engine on the same GPU: a layer and the largest
+    weight, whole and in float32, and the buffer."""
+    model = without_weights(hf_config)
+    largest = max(p.numel() for p in model.parameters())
+    layer = max(sum(p.numel() for p in block.parameters()) for block in decoder_blocks(model))
+    width = getattr(torch, config.sampler.dtype or config.model.dtype).itemsize
+    return 4 * (layer + largest) / GIB + max(HANDED, width * largest / GIB)
 
 
-def without_weights(hf_config: PretrainedConfig) -> PreTrainedModel:
-    """Return the language model of this architecture with all tensors on the meta device."""
-    with init_empty_weights():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config)
-    return model
-
-
-def layer_work(hf_config: PretrainedConfig) -> int:
-    """Return about how many numbers a layer holds per token at once.
-
-    These are its input, its norm, and either queries, keys, values and attention output, or the three
-    intermediate tensors of a gated MLP."""
-    text = hf_config.get_text_config()
-    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    return int(2 * text.hidden_size + max(4 * text.hidden_size, 3 * inner))
-
-
-def engine_weights(config: Config, parameters: int) -> float:
-    """Return the GiB of the sampled model's weights on one GPU of the engine."""
-    dtype = getattr(torch, config.sampler.dtype or config.model.dtype)
-    return parameters * dtype.itemsize / config.sampler.tensor_parallel / GIB
+def on_host(config: Config, given: Answer, beside: Neighbours) -> list[Situation]:
+    """Return what rank 0 holds in the host's memory: while weights are read or exported, when it has all of
+    them (in float32, but for those under adapters), and while async_save writes from a copy."""
+    kept = {"libraries": LIBRARIES} | beside.host
+    width = getattr(torch, config.model.dtype).itemsize if config.model.use_peft else 4
+    whole = {"all weights": width * given.parameters / GIB}
+    said = [Situation("rank 0's host memory, loading and exporting", kept | whole)]
+    if config.async_save:
+        copy = {f"copy of {part}": size for part, size in in_gib(given.resident).items() if part in SAVED}
+        said.append(Situation("rank 0's host memory, saving (every rank's)", kept | copy))
+    return said
 
 
 def own_answers(config: Config, hf_config: PretrainedConfig, ranks: int, evaluates: bool) -> float:
@@ -216,18 +210,11 @@ def own_answers(config: Config, hf_config: PretrainedConfig, ranks: int, evaluat
         prompt = model.max_prompt_length
         most = answers(hf_config, rows, prompt, prompt + config.max_tokens, model)
     if evaluates and config.retention.kl and model.head != "reward":
-        prompts, longest = own_counts(config.retention, "cuda")
+        prompts, longest = config.retention.counts("cuda")
         rows = min(model.eval_batch_size, math.ceil(prompts / ranks))
         tokens = min(model.max_length, model.max_prompt_length + longest)
         most = max(most, answers(hf_config, rows, model.max_prompt_length, tokens, model))
     return most
-
-
-def own_counts(retention: RetentionConfig, device: str) -> tuple[int, int]:
-    """Return (how many held-out prompts the initial weights answer at most, the tokens of an answer at most).
-    A CPU answers few and short, so that a run begins within a minute."""
-    prompts, tokens = (8, 64) if device == "cpu" else (64, 256)
-    return retention.prompts or prompts, retention.tokens or tokens
 
 
 def answers(hf_config: PretrainedConfig, rows: int, prompt: int, tokens: int, model: ModelConfig) -> float:

@@ -8,36 +8,37 @@ a simulation needs a process of its own.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PretrainedConfig
 
 from common.worker_process import serve
+from config.machine import memory_here
 from config.schema import Config
+from config.schema_model import AUTO, SELECTIVE
 from config.schema_plan import card_memory
 from data.balance import row_tokens
-from data.types import Example, Sequence
-from memory.bound import MARGIN, bound, machine
-from memory.fit import Ask, planned_tokens, remembered, what_fits, with_settings, with_tokens
+from data.types import Example
+from memory.bound import MARGIN, bound
+from memory.fit import Ask, chosen, remembered, what_fits, with_settings
 from memory.parts import (
     GAPS,
     GIB,
     Card,
     Neighbours,
     Situation,
-    engine_weights,
+    handed_over,
     in_gib,
     neighbours,
+    on_host,
     own_answers,
     peak,
 )
 from memory.simulate import Answer, Question, answer
 from models.shapes import architecture
-from trainers.assembly import trainer_class
-from trainers.basic import BasicTrainer
+from trainers.assembly import longest_batch, trainer_class
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class MemoryPlan:
     """Further lines: what could not be counted, and what would fit."""
     microbatch_tokens: int | None = None
     """Largest number of tokens of a microbatch, if the plan splits a batch that does not fit in one pass."""
+    checkpointing: bool | str = False
+    """model.activation_checkpointing, as it is given or chosen."""
     stays_gathered: bool = False
     """Whether the plan keeps layers gathered until their backward, since there is room."""
 
@@ -90,10 +93,16 @@ def gathered_in_words() -> str:
     return "layers stay gathered from their forward to their backward (model.reshard_after_forward=null)"
 
 
+def checkpointing_in_words(way: bool | str) -> str:
+    what = {False: "nothing", SELECTIVE: "what is cheap in a layer (selective)", True: "every layer (true)"}
+    return f"computed again in the backward: {what[way]}, by model.activation_checkpointing=auto"
+
+
 def unplanned(why: str) -> dict[str, Any]:
     """Return the answer of ``of_examples`` where there is no plan."""
     said = f"The memory could not be planned: {why}"
-    return {"text": said, "over": None, "microbatch_tokens": None, "stays_gathered": False, "predicted": None}
+    decided = {"microbatch_tokens": None, "stays_gathered": False, "checkpointing": True}
+    return {"text": said, "over": None, "predicted": None} | decided
 
 
 def last_line(error: Exception) -> str:
@@ -114,7 +123,7 @@ def of_shapes(config: Config, longest: int, ranks: int, card: Card | None) -> di
     if found is None:
         return None
     most, parameters, notes = found
-    room = (card or machine(ranks)).room
+    room = (card or Card("this machine's memory", memory_here() / ranks / GIB)).room
     gathered = ranks > 1 and card is not None and config.model.reshard_after_forward is None
     where = "on the CPU" if card is None else f"on {card.name} ({card.memory:.1f} GiB)"
     lines = [
@@ -129,8 +138,9 @@ def of_shapes(config: Config, longest: int, ranks: int, card: Card | None) -> di
         "over": [],
         "microbatch_tokens": None,
         "stays_gathered": gathered,
+        "checkpointing": not (fits := MARGIN * most.total <= room),
         "predicted": most.tensors,
-        "fits": MARGIN * most.total <= room,
+        "fits": fits,
     }
 
 
@@ -149,24 +159,6 @@ def of_settings(config: Config, ranks: int, card: str) -> dict[str, Any]:
     return bounded if bounded and bounded["fits"] else of_examples(config, batch, held_out, ranks, on)
 
 
-def longest_batch(config: Config, trainer: type[BasicTrainer], count: int) -> list[Example]:
-    """Return ``count`` examples, each as long as allowed."""
-    first, model = config.model.max_prompt_length, config.model
-    rest = config.max_tokens if config.online else model.max_length - first
-    rows = (Sequence(np.zeros(first, np.int32), np.zeros(rest, np.int32)),) * trainer.rows_per_example
-    return [made_distinct(i, Example("", rows)) for i in range(count)]
-
-
-def made_distinct(i: int, example: Example) -> Example:
-    """Return a placeholder example made distinct from its neighbours; a real example is returned unchanged.
-
-    The placeholder gets a prompt that it shares with no other example of the batch, and a label."""
-    if example.prompt_id:
-        return example
-    rows = tuple(replace(row, prompt_ids=np.full_like(row.prompt_ids, i)) for row in example.rows)
-    return replace(example, prompt_id=f"p{i}", rows=rows, label=1.0 - 2 * (i % 2))
-
-
 def of_examples(
     config: Config,
     batch: list[Example],
@@ -180,8 +172,8 @@ def of_examples(
     ``longest_example``: tokens of the longest training example, if ``batch`` does not contain it. The result
     has the plan as ``text``; a sentence for each situation that does not fit in ``over`` (None: there is no
     plan, and ``text`` says why); ``microbatch_tokens``, a number if the plan splits the batch;
-    ``stays_gathered``, whether it keeps layers gathered until their backward; and ``predicted``, the GiB of
-    the trainer's own tensors at most.
+    ``stays_gathered``, whether it keeps layers gathered until their backward; ``checkpointing``, the model's
+    activation_checkpointing that it chooses or is given; and ``predicted``, GiB of the trainer's own tensors.
     """
     hf_config = architecture(config.model)
     own = type(hf_config).__module__.startswith("transformers.")
@@ -196,6 +188,7 @@ def of_examples(
         "over": [str(situation) for situation in plan.over],
         "microbatch_tokens": plan.microbatch_tokens,
         "stays_gathered": plan.stays_gathered,
+        "checkpointing": plan.checkpointing,
         "predicted": max(one.tensors for one in plan.situations if one.name in own_tensors),
     }
 
@@ -206,12 +199,10 @@ def make_plan(
     """Return the memory of a rank in every situation, with notes on what would fit."""
     notes: list[str] = []
     beside = neighbours(asked.config, asked.ranks, card, notes)
-    tokens, gathered, ask = None, False, remembered(ask)
-    if card is not None and asked.config.model.cut_by_plan:
-        room = card.room - sum((beside.always | beside.scored).values())
-        if (tokens := planned_tokens(asked, hf_config, room, ask, longest_example)) is not None:
-            asked = with_tokens(asked, tokens)
-    given = ask(asked)
+    gathered, ask, model = False, remembered(ask), asked.config.model
+    room = 0.0 if card is None else card.room - sum((beside.always | beside.scored).values())
+    asked, tokens = chosen(asked, hf_config, room, ask, longest_example)
+    given, way = ask(asked), asked.config.model.activation_checkpointing
     situations = all_situations(asked, hf_config, given, beside)
     undecided = asked.ranks > 1 and asked.config.model.reshard_after_forward is None
     # A batch that is cut fills the card with its microbatches.
@@ -220,20 +211,25 @@ def make_plan(
         then = all_situations(stays, hf_config, ask(stays), beside)
         if gathered := fit(then, card):
             asked, given, situations = stays, ask(stays), then
-    if beside.sampler is not None and (
-        (weights := engine_weights(asked.config, given.parameters)) > 0.9 * beside.sampler
-    ):
+    sampler = asked.config.sampler
+    width = getattr(torch, sampler.dtype or model.dtype).itemsize / sampler.tensor_parallel
+    weights = width * given.parameters / GIB  # on one GPU of an engine
+    if beside.sampler is not None and weights > 0.9 * beside.sampler:
         notes.append(
-            f"sampler.gpu_memory_utilization={asked.config.sampler.gpu_memory_utilization} gives the "
-            f"sampler {beside.sampler:.1f} GiB, and its weights alone take {weights:.1f}"
+            f"sampler.gpu_memory_utilization={sampler.gpu_memory_utilization} gives the sampler "
+            f"{beside.sampler:.1f} GiB, and its weights alone take {weights:.1f}"
         )
+    if card is not None:
+        notes += map(str, on_host(asked.config, given, beside))
+    if model.activation_checkpointing == AUTO:
+        notes.append(checkpointing_in_words(way))
     if gathered:
         notes.append(gathered_in_words())
     if tokens is not None:
         notes.append(f"{cut_in_words(tokens)}: one pass would not fit")
     elif card is not None:
         notes.append(what_fits(asked, given, card, situations[0], ask))
-    return MemoryPlan(asked.ranks, given, card, tuple(situations), tuple(notes), tokens, gathered)
+    return MemoryPlan(asked.ranks, given, card, tuple(situations), tuple(notes), tokens, way, gathered)
 
 
 def all_situations(
@@ -247,14 +243,14 @@ def all_situations(
     resident = in_gib(given.resident)
     answers = own_answers(asked.config, hf_config, asked.ranks, bool(asked.held_out))
     if answers:
-        gathered = max(parts.get("gathered blocks", 0) for parts in given.peaks.values()) / GIB
-        if asked.ranks == 1:  # models.distributed.gathered_once
-            whole = given.parameters * getattr(torch, asked.config.model.dtype).itemsize
-            gathered = max(gathered, whole / GIB)
-        parts = resident | {"gathered blocks": gathered, "keys, values and logits": answers}
+        gathered = max(parts.get("gathered blocks", 0) for parts in given.peaks.values())
+        if asked.ranks == 1:  # models.distributed.gathered_once; a step's moments have whole gradients too
+            gathered = given.parameters * getattr(torch, asked.config.model.dtype).itemsize
+        parts = resident | {"gathered blocks": gathered / GIB, "keys, values and logits": answers}
         situations.append(Situation("own answers", parts | beside.always))
     if beside.sampler is not None:
-        situations.append(Situation("sampling", resident | beside.outside | {"sampler": beside.sampler}))
+        engine = {"sampler": beside.sampler, "weights' hand-over": handed_over(asked.config, hf_config)}
+        situations.append(Situation("sampling", resident | beside.outside | engine))
     if beside.models:
         situations.append(Situation("scoring", resident | beside.always | beside.models))
     if beside.scored:

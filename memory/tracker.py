@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from models.shards import local_part
+from models.simulated import simulates_gpu
 
 Moment = tuple[str, int | None]
 """(name of what is being done, number of the block that does it, counted from the last block where it is
@@ -29,13 +30,15 @@ MADE_IN = {
     "_fsdp_collectives.py": "communication",
 }
 """End of a source file's name -> the part that its new tensors belong to."""
-FRAMES = 10
-"""Number of callers that are searched for such a file."""
+FRAMES = 10  # callers that are searched for such a file
 NEVER_THERE = "_sharding_prop.py"
 """File in which DTensor infers shapes from tensors as large as those of all ranks together, which no real
 step makes."""
 
+ENGINE = "torch/autograd/graph.py"  # autograd's engine is called there
+WORKSPACE = "attention's workspace"
 DEVICE_OF = torch.ops.prim.device.default
+SUM = torch.ops.aten.add.Tensor
 wraps = functools.cache(is_traceable_wrapper_subclass_type)
 """Whether tensors of a class wrap others."""
 
@@ -91,13 +94,20 @@ class StorageTracker(TorchDispatchMode):
         for kind in types:
             if wraps(kind):
                 return NotImplemented  # a DTensor's local part, like any wrapped tensor, is seen by itself
+        if func is SUM and adds_in_place(*args):  # the engine does so, but not with tensors of a subclass
+            func = torch.ops.aten.add_.Tensor
+        work = 0
+        if goes_back_through_attention(func) and simulates_gpu():
+            work = attention_workspace(*args[1:3])
+        self._count(WORKSPACE, work)
         result = func(*args, **(kwargs or {}))
         tensors = (result,) if isinstance(result, Tensor) else tree_leaves(result)
         made = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor)]
         new = [storage for storage in made if storage._cdata not in self._live]
-        if new and not within(NEVER_THERE, sys._getframe(1)):
+        if new and not any(name.endswith(NEVER_THERE) for name in callers(sys._getframe(1))):
             for storage in new:
                 self._follow(storage)
+        self._count(WORKSPACE, -work)
         return result
 
     @classmethod
@@ -117,7 +127,8 @@ class StorageTracker(TorchDispatchMode):
     def _follow(self, storage: torch.UntypedStorage) -> tuple[int, str]:
         key = storage._cdata
         if key not in self._live:
-            size, part = storage.nbytes(), part_made_by(sys._getframe(1)) or self.making
+            makers = filter(None, map(part_of, callers(sys._getframe(1))))
+            size, part = storage.nbytes(), next(makers, self.making)
             self._live[key] = (size, part)
             self._count(part, size)
             weakref.finalize(storage, self._gone, key)
@@ -145,6 +156,26 @@ class StorageTracker(TorchDispatchMode):
             self.peaks[self.moment] = self.now
 
 
+def adds_in_place(a: Tensor, b: Any) -> bool:
+    """Return whether autograd's engine adds up two gradients of one tensor, for which it takes no memory."""
+    alike = isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
+    return alike and sys._getframe(2).f_code.co_filename.endswith(ENGINE)
+
+
+@functools.cache
+def goes_back_through_attention(func: Any) -> bool:
+    return "backward" in func.__name__ and ("attn" in func.__name__ or "attention" in func.__name__)
+
+
+def attention_workspace(query: Tensor, key: Tensor) -> int:
+    """Return the bytes that FlashAttention-2 takes on a GPU for a backward (flash_api.cpp, mha_varlen_bwd):
+    the queries' gradient and a number for each query in float32, and where several heads of queries share one
+    of keys, gradients of keys and values for each. FlashAttention-3 takes less."""
+    groups, size = query.shape[1] // key.shape[1], query.shape[-1]
+    apart = 2 * groups * key.numel() * key.element_size() if groups > 1 else 0
+    return 4 * query.numel() // size * (size + 1) + apart
+
+
 def _telling(resize: Callable[..., Any], tell: Callable[[torch.UntypedStorage], None]) -> Callable[..., Any]:
     """Return ``resize`` followed by a call of ``tell``. FSDP frees and takes memory by resizing, which is not
     a dispatched operation."""
@@ -157,21 +188,10 @@ def _telling(resize: Callable[..., Any], tell: Callable[[torch.UntypedStorage], 
     return resized
 
 
-def part_made_by(frame: FrameType | None) -> str | None:
-    """Return the part that tensors made by the code in ``frame``, or by one of its callers, belong to; None
-    where it is not known."""
-    return next((part for name in callers(frame) if (part := part_of(name)) is not None), None)
-
-
 @functools.cache
 def part_of(name: str) -> str | None:
     """Return the part that tensors made in the file ``name`` belong to; None where it is not known."""
     return next((part for end, part in MADE_IN.items() if name.endswith(end)), None)
-
-
-def within(end: str, frame: FrameType | None) -> bool:
-    """Return whether ``frame`` belongs to a file whose name ends with ``end``, or was called from one."""
-    return any(name.endswith(end) for name in callers(frame))
 
 
 def callers(frame: FrameType | None) -> Iterator[str]:

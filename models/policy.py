@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from common.errors import ConfigError, require
+from config.schema_model import SELECTIVE
 from data.types import Sequences
 from models.attention import PACKED, packable, row_limits
 from models.logprobs import chunked_collisions, chunked_entropies, chunked_logprobs
@@ -306,6 +307,24 @@ def decoder_blocks(model: Policy | PreTrainedModel | PeftModel) -> list[nn.Modul
     raise ConfigError(
         "model.name_or_path", type(inner).__name__, f"no list of its {layers} decoder layers was found"
     )
+
+
+def set_up_layers(policy: Policy, checkpointing: bool | str, compiled: bool) -> None:
+    """Make every layer's forward what ``model.activation_checkpointing`` and ``model.compile`` ask for, in
+    the place of what was set up before; ``auto`` is nothing until it is decided.
+
+    A compiled layer is checkpointed as a whole, so that its input alone is kept. What ``selective`` keeps are
+    operations, which the compiler must see."""
+    blocks = decoder_blocks(policy)
+    for block in blocks:
+        vars(block).pop("forward", None)
+    if checkpointing == SELECTIVE:
+        checkpoint_activations(blocks, selective=True)
+    for block in blocks if compiled else []:
+        block.forward = torch.compile(block.forward, dynamic=True)
+    if checkpointing is True:
+        checkpoint_activations(blocks)
+    policy.compiled = compiled
 
 
 def checkpoint_activations(blocks: list[nn.Module], selective: bool = False) -> None:

@@ -31,12 +31,12 @@ from transformers.utils import find_adapter_config_file, is_flash_attn_2_availab
 
 from common.errors import ConfigError, require
 from config.files import section
-from config.schema_model import SELECTIVE, ModelConfig
+from config.schema_model import AUTO, ModelConfig
 from data.templates import chosen_template
 from models.gguf import check_gguf, check_split, dequantised, is_gguf, source, split_as_stored
 from models.heads import RewardModel, ValuePolicy
 from models.new_tokens import add_tokens, grow, rows_for, with_rows
-from models.policy import Policy, causal_lm, checkpoint_activations, decoder_blocks
+from models.policy import Policy, causal_lm, decoder_blocks, set_up_layers
 from models.quantization import KEY as QUANTIZATION
 from models.quantization import NF4, quantise
 from models.rope import check_longrope
@@ -455,12 +455,8 @@ def _finished(policy: Policy, config: ModelConfig) -> Policy:
     """Set up the policy's forward as the settings ask for it, and return the policy."""
     policy.temperature = config.logit_temperature
     policy.use_packed_attention()
-    if config.compile:
-        for block in decoder_blocks(policy):
-            block.forward = torch.compile(block.forward, dynamic=True)
-        policy.compiled = True
-    if config.activation_checkpointing:
-        checkpoint_activations(decoder_blocks(policy), config.activation_checkpointing == SELECTIVE)
+    if config.compiled or config.activation_checkpointing not in (False, AUTO):
+        set_up_layers(policy, config.activation_checkpointing, config.compiled)
     return policy
 
 

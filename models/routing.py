@@ -31,7 +31,7 @@ def check_routing(config: ModelConfig, hf_config: PretrainedConfig) -> None:
         return
     require(is_mixture(hf_config), key, value, f"a {hf_config.model_type} has no router to balance; use null")
     require(
-        not config.compile,
+        config.compile is not True,
         key,
         value,
         "needs model.compile=false: compiled layers do not tell how they route",

@@ -7,8 +7,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from accelerate import init_empty_weights
 from huggingface_hub import try_to_load_from_cache
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from config.schema_model import ModelConfig
 from models.pretrained import model_config
@@ -37,3 +38,25 @@ def architecture(config: ModelConfig) -> PretrainedConfig:
     ):
         return model_config(config)
     return AutoConfig.for_model(**known)
+
+
+def parameters_of(hf_config: PretrainedConfig) -> int:
+    """Return the number of parameters of the language model of this architecture."""
+    return sum(p.numel() for p in without_weights(hf_config).parameters())
+
+
+def without_weights(hf_config: PretrainedConfig) -> PreTrainedModel:
+    """Return the language model of this architecture with all tensors on the meta device."""
+    with init_empty_weights():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config)
+    return model
+
+
+def layer_work(hf_config: PretrainedConfig) -> int:
+    """Return about how many numbers a layer holds per token at once.
+
+    These are its input, its norm, and either queries, keys, values and attention output, or the three
+    intermediate tensors of a gated MLP."""
+    text = hf_config.get_text_config()
+    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    return int(2 * text.hidden_size + max(4 * text.hidden_size, 3 * inner))

@@ -17,7 +17,7 @@ from config.schema_trainer import loss_numbers
 from reports.answers import LINES, Answered, before_and_after, shortened
 from reports.outcome import told
 from reports.provenance import git_commit, variant, versions
-from reports.report import compared
+from reports.report import compared, memory_facts
 
 ROOT = Path(__file__).parents[1]
 _HUB_ID = re.compile(r"\w[\w.\-]*(/\w[\w.\-]*)?", re.ASCII)
@@ -68,6 +68,7 @@ def model_card(config: dict[str, Any], summary: dict[str, Any]) -> str:
         "LoRA": f"rank {model['peft']['lora_r']}, merged" if model.get("use_peft") else None,
         "Frozen base": model.get("quantization"),
         "Ended": told(summary),
+        "Memory of a rank": dict(memory_facts(summary)).get("memory"),
         "Command": summary.get("command") or None,
         "Code": git_commit(ROOT),
         "Versions": ", ".join(f"{package} {version}" for package, version in versions().items()),

@@ -31,7 +31,7 @@ SHAPES: dict[str, PretrainedConfig] = {
         **SIZES,
     ),
     "many words": GemmaConfig(
-        vocab_size=8000,
+        vocab_size=40000,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=3,

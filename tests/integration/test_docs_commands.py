@@ -167,6 +167,7 @@ RULES = [
     Rule(r"python -m study\.prospect_figure ", "--prompts 4"),
     Rule(r"python -m benchmarks\.gpu_check", "--device cpu --only paths"),
     Rule(r"python -m benchmarks\.balance", "--data adder --ranks 2 --shapes 4x1 --batches 2"),
+    Rule(r"python -m benchmarks\.recipes", "--only math-grpo-online-authors --on 16xB200"),
     Rule(r"python -m benchmarks\.ledger", "--prompts 8 --repeats 1"),
     Rule(r"python -m jobs\.audit runs/kept"),
     Rule(r"python -m benchmarks\.profile", "--model tiny --batch-pairs 1 --steps 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import balance, quick, shared_prompts
+from benchmarks import balance, quick, recipes, shared_prompts
 from benchmarks.floor import Forward, floor, forward
 from benchmarks.measure import Sample, Spread, alternate, counted_products, in_a_row, ratio
 from benchmarks.offline_vs_humanline import floor_of, prepare, settings_of
@@ -34,6 +35,7 @@ from benchmarks.profile import profiled, report
 from data.batches import collate
 from data.types import Example, Sequence
 from data.views import mismatched
+from launch.composing import compose_config
 from models.policy import checkpoint_activations, decoder_blocks
 from trainers.basic import BasicTrainer
 
@@ -306,3 +308,20 @@ def test_training_reports_a_loss_a_step(base):
         == plan.steps
         == 2
     )
+
+
+def test_the_table_of_recipes_has_each_of_them_and_the_rates_that_operations_give():
+    """The cells' memory is simulated by the command; the rates of a cell's choice are counted here again."""
+    text = (ROOT / "docs" / "performance.md").read_text()
+    head, _, *lines = re.search(r"(\| recipe \|.*\n(?:\|.*\n)+)", text)[1].splitlines()
+    places = [re.fullmatch(r"(\d+) (\w+)", cell.strip()).groups() for cell in head.split("|")[2:-1]]
+    rows = {re.findall(r"`([^`]+)`", line)[-1]: line for line in lines}
+    for name in ("dpo-offline-humanline", "kto-online-humanline-authors"):
+        config, cells = compose_config([f"experiment={name}"]), rows[name].split("|")[2:-1]
+        for (count, card), cell in zip(places, cells, strict=True):
+            if (found := re.match(r" (\w+), [\d,]+ tokens; ([\d,]+) to ([\d,]+) ", cell)) is None:
+                assert cell == " no "
+                continue
+            way = {"none": False, "selective": "selective", "full": True}[found[1]]
+            said = tuple(float(number.replace(",", "")) for number in found.groups()[1:])
+            assert said == recipes.rates(recipes.operations_of(config, way), int(count), card)

@@ -25,7 +25,7 @@ slurm: {gpus_per_node: 1, card: "%s"}
 
 
 def test_a_run_that_does_not_fit_is_refused(tmp_path: Path, quick_python: None, capsys) -> None:
-    (tmp_path / "small.yaml").write_text(SWEEP % "1.5")
+    (tmp_path / "small.yaml").write_text(SWEEP % "1")
     sweep = read_sweep(tmp_path / "small.yaml", {})
     composer = Composer()
     states = [inspect(run, composer) for run in sweep.runs()]
@@ -33,7 +33,7 @@ def test_a_run_that_does_not_fit_is_refused(tmp_path: Path, quick_python: None, 
     plans = cell_plans(states, small)
     assert sorted(len(made.runs) for made in plans) == [4, 4]
     assert all(made.over and "too much" in made.text for made in plans)
-    with pytest.raises(ConfigError, match=r"slurm\.card=1\.5: has no room for training step"):
+    with pytest.raises(ConfigError, match=r"slurm\.card=1: has no room for training step"):
         refuse_too_large(states[:1], small, acting=True)
     refuse_too_large(states[:1], small, acting=False)
     assert "warning" in capsys.readouterr().err

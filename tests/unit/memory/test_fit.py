@@ -6,9 +6,11 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -104,7 +106,7 @@ def plan_for(room: float, *overrides: str) -> Any:
 
 
 def test_the_plan_of_a_run_without_a_cut_has_one_that_fits():
-    plan = plan_for(11.5, "model.gradient_accumulation_steps=1")  # 1.5 of them outside tensors
+    plan = plan_for(11.0, "model.gradient_accumulation_steps=1")  # 1 of them CUDA's
     assert plan.microbatch_tokens is not None and not plan.over
     assert plan.lines()[-1].strip() == (
         f"microbatches of {plan.microbatch_tokens:,} tokens at most (model.microbatch_tokens=null): "
@@ -159,7 +161,7 @@ def test_a_run_takes_the_cut_of_a_small_card(tmp_path, monkeypatch, capsys, quic
     assert set(passes) == {1}
     train(make_config(*SMALL, f"runs_dir={tmp_path}", "dry_run=true", "plan.card=2"), "planned")
     step, outside = re.search(
-        r"training step: (\S+) GiB.* outside tensors (\S+)", capsys.readouterr().out
+        r"training step: (\S+) GiB.* CUDA context (\S+)", capsys.readouterr().out
     ).groups()
     card = (float(outside) + 0.7 * (float(step) - float(outside))) / 0.95
     monkeypatch.setattr(decisions, "gpu_here", lambda: Card("a small card", card))
@@ -171,5 +173,14 @@ def test_a_run_takes_the_cut_of_a_small_card(tmp_path, monkeypatch, capsys, quic
     assert "microbatch_tokens: null" in (tmp_path / "cut" / "config.yaml").read_text()
     *_, memory = json.loads((tmp_path / "cut" / "run.json").read_text())["memory"]
     assert memory["cut"] in said and 0 < memory["predicted_gib"] < card and memory["measured_gib"] > 0
+    assert "| Memory of a rank | " in (tmp_path / "cut" / "model" / "README.md").read_text()
     for a, b in zip(plain, cut, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+
+
+def test_a_gpus_peak_is_said_beside_what_was_predicted(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2 * GIB)
+    monkeypatch.setattr(decisions, "gather_objects", lambda own: [own, 3.0])
+    found = decisions.measured(SimpleNamespace(device=torch.device("cuda")), 4.0)
+    assert found["measured"] == "3.00 GiB (tensors on the GPU, 75% of what was predicted)"
+    assert "predicted" not in decisions.measured(SimpleNamespace(device=torch.device("cpu")), 4.0)["measured"]

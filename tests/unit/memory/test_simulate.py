@@ -6,12 +6,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.varlen import varlen_attn
 
 from common.worker_process import WorkerError, WorkerProcess
 from data.balance import row_tokens
 from memory.bound import bound
 from memory.fit import with_settings
 from memory.simulate import Answer, Question
+from memory.tracker import WORKSPACE, StorageTracker
+from models.simulated import simulated_gpu
 from tests.memory_questions import NF4, WAYS, question, whole, with_many_layers
 from tests.real_memory import real_peaks
 
@@ -113,6 +118,20 @@ def test_a_gpu_has_its_own_ways(worker: WorkerProcess) -> None:
     )
     heads = [max(parts.get("head", 0) for parts in found.peaks.values()) for found in (cpu, gpu)]
     assert heads[0] != heads[1]
+
+
+def test_attention_has_its_workspace_in_a_backward_on_a_gpu() -> None:
+    """Of FlashAttention-2, which no tensor of torch's shows: float32 for the queries, and keys and values for
+    each of eight heads where there are two."""
+    for gpu, size in ((True, 300 * (8 * (64 + 1) * 4 + 2 * 8 * 64 * 2)), (False, 0)):
+        tracker = StorageTracker()
+        with simulated_gpu(gpu), FakeTensorMode(), tracker:
+            q, k, v = (torch.empty(300, n, 64, dtype=torch.bfloat16, requires_grad=True) for n in (8, 2, 2))
+            limits = torch.empty(4, dtype=torch.int32)
+            out = varlen_attn(q, k, v, limits, limits, 100, 100, window_size=(-1, 0), enable_gqa=True)
+            tracker.enter(("backward", 0))
+            out.sum().backward()
+        assert tracker.peaks["backward", 0].get(WORKSPACE, 0) == size and WORKSPACE not in tracker.now
 
 
 def test_what_needs_values_says_so(worker: WorkerProcess) -> None:

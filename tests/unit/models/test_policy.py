@@ -139,16 +139,19 @@ def test_generate_equals_taking_the_likeliest_token_each_time(packing):
 
 
 @pytest.mark.slow
-def test_compiled_layers_agree_with_plain_ones(run, monkeypatch):
+@pytest.mark.parametrize("how", [True, "selective"])
+def test_compiled_layers_agree_with_plain_ones(run, monkeypatch, how):
     """Compiled once, for rows of any number and length."""
     monkeypatch.setattr(torch._dynamo.config, "assume_static_by_default", False)
     plain, compiled = (
         load_policy(settings(run), CPU),
-        load_policy(settings(run, compile=True, activation_checkpointing=True), CPU),
+        load_policy(settings(run, compile=True, activation_checkpointing=how), CPU),
     )
     assert list(plain.state_dict()) == list(compiled.state_dict())
     for n in (3, 5):  # another shape needs no other answer
         torch.testing.assert_close(compiled(batch(n)), plain(batch(n)), rtol=1e-5, atol=1e-5)
+        gradients = (torch.autograd.grad(p(batch(n)).sum(), list(p.parameters())) for p in (compiled, plain))
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("how", [True, "selective"])
