@@ -5,6 +5,8 @@
     python -m study report               # of what is finished so far
     python -m study full --task instruct # one of the tasks
     python -m study quick --seeds 11,12,13 --name other-seeds
+    python -m study evidence             # the second plan, study/evidence.yaml: days in the background; goes on where it was
+    python -m study evidence-report      # its page, of the records that there are
 
 Runs lie in runs/<name>/<task>/, reports in results/<name>/. report.md there is the first page, for both
 tasks; each task's own report (report.md, figures, runs.jsonl) is in <task>/.
@@ -17,6 +19,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from common.errors import ConfigError, StoppedError, require
@@ -29,6 +32,8 @@ from study.plan import CHOSEN, FULL, QUICK, TASKS, Plan, read_chosen, read_plan
 from study.records import collect, finished, write_records
 from study.runner import run_all
 from study.tuning import Tuned, tune, write_chosen
+
+EVIDENCE, EVIDENCE_REPORT = "evidence", "evidence-report"
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class Done:
 def main(words: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
     try:
-        act(options)
+        (evidence if options.mode in (EVIDENCE, EVIDENCE_REPORT) else act)(options)
     except ConfigError as error:
         return complain(str(error), REFUSED)
     except StoppedError as error:
@@ -72,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     about = argparse.ArgumentParser(
         "python -m study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    about.add_argument("mode", choices=(FULL, QUICK, "report"))
+    about.add_argument("mode", choices=(FULL, QUICK, "report", EVIDENCE, EVIDENCE_REPORT))
     about.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time, one core each")
     about.add_argument("--seeds", default="", metavar="LIST", help="these instead of 1, 2, …, as in 11,12,13")
     about.add_argument("--name", help="of the folders; study, or quick-study")
@@ -91,6 +96,36 @@ def parser() -> argparse.ArgumentParser:
     )
     about.add_argument("--only", default="", metavar="LIST", help="only these experiments, as in main,k")
     return about
+
+
+def evidence(options: argparse.Namespace) -> None:
+    """Do what is missing of the second plan, or of the blocks of ``--only``, and write its page. Raises
+    ConfigError for an option of the first plan, StoppedError if runs failed."""
+    from study.evidence import PLAN, PUBLISHED, known, read_evidence, run_evidence
+    from study.evidence_page import write_page
+
+    require(options.jobs >= 1, "--jobs", options.jobs, "must be at least 1")
+    for key in ("seeds", "task"):
+        given = getattr(options, key)
+        require(
+            not given,
+            f"--{key}",
+            given,
+            f"is for {FULL}, {QUICK} and report; study/evidence.yaml says it here",
+        )
+    name = options.name or EVIDENCE
+    runs_dir, out = (options.runs_dir or Path("runs") / name).resolve(), options.out or Path("results") / name
+    plan = read_evidence(options.plan or PLAN)
+    wanted = plan.only(options.only.split(",")) if options.only else plan
+    files = [options.records] if options.records else [PUBLISHED]
+    failed: list[str] = []
+    if options.mode == EVIDENCE:
+        failed = run_evidence(wanted, runs_dir, out, files, options.jobs, partial(print, flush=True))
+    print(write_page(plan, known(plan, runs_dir, [*files, out / "runs.jsonl"]), out))
+    if failed:
+        raise StoppedError(
+            f"failed: {', '.join(failed)}; logs in {runs_dir}/logs. The same command tries again"
+        )
 
 
 def parts_of(options: argparse.Namespace) -> list[Part]:

@@ -164,5 +164,15 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def write_records(path: Path, records: Sequence[Record]) -> None:
-    lines = ({k: v for k, v in asdict(record).items() if k != "machine" or v} for record in records)
-    write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
+    write_whole(path, "".join(map(line_of, records)))
+
+
+def append_record(path: Path, record: Record) -> None:
+    """Add a line to the file, which need not exist, in one write: a process that is killed leaves no half "
+    "line."""
+    with path.open("ab", buffering=0) as file:
+        file.write(line_of(record).encode())
+
+
+def line_of(record: Record) -> str:
+    return json.dumps({k: v for k, v in asdict(record).items() if k != "machine" or v}) + "\n"

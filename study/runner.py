@@ -41,10 +41,24 @@ class Outcome:
     error: str | None
 
 
-def run_all(runs: Sequence[Run], runs_dir: Path, jobs: int, cost_of: Callable[[Run], float]) -> None:
+class RunsFailedError(StoppedError):
+    """Some runs failed; the others are done."""
+
+    def __init__(self, names: Sequence[str], said: str) -> None:
+        super().__init__(said)
+        self.names = names
+
+
+def run_all(
+    runs: Sequence[Run],
+    runs_dir: Path,
+    jobs: int,
+    cost_of: Callable[[Run], float],
+    after: Callable[[str], None] = lambda name: None,
+) -> None:
     """Do what is left of ``runs``, ``jobs`` at a time. ``cost_of``: approximate seconds of one core that a
-    run takes, for the estimate of the time left. Raises StoppedError, once the others are done, if any
-    failed."""
+    run takes, for the estimate of the time left. ``after`` is called with the name of each that finished.
+    Raises RunsFailedError, once the others are done, if any failed."""
     todo = [run for run in runs if not finished(runs_dir / run.name)]
     cost = {run.name: cost_of(run) for run in runs}
     if not todo:
@@ -67,11 +81,14 @@ def run_all(runs: Sequence[Run], runs_dir: Path, jobs: int, cost_of: Callable[[R
                 if outcome.error:
                     failed.append(outcome)
                     print(f"{outcome.name}: {outcome.error}", file=sys.stderr, flush=True)
+                else:
+                    after(outcome.name)
     if failed:
-        raise StoppedError(
-            f"{len(failed)} of {len(todo)} runs failed: {', '.join(o.name for o in failed)}; their logs are "
-            "in "
-            f"{runs_dir / 'logs'}. The same command tries them again"
+        names = [outcome.name for outcome in failed]
+        raise RunsFailedError(
+            names,
+            f"{len(failed)} of {len(todo)} runs failed: {', '.join(names)}; their logs are in "
+            f"{runs_dir / 'logs'}. The same command tries them again",
         )
 
 

@@ -119,6 +119,7 @@ def write_all(here: Path) -> None:
     (here / "my.yaml").write_text("partition: gpu\naccount: lab\ntime: '12:00:00'\n")
     write_other(here / "kitchen.yaml")
     (here / "plan.yaml").write_text(json.dumps(PLAN))
+    (here / "evidence.yaml").write_text(json.dumps(EVIDENCE))
     chosen = {"lr": 1e-4, "model.max_grad_norm": 1.0}
     (here / "chosen.yaml").write_text(
         json.dumps({"cells": {"dpo-offline": chosen, "dpo-offline-hl": chosen}})
@@ -320,6 +321,20 @@ PLAN = {
     "experiments": {},
 }
 """The study's plan with two cells of one step."""
+SHORT = {"n_examples": 8, "n_eval_prompts": 4, "n_eval_examples": 4}
+ARMS = {"plain": {}, "k1": {"humanline": True, "sync_freq": 1}}
+ONE_STEP = {
+    "task": "adder",
+    "loss": "dpo",
+    "cells": ARMS,
+    "grid": {"lr": [1e-5, 2e-5], "loss.beta": [0.1]},
+    "seeds": [1],
+}
+EVIDENCE = {
+    "seconds": {"adder": {"offline": 10, "online": 10}},
+    "parts": {"surface": {"hours": 1, "settings": SHORT, "blocks": {"surface-sums-dpo": ONE_STEP}}},
+}
+"""The second plan with four runs of one step."""
 
 
 if __name__ == "__main__":

@@ -163,6 +163,7 @@ RULES = [
     Rule(r"python -m reports\.report "),
     # The study, benchmarks
     Rule(r"python -m study full --task adder --records docs/study/adder/runs\.jsonl$", "--name published"),
+    Rule(r"python -m study evidence", "--plan evidence.yaml --jobs 1"),
     Rule(r"python -m study ", STUDY, {r" --task instruct": ""}),
     Rule(r"python -m study\.prospect_figure ", "--prompts 4"),
     Rule(r"python -m benchmarks\.gpu_check", "--device cpu --only paths"),
