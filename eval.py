@@ -38,6 +38,7 @@ def evaluate(cfg: DictConfig, given: list[str]) -> None:
     own |= {key: [own[key]] for key in ("run", "against") if isinstance(own[key], str)}
     stage = typed(OmegaConf.create(own), EvalStage)
 
+    from evals.early import check_early
     from evals.targets import expanded, refuse_unread, run_of, targets_of
 
     refuse_unread(given, list(own), bool(stage.run))
@@ -60,6 +61,7 @@ def evaluate(cfg: DictConfig, given: list[str]) -> None:
 
             exported[run] = export_run(run, step, folder / "model")
         targets = targets_of(stage, settings, given, exported)
+        check_early(targets, stage)
         with importing("torch"):
             from transformers.utils.logging import disable_progress_bar
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
+from common.errors import require
 from common.imports import importing
 from config.cli import cli, guarded, settings
 from config.load import split_settings
@@ -25,13 +26,20 @@ def label(cfg: DictConfig) -> None:
     """Write one file of feedback."""
     stage, rest = split_settings(cfg, LabelStage)
     config, _ = settings(rest, stage)
-    from data.rows import read_rows
-    from jobs.early import check_inputs
-    from rollouts.files import refuse_existing
+    some = "choose a file of config/reward, as in reward=armorm or reward=verifier"
+    require(config.reward is not None, "reward", None, some)
+    require(
+        stage.format != "pairwise" or config.rounds.feedback in ("pair", "random", "min"),
+        "rounds.feedback",
+        config.rounds.feedback,
+        "format=pairwise takes pair, random or min",
+    )
+    from rollouts.files import read_samples, refuse_existing
+    from rollouts.inputs import check_inputs
 
     refuse_existing(Path(stage.out), stage.overwrite_out)
     check_inputs(config, {"reward"})
-    next(iter(read_rows(Path(stage.samples), "in")), None)  # refuses what is not there
+    read_samples(Path(stage.samples), first=100)
     with importing("torch"):
         from jobs import stages
         from models.distributed import start, stop

@@ -18,6 +18,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from common.errors import require
 from common.imports import importing
 from config.cli import cli, guarded, settings
 from config.load import split_settings
@@ -31,8 +32,14 @@ def sample(cfg: DictConfig, given: list[str]) -> None:
     config = settings(rest, stage)[0] if stage.run is None else of_run(stage.run, rest, given)
     config.check_room()
     config.check_samples()
-    from jobs.early import check_inputs
+    require(
+        stage.format != "alpacaeval" or config.rounds.samples == 1,
+        "rounds.samples",
+        config.rounds.samples,
+        "format=alpacaeval takes one answer a prompt: rounds.samples=1",
+    )
     from rollouts.files import refuse_existing
+    from rollouts.inputs import check_inputs
 
     refuse_existing(Path(stage.out), stage.overwrite_out)
     check_inputs(config, {"model", "data", "sampler", "environment"})

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common.errors import require
+from common.errors import ConfigError, require
 
 LINK = "is a link, a further name of another file, or no file: nothing is written to it; remove it"
 
@@ -197,3 +197,15 @@ def _sha256(path: Path, size: int, changed: int) -> str:
     file is read only once."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def check_writable(key: str, value: Path, folder: Path) -> None:
+    """Raise ConfigError about ``value`` if ``folder`` cannot be made, or be written to. It is tried,
+    since permissions do not tell (/proc, a full quota, a file system that is read-only)."""
+    above = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    require(above.is_dir(), key, value, f"{above} is no folder; name a folder to write in")
+    try:
+        tempfile.TemporaryDirectory(prefix=".writable-", dir=above).cleanup()
+    except OSError as error:
+        why = f"{above} is not writable ({error.strerror}); name a folder to write in"
+        raise ConfigError(key, value, why) from error

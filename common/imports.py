@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 from collections.abc import Iterator
@@ -66,3 +68,34 @@ def check_importable(key: str, path: str) -> None:
         and not re.search(rf"\b({re.escape(name)}|__getattr__|import \*)", Path(source).read_text("utf-8"))
     ):
         import_function(key, path)  # says what is wrong
+
+
+def written_signature(path: str) -> inspect.Signature | None:
+    """Return the signature of the function ``path`` as the source of its module has it, annotations as texts,
+    without an import of the module. None where the source has no such function, or only a decorated one."""
+    module, _, name = path.rpartition(".")
+    found = importlib.util.find_spec(module)
+    if found is None or not (found.origin or "").endswith(".py"):
+        return None
+    body = ast.parse(Path(str(found.origin)).read_text("utf-8")).body
+    made = [part for part in body if isinstance(part, ast.FunctionDef) and part.name == name]
+    if not made or made[-1].decorator_list:
+        return None
+    of = made[-1].args
+    empty = inspect.Parameter.empty
+    positional, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    return inspect.Signature(
+        [
+            inspect.Parameter(
+                one.arg,
+                kind,
+                default=empty if default is None else default,
+                annotation=empty if one.annotation is None else ast.unparse(one.annotation),
+            )
+            for kind, names, defaults in (
+                (positional, of.posonlyargs + of.args, [None] * len(of.posonlyargs + of.args)),
+                (keyword, of.kwonlyargs, of.kw_defaults),
+            )
+            for one, default in zip(names, defaults, strict=True)
+        ]
+    )

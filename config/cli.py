@@ -21,6 +21,7 @@ from pathlib import Path
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
@@ -309,6 +310,7 @@ def _settings_there(overrides: Sequence[str]) -> list[str]:
     """Return every setting of the program with the files that the command line chooses. If these files cannot
     be composed, return the settings that every run has."""
     name = program()
+    GlobalHydra.instance().clear()  # that of the command line, whose settings were refused
     try:
         with initialize_config_dir(str(FOLDER), version_base="1.3"):
             composed = hydra_compose(

@@ -46,7 +46,7 @@ class Row(NamedTuple):
         if not self.here:
             return self.note
         typed = self.typed(value)
-        here = " ".join(typed) if typed and value else ", or ".join(self.here)
+        here = shlex.join(typed) if typed and value else ", or ".join(self.here)
         return f"{here}{f' ({self.note})' if self.note else ''}"
 
     def typed(self, value: str) -> list[str]:
@@ -60,6 +60,8 @@ class Row(NamedTuple):
         *words, last = shlex.split((fitting or self.here)[0])
         key, _, example = last.partition("=")
         keeps = not self.own or "," in value or not value or any("=" in name for name in self.there)
+        if example.startswith("[") and not keeps:  # a list there too
+            value = f"[{value}]" if re.fullmatch(r"[\w.-]+", value) else f'["{value}"]'
         return [*words, f"{key}={example if keeps else value}"]
 
 

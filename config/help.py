@@ -7,7 +7,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from config.files import FOLDER
+from config.files import FOLDER, section
+from config.idle import ELSEWHERE
+from config.schema_eval import READ
 
 EXAMPLES = {
     "train": (
@@ -17,7 +19,10 @@ EXAMPLES = {
         "experiment=dpo-offline-humanline dry_run=true",
         "loss=dpo exp_name=mine resume=true",
     ),
-    "sample": ("model=hub model.name_or_path=runs/mine data=adder rounds.samples=8 out=samples.jsonl",),
+    "sample": (
+        "run=runs/mine split=eval rounds.samples=1 out=answers.jsonl",
+        "model=hub model.name_or_path=org/name data=local data.path=prompts.jsonl out=samples.jsonl",
+    ),
     "label": ("in=samples.jsonl reward=adder out=feedback.jsonl",),
     "eval": ("run=runs/mine", "run=runs/mine kind=compare against=runs/other reward=armorm data=alpacaeval"),
 }
@@ -36,13 +41,22 @@ def help_on(program: str, names: Sequence[str]) -> str:
         return "\n\n".join(_part(name, program) for name in names)
     title = (FOLDER.parent / f"{program}.py").read_text(encoding="utf-8").split('"""')[1].splitlines()[0]
     examples = "\n".join(f"  python {program}.py {words}" for words in EXAMPLES[program])
+    reads = _read_by(program)
     folders = sorted(
-        path for path in FOLDER.iterdir() if path.is_dir() and path.name not in ("trainer", "templates")
+        path
+        for path in FOLDER.iterdir()
+        if path.is_dir() and path.name not in ("trainer", "templates") and (not reads or path.name in reads)
     )
     choices = "\n".join(
         f"  {f'{path.name}=':13}{', '.join(files)}" for path in folders if (files := _files(path))
     )
-    python = f"python {program}.py"
+    python, last = f"python {program}.py", folders[-1]
+    group, chosen = (last.name, f"{last.name}={_files(last)[0]}") if reads else ("loss", "loss=dpo")
+    more = (
+        f"\nits own settings; of a run's it reads {', '.join(reads)}:\n\n{_own(program)}"
+        if reads
+        else f"  {f'{python} … dry_run=true':44}what a run would do; -m does several, as in -m seed=1,2"
+    )
     return f"""{title}
 
 usage: {python} [SETTING=VALUE ...]     (--setting value is understood too)
@@ -51,12 +65,32 @@ usage: {python} [SETTING=VALUE ...]     (--setting value is understood too)
 
 Each setting is explained where its default stands, in config/, and in docs/settings.md. Names of TRL and
 HALOs are answered with those here (docs/from-halos-and-trl.md).
-  {python} --help loss          the files of config/loss; also loss=dpo, rounds, lr, model …
-  {python} loss=dpo --cfg job   every setting with its value
-  {python} … dry_run=true       what a run would do; -m does several, as in -m seed=1,2
+  {f"{python} --help {group}":44}the files of config/{group}; also {chosen}, model, seed …
+  {f"{python} {chosen} --cfg job":44}every setting with its value
+{more}
 
 files to choose from:
 {choices}"""
+
+
+def _read_by(program: str) -> list[str]:
+    """Return the settings of a run that a program reads; [] if it reads all of them."""
+    of_stage = section("reads.yaml")["programs"].get(program, {}).get("reads", {})
+    named = READ if program == "eval" else [key for key, when in of_stage.items() if when != ELSEWHERE]
+    return list(dict.fromkeys(named))
+
+
+def _own(program: str) -> str:
+    """Return the settings of a program alone, as its file has them."""
+    lines = (FOLDER / f"{program}.yaml").read_text("utf-8").splitlines()
+    blocks = [_block(FOLDER / f"{program}.yaml", key) for line in lines if (key := _key(line))]
+    return "\n".join(f"  {line}" for block in blocks for line in block.splitlines())
+
+
+def _key(line: str) -> str:
+    """Return the setting that a line of a program's file begins; "" if it begins none of its own."""
+    found = re.match(r"(\w+):", line)
+    return found[1] if found and found[1] not in ("defaults", "hydra") else ""
 
 
 def _files(folder: Path) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from common.errors import one_of, require
+from common.errors import require
 from config.schema_data import DataConfig
 from config.schema_environment import EnvironmentConfig
 from config.schema_evaluations import check_keep_best, evaluation_sets
@@ -293,7 +293,6 @@ class Config:
             f"is not for sync_mode=delayed: its scores are made sync_freq={self.sync_freq} steps ahead, when "
             "the next round's samples do not exist yet",
         )
-        one_of("loss.kl_anchor", self.loss.get("kl_anchor", "reference"), ("reference", "initial"))
         need(
             self,
             self.syncing != "kl" or self.sync_freq > 1,
@@ -329,10 +328,12 @@ class Config:
             self._check_ratio_to_behavior()
         wanted = self.model.logit_temperature
         same = self.sampler.temperature == wanted and self.sampler.top_p == 1
+        masks = self.ratio_reference != "behavior" and correction.name in MASKS_ALONE
         require(
             same or not (self.online and self.reads_behavior) or correction.mismatch == "allow",
             *self.behavior_setting,
-            f"divides by log-probabilities at temperature {wanted:g} (model.logit_temperature) and top-p 1, "
+            f"{'masks tokens' if masks else 'divides'} by log-probabilities at temperature {wanted:g} "
+            "(model.logit_temperature) and top-p 1, "
             f"but the samples are drawn with sampler.temperature={self.sampler.temperature:g} and "
             f"sampler.top_p={self.sampler.top_p:g}; set sampler.temperature={wanted:g} sampler.top_p=1, or "
             "correction.mismatch=allow",
@@ -378,6 +379,9 @@ class Config:
         need(rounds, rounds.overlong is None or rounds.overlong <= self.max_tokens, "overlong", longest)
         several = f"must be at least 2: rounds.feedback={rounds.feedback} compares the samples of a context"
         need(rounds, rounds.samples >= 2 or rounds.feedback == "threshold", "samples", several)
+        alone = "gives all samples with their scores: use loss.rewards=scores, or rounds.feedback=pair"
+        labels = "rewards" in self.trainer.loss_keys and self.loss["rewards"] == "labels"
+        need(rounds, not labels or rounds.feedback != "group", "feedback", alone)
         chooses = "chooses among completions that are there before training; online=true samples its own"
         need(self.data, self.data.logprob_range is None, "logprob_range", chooses)
         offline = "is for offline: set rounds.contexts, or rounds.examples"

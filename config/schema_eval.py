@@ -149,6 +149,8 @@ class EvalStage:
     def __post_init__(self) -> None:
         if self.name is not None:
             check_name("name", self.name)
+        tasks = "name at least one, as in lm_eval.tasks=[gsm8k,ifeval]"
+        require(bool(self.lm_eval.tasks) or self.kind != "lm_eval", "lm_eval.tasks", [], tasks)
         compares = self.kind == "compare"
         need(self, self.step is None or bool(self.run), "step", "is a checkpoint of a run: give run=")
         need(self, not self.answers or not self.run, "answers", "is instead of run=: give one of them")

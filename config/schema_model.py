@@ -53,7 +53,7 @@ class ModelConfig:
     chat_template: Text | None
     chat_template_kwargs: Annotated[dict[str, Any], ", as in {enable_thinking: false}"] | None
     trust_remote_code: bool
-    attn_implementation: Text
+    attn_implementation: Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"]
     dtype: Dtype
     export_dtype: ExportDtype | None
     from_config: bool

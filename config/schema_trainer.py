@@ -5,13 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import field
-from typing import Any
+from typing import Any, Literal
 
 from common.errors import require
-from config.typed import Text, dataclass, yaml_defaults
+from config.typed import PositiveShare, Share, Text, dataclass, typed, yaml_defaults
 
 RESERVED_LOSS_KEYS = ("name", "_target_", "reference", "kl_anchor", "entropy_share")
 """Keys of ``loss`` that are no numbers for the loss function or its trainer."""
+
+
+@dataclass
+class LossKeys:
+    """Keys of ``loss`` that its trainer reads, or that every loss with a reference may have."""
+
+    kl_anchor: Literal["reference", "initial"] = "reference"
+    entropy_share: PositiveShare = 1.0
+    advantage: Literal["group", "group_mean", "rloo", "batch", "tokens"] | None = None
+    gamma: Share = 1.0
+    lam: Share = 1.0
+    rewards: Literal["labels", "scores"] = "labels"
 
 
 @dataclass
@@ -22,6 +34,7 @@ class TrainerConfig:
     online: bool
     feedback: list[Text]
     labelled_examples: bool
+    single_answers: bool = True  # of a trainer that does not say, nothing is refused
     logprob_range: bool
     beta_scales_rewards: bool
     loss_keys: list[Text]
@@ -37,9 +50,17 @@ def loss_numbers(loss: dict[str, Any], trainer_keys: Sequence[str]) -> dict[str,
 
 
 def check_trainer_keys(loss: dict[str, Any], trainer: TrainerConfig) -> None:
-    """Raise ConfigError if ``loss`` lacks a setting that its trainer reads."""
+    """Raise ConfigError if ``loss`` lacks a setting that its trainer reads, or has one that it cannot use."""
     for key in trainer.loss_keys:
         require(key in loss, f"loss.{key}", "???", f"loss={loss['name']} needs it")
+    read = {"kl_anchor", "entropy_share", *trainer.loss_keys} & LossKeys.__annotations__.keys()
+    typed({key: loss[key] for key in read if key in loss}, LossKeys, "loss.")
+    if "control_tokens" in trainer.loss_keys:
+        check_two_texts("loss.control_tokens", loss["control_tokens"])
+    advantages = (key for key in ("advantage", "kl_in") if loss.get(key) in ("tokens", "reward"))
+    if loss.get("shape") == "gmpo" and (key := next(advantages, None)):
+        one = "gives every token an advantage of its own, and loss.shape=gmpo has one a sequence"
+        require(False, f"loss.{key}", loss[key], one)
 
 
 def check_two_texts(key: str, texts: Any) -> None:

@@ -69,8 +69,8 @@ _KNOWN = {OF_TEMPLATE, *NUMBERS, *MADE, *SEEN} | {name for names in MEANT.values
 
 _WORDS = {
     "label": ["is", "was", "thumbs", "liked", "upvoted"],
-    "chosen": ["chosen", "good", "better", "best", "preferred", "accepted", "positive", "winning", "winner"],
-    "rejected": ["rejected", "bad", "worse", "worst", "dispreferred", "negative", "losing", "loser"],
+    "chosen": ["chosen", "j", "good", "better", "best", "preferred", "accepted", "positive", "winning"],
+    "rejected": ["rejected", "k", "bad", "worse", "worst", "dispreferred", "negative", "losing", "loser"],
     "prompt": ["prompt", "question", "query", "problem", "instruction", "input", "user", "ask"],
     "completion": [
         "completion",
@@ -83,6 +83,7 @@ _WORDS = {
         "assistant",
         "generated",
     ],
+    "reward": ["stars", "score", "rating", "points", "grade", "votes"],
 }
 """Words by which a column of another name is guessed, for a proposal alone."""
 
@@ -352,13 +353,10 @@ class Columns:
         without = [*(self.config.ignore_columns or ()), *(name.partition(".")[0] for name in names)]
         ignore = f'"data.ignore_columns=[{", ".join(map(_quoted, without))}]"'
         where = f"{row.file} row {row.number}"
-        if seen := [name for name in names if name.lower() in SEEN]:
-            raise ConfigError(
-                "data.path",
-                row.file,
-                f"{where} has {', '.join(seen)}, which no text model reads; leave such rows out, or type "
-                f"{ignore} to train on the texts alone",
-            )
+        for kind, why in (SEEN, "which no text model reads"), (MADE, "made elsewhere; here a run makes them"):
+            if found := [name for name in names if name.lower() in kind]:
+                said = f"{where} has {', '.join(found)}, {why}: type {ignore} to train on the texts alone"
+                raise ConfigError("data.path", row.file, said)
         if OF_TEMPLATE in names:
             said = json.dumps(row.values[OF_TEMPLATE], ensure_ascii=False).replace('"', "")
             raise ConfigError(
@@ -368,13 +366,6 @@ class Columns:
                 f"'model.{OF_TEMPLATE}={said}'; with it, or without any, type {ignore}",
             )
         they, them = ("it", "it") if len(names) == 1 else ("they", "them")
-        if made := [name for name in names if name.lower() in MADE]:
-            raise ConfigError(
-                "data.path",
-                row.file,
-                f"{where} has {', '.join(made)}, made elsewhere; here texts become tokens and the reference "
-                f"scores them in the run: type {ignore}",
-            )
         unread = (
             names if self.answers else [*names, *(c for c in row.values if c not in {*names, *shape.read})]
         )

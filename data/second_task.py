@@ -6,15 +6,16 @@ from common.errors import ConfigError
 from config.files import group_file
 from config.schema import RetentionConfig
 from config.schema_data import DataConfig
-from data.sources import load_groups
+from data.sources import check_found, load_groups
 from data.types import Group
 
 OWN = ("path", "eval_path", "verifier")
 """Settings of the set that ``retention`` may override."""
 
 
-def second_task(config: RetentionConfig) -> tuple[DataConfig, list[Group]]:
+def second_task(config: RetentionConfig, early: bool = False) -> tuple[DataConfig, list[Group]]:
     """Return the settings of the set that ``config.data`` names, and its held-out groups that can be checked.
+    ``early``: only look at its first rows, and return none.
 
     Raises ConfigError, about a setting of ``retention``, if the set is not a file of config/data, needs a
     path, cannot be read, or has no verifier or no held-out prompt with a reference answer. Raises DataError
@@ -28,7 +29,7 @@ def second_task(config: RetentionConfig) -> tuple[DataConfig, list[Group]]:
             "retention.path", None, f"retention.data={config.data} is a set of your own: name its file"
         )
     try:
-        return _checkable(DataConfig(**settings))
+        return _checkable(DataConfig(**settings), early)
     except ConfigError as error:
         section, _, key = error.key.partition(".")
         if section != "data":
@@ -38,7 +39,7 @@ def second_task(config: RetentionConfig) -> tuple[DataConfig, list[Group]]:
         raise ConfigError("retention.data", config.data, f"{error}; choose another set") from error
 
 
-def _checkable(data: DataConfig) -> tuple[DataConfig, list[Group]]:
+def _checkable(data: DataConfig, early: bool) -> tuple[DataConfig, list[Group]]:
     if data.verifier is None:
         raise ConfigError(
             "data.verifier",
@@ -46,6 +47,9 @@ def _checkable(data: DataConfig) -> tuple[DataConfig, list[Group]]:
             f"config/data/{data.name}.yaml names no verifier, so its answers cannot be checked: name one, "
             "as in rollouts.rewards.verifier.accuracy",
         )
+    if early:
+        check_found(data, splits=("eval",))
+        return data, []
     groups = [g for g in load_groups(data, "eval").groups if g.prompt.reference_answer is not None]
     if not groups:
         raise ConfigError(

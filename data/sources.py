@@ -69,12 +69,14 @@ def load_splits(config: DataConfig) -> tuple[Loaded, Loaded]:
 
 def check_found(
     config: DataConfig, splits: Iterable[Split] = ("train", "eval"), columns_reach: bool = True
-) -> None:
+) -> dict[Split, Loaded]:
     """Convert the first rows of local data, so that files that are not there, and columns that nothing reads,
-    are said before anything else is loaded. Raises ConfigError and DataError as ``load_groups`` does.
-    ``columns_reach``: whether a reward may get the columns of prompts' rows."""
+    are said before anything else is loaded. Return those of each split. Raises ConfigError and DataError as
+    ``load_groups`` does. ``columns_reach``: whether a reward may get the columns of prompts'
+    rows."""
     config = _local_copy(config)
     keys: dict[Split, str] = {"train": "path", "eval": "eval_path"}
+    found: dict[Split, Loaded] = {}
     for split in splits:
         key, path = f"data.{keys[split]}", getattr(config, keys[split])
         if split == "train" and path is None and config.source in (LOCAL, HUB):
@@ -83,14 +85,18 @@ def check_found(
             split_key = "data.split" if split == "train" else "data.eval_split"
             name = config.split if split == "train" else config.eval_split
             rows = _of_split(_rows(key, path, split_key, name), config.split if split == "train" else None)
-            first = list(itertools.islice(rows, FIRST + 2))
-            loaded = convert(first, config, path, whole=len(first) < FIRST + 2)
+            first = list(itertools.islice(rows, EARLY))
+            loaded = convert(first, config, path, whole=len(first) < EARLY)
             if loaded.refusal is not None and not columns_reach:
                 raise loaded.refusal
-            if len(first) < FIRST + 2:
+            if len(first) < EARLY:
                 _check_usable(config, loaded)
+                if split == "train" and config.eval_split is not None:
+                    local(config, "eval")
+            found[split] = loaded
         elif config.source.startswith("data.") and config.source != HUB and path and not os.path.exists(path):
             next(iter(read_rows(Path(path), key)))  # raises
+    return found
 
 
 def _thinned(config: DataConfig, loaded: Loaded) -> Loaded:
@@ -257,6 +263,8 @@ def _of_split(rows: Iterable[Row | Dropped], wanted: str | None) -> Iterator[Row
 
 FIRST = 64
 """Rows whose columns show the format together, because the first row may be an odd one."""
+EARLY = 1000
+"""Rows that are converted before anything else is loaded; a shorter file is known whole."""
 
 
 def convert(rows: Iterable[Row | Dropped], config: DataConfig, origin: str, *, whole: bool = True) -> Loaded:

@@ -10,22 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from common.errors import ConfigError, StoppedError, require
+from common.errors import StoppedError, require
 from common.imports import import_function
-from config.schema_data import DataConfig
 from config.schema_eval import EvalStage
 from data.chat import Renderer
 from data.types import Prompt
 from evals import answers, statistics
 from evals.answers import check_answering, described
 from evals.base import Evaluation, Target, fingerprints
+from evals.early import verifier_path
 from models.distributed import World, on_main
 from rollouts.generate import Request, settings_of
 from rollouts.samplers import Sample
 from rollouts.verify import Verifier, answer_of, say_failures, verdicts_of
 
-MATHS = ("gsm8k", "math")
-MATH_VERIFY = "rollouts.rewards.verifier.accuracy"
 Items = dict[str, dict[str, float]]
 """metric -> prompt id -> value"""
 
@@ -42,19 +40,6 @@ class Checked:
     @property
     def known(self) -> list[float]:
         return [v for v in self.verdicts if v is not None]
-
-
-def verifier_path(data: DataConfig, stage: EvalStage) -> str:
-    """Return the import path of the verifier of the answers. Raises ConfigError where there is none."""
-    path = stage.accuracy.verifier or data.verifier or (MATH_VERIFY if data.format in MATHS else None)
-    if path is None:
-        raise ConfigError(
-            "accuracy.verifier",
-            None,
-            f"data={data.name} names nothing that checks answers: give data.verifier, as in "
-            f"accuracy.verifier={MATH_VERIFY}, or compare by a reward (kind=compare)",
-        )
-    return path
 
 
 def check(target: Target, stage: EvalStage) -> None:

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -31,18 +30,6 @@ _CHAT = "<|im_start|>"
 _ENDPOINT_KEYS = ("client_kwargs", "price_per_token", "requires_chatml", "num_procs", "client_config_path")
 """Keys of an annotator's completions_kwargs that say how to reach the endpoint; the settings under alpacaeval
 replace them."""
-
-
-def require_installed() -> None:
-    """Raise ConfigError where the library is not installed."""
-    try:
-        version("alpaca_eval")
-    except PackageNotFoundError:
-        raise ConfigError(
-            "kind",
-            "alpacaeval",
-            "needs the alpaca_eval library: make eval-tools, or pip install -r requirements/eval.txt",
-        ) from None
 
 
 @cache
@@ -91,7 +78,7 @@ def annotator_settings(name: str) -> dict[str, Any]:
     Raises ConfigError for an annotator that does not exist or that a chat endpoint cannot serve. Does not
     import the library."""
     key, spec = "alpacaeval.annotator", importlib.util.find_spec("alpaca_eval")
-    assert spec is not None and spec.origin is not None, "require_installed comes first"
+    assert spec is not None and spec.origin is not None, "evals.early comes first"
     folder = Path(spec.origin).parent / "evaluators_configs"
     names = sorted(path.parent.name for path in folder.glob("*/configs.yaml"))
     require(

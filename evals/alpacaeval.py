@@ -33,7 +33,7 @@ from evals.alpaca_files import (
     reference_path,
 )
 from evals.alpaca_judge import estimate, judge
-from evals.alpaca_library import annotator_settings, length_controlled, require_installed, win_rate
+from evals.alpaca_library import annotator_settings, length_controlled, win_rate
 from evals.answers import check_answering, described
 from evals.base import ROOT, Evaluation, Target, fingerprints
 from evals.running import result_path
@@ -56,9 +56,8 @@ def folder(target: Target, stage: EvalStage) -> Path:
 def check(target: Target, stage: EvalStage) -> None:
     """Raise ConfigError or DataError if the evaluation cannot be done.
 
-    The reasons are: the library, a file, the key or the annotator is missing, a file has the wrong contents,
+    The reasons are: a file, the key or the annotator is missing, a file has the wrong contents,
     or the model cannot answer every instruction."""
-    require_installed()
     own = stage.alpacaeval
     difficulty_path(own.difficulty)
     if own.annotations is not None:

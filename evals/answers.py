@@ -27,12 +27,6 @@ def check_answering(target: Target) -> Renderer:
 
     Raises ConfigError, before weights are loaded, for anything that would keep the target from answering."""
     config = target.config
-    require(
-        config.model.head != "reward",
-        "run",
-        target.run or target.name,
-        "is a reward model: it answers nothing",
-    )
     sampling_class(config)
     config.check_room()
     hf_config = check_model(config.model)

@@ -47,12 +47,6 @@ def check(target: Target, stage: EvalStage) -> None:
 
     The reasons are: no reward is set, a side cannot answer, or the files of answers share no prompt."""
     reward = target.config.reward
-    require(
-        reward is not None,
-        "reward",
-        None,
-        "choose what compares: a file of config/reward, as in reward=armorm",
-    )
     assert reward is not None and target.other is not None
     sides = (target, target.other)
     asked: list[Prompt] | None = None

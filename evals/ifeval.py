@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from common.errors import ConfigError, DataError, require
+from common.errors import ConfigError, DataError
 from config.schema_eval import EvalStage
 from data.rows import Row, read_rows
 from data.types import Prompt, Turn
@@ -37,14 +37,7 @@ LEVELS = ("prompt_strict", "instruction_strict", "prompt_loose", "instruction_lo
 
 
 def check(target: Target, stage: EvalStage) -> None:
-    """Raise ConfigError or DataError if a package or the prompts are missing, or the model cannot answer."""
-    for package in ("lm_eval", "langdetect", "immutabledict", "nltk"):
-        require(
-            importlib.util.find_spec(package) is not None,
-            "kind",
-            "ifeval",
-            f"needs the package {package}: make eval-tools, or pip install -r requirements/eval.txt",
-        )
+    """Raise ConfigError or DataError if the prompts are missing, or the model cannot answer."""
     check_answering(_with_room(target, stage))
     questions(stage)
 
@@ -62,8 +55,7 @@ def questions(stage: EvalStage) -> dict[str, dict[str, Any]]:
                 "ifeval.path", None, f"{HUB} cannot be had from the hub: give its input_data.jsonl ({error})"
             ) from error
     else:
-        require(Path(path).is_file(), "ifeval.path", path, "there is no such file")
-        rows = [dict(row.values) for row in read_rows(Path(path)) if isinstance(row, Row)]
+        rows = [dict(row.values) for row in read_rows(Path(path), "ifeval.path") if isinstance(row, Row)]
     for row in rows:
         if not {"key", "prompt", "instruction_id_list", "kwargs"} <= row.keys():
             raise DataError(f"{path or HUB}: a row lacks what IFEval's have: it has {', '.join(sorted(row))}")

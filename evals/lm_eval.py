@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import cache, partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from numbers import Real
 from pathlib import Path
 from typing import Any, cast
@@ -40,20 +40,9 @@ Metrics = dict[str, Any]
 def check(target: Target, stage: EvalStage) -> None:
     """Raise ConfigError if the evaluation cannot be done.
 
-    The reasons are: the library is not installed, a task is unknown or its data are not available, a task
+    The reasons are: a task is unknown or its data are not available, a task
     runs code that the model wrote and ``unsafe_code`` is not set, or the target is not a language model."""
-    try:
-        version("lm_eval")
-    except PackageNotFoundError:
-        raise ConfigError(
-            "kind",
-            "lm_eval",
-            "needs the lm_eval library: make eval-tools, or pip install -r requirements/eval.txt",
-        ) from None
     own = stage.lm_eval
-    require(
-        bool(own.tasks), "lm_eval.tasks", own.tasks, "name at least one, as in lm_eval.tasks=[gsm8k,ifeval]"
-    )
     require(
         own.include_path is None or Path(own.include_path).is_dir(),
         "lm_eval.include_path",

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.errors import StoppedError
 from common.files import write_whole
@@ -15,11 +15,13 @@ from common.secrets import scrub
 from common.worker_process import WorkerError
 from config.schema_eval import EvalStage
 from evals.base import Evaluation, Target
-from models.distributed import World
 from reports.metrics import plain
 from reports.tracking import mirror_evaluation
 from rollouts.files import refuse_existing
 from rollouts.rewards.base import RewardError
+
+if TYPE_CHECKING:
+    from models.distributed import World
 
 SHOWN = 64
 """Largest number of answers that are shown in wandb."""
@@ -35,9 +37,6 @@ def evaluate(targets: list[Target], stage: EvalStage, world: World) -> list[Eval
     if pooled is not None:
         refuse_existing(pooled, stage.overwrite_out)
     for target in targets:
-        path = result_path(target, stage)
-        refuse_existing(path, stage.overwrite_out)
-        refuse_existing(path.with_suffix(".jsonl"), stage.overwrite_out)  # answers, or another file
         kind.check(target, stage)
     found = []
     for target in targets:

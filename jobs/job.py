@@ -67,7 +67,7 @@ from reports.tracking import Tracker
 from rollouts.conversations import Conversations, make_player
 from rollouts.stop_strings import StopStrings
 from rollouts.verify import Accuracy, Shown, embedded_sampler, make_accuracy
-from trainers.assembly import Offline, check_budget, check_ranks, make_loss, trainer_class
+from trainers.assembly import Offline, check_budget, make_loss, trainer_class
 from trainers.basic import BasicTrainer
 from trainers.corrections import check_correction
 from trainers.humanline import Humanline
@@ -94,7 +94,6 @@ class Job:
         check_optimizer(config)
         on_main(lambda: check_push(config.push_to_hub))
         self.observers = Observers.of(config.callbacks, observers, world, make=not config.dry_run)
-        check_ranks(config, (config.dry_run and config.plan.ranks) or world.size)
         self.loss, self.trainer_class = make_loss(config), trainer_class(config)
         Humanline.from_config(config)  # refuses a rule that cannot be called
         hf_config = check_model(config.model)

@@ -15,7 +15,7 @@ from data.chat import Renderer, vocabulary_fingerprint
 from data.examples import SAYS_NOTHING, ExampleGroups, Examples, columns_of, make_examples, token_ids
 from data.group_store import Groups
 from data.groups import check_token_ids
-from data.kinds import advice
+from data.kinds import ONE_LABEL, advice
 from data.rows import reasons
 from data.selection import places
 from data.sources import Loaded, load_splits
@@ -217,9 +217,7 @@ def check_labels(config: Config, groups: ExampleGroups) -> None:
         any(label != first for label in labels),
         "data.path",
         config.data.path or config.data.name,
-        f"gives loss={config.loss['name']} {'' if first else 'un'}desirable answers alone (no label, kto_tag "
-        "or reward says otherwise); demonstrations are for loss=sft, and data.one_label=true trains on them "
-        "all the same",
+        f"gives loss={config.loss['name']} {ONE_LABEL.format('' if first else 'un')}",
     )
 
 

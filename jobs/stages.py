@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from transformers.utils.logging import disable_progress_bar
+
 from common.errors import ConfigError, DataError, StoppedError, require
 from config.schema import Config
 from config.schema_rounds import RoundsConfig
@@ -20,7 +22,7 @@ from data.vocabulary import limit_tokens
 from models.distributed import World, gather_objects
 from models.pretrained import check_model, load_tokenizer
 from models.ranks import Ranks, catch, unwrap
-from rollouts.files import Scores, read_samples, refuse_existing, write_feedback, write_samples
+from rollouts.files import Scores, read_samples, write_feedback, write_samples
 from rollouts.generate import Request, generate_answers, settings_of
 from rollouts.rewards.base import Reward, RewardError
 from rollouts.rewards.factory import make_reward
@@ -33,13 +35,7 @@ def sample(config: Config, stage: SampleStage, world: World) -> None:
 
     Raises ConfigError, DataError."""
     out = Path(stage.out)
-    refuse_existing(out, stage.overwrite_out)
-    require(
-        stage.format != "alpacaeval" or config.rounds.samples == 1,
-        "rounds.samples",
-        config.rounds.samples,
-        "format=alpacaeval takes one answer a prompt: rounds.samples=1",
-    )
+    disable_progress_bar()  # transformers draws a bar for every file
     hf_config = check_model(config.model)
     renderer = make_renderer(load_tokenizer(config.model), config.model, config.data)
     limit_tokens(renderer.tokenizer, hf_config.get_text_config().vocab_size, renderer.stop_token_ids)
@@ -76,21 +72,6 @@ def label(config: Config, stage: LabelStage, world: World) -> None:
     and scores a share with the reward's models; rank 0 does the rest.
 
     Raises ConfigError, DataError, and StoppedError when too few samples get a score or a rank fails."""
-    out = Path(stage.out)
-    refuse_existing(out, stage.overwrite_out)
-    require(
-        config.reward is not None,
-        "reward",
-        None,
-        "choose a file of config/reward, as in reward=armorm or reward=verifier",
-    )
-    needs_pairs = stage.format == "pairwise"
-    require(
-        not needs_pairs or config.rounds.feedback in ("pair", "random", "min"),
-        "rounds.feedback",
-        config.rounds.feedback,
-        "format=pairwise takes pair, random or min",
-    )
     ranks, reward = Ranks(world), _reward_of(config, world)
     if reward is not None:
         reward.share_over(ranks)

@@ -23,10 +23,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import ConfigError
+from common.errors import UserError
 from common.output import guard_output
+from config.cli import compose
 from config.schema import Config
-from launch.composing import compose_config
 from launch.hub import sources
 from launch.slurm import ROOT
 
@@ -305,8 +305,8 @@ def main(words: Sequence[str] | None = None) -> int:
     about.add_argument("--no-steps", action="store_true", help="leave out the two steps")
     options = about.parse_intermixed_args(words)
     try:
-        config = compose_config(options.overrides)
-    except ConfigError as error:
+        config, _ = compose(*options.overrides)
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     bad = 0

@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
     about = argparse.ArgumentParser("python -m launch.sweep", description=__doc__, formatter_class=form)
     about.add_argument("sweep", type=Path, help="a sweep file (the form: launch/grid.py)")
-    about.add_argument("settings", nargs="*", help="key=value for every run, as for train.py")
+    about.add_argument("settings", nargs="*", default=[], help="key=value for every run, as for train.py")
     about.add_argument(
         "--name", help="another name for the sweep, and so for its runs: when settings have changed"
     )
@@ -101,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
     )
     about.add_argument("--site", type=Path, help="your cluster's defaults; copy launch/sites/example.yaml")
     about.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="job settings, such as nodes=8"
+        "--set", action="append", default=[], metavar="SETTING=VALUE", help="job settings, such as nodes=8"
     )
     about.add_argument("--memory", action="store_true", help="plan the memory of each cell on slurm.card")
     about.add_argument(

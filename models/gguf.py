@@ -54,9 +54,16 @@ def source(path: str) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": str(Path(path).parent), "gguf_file": Path(path).name}
 
 
-def check_gguf(key: str, path: str) -> None:
-    """Raise ConfigError for a GGUF file that is damaged, or that transformers would read as another model."""
-    problem, _ = _header(path, Path(path).stat().st_mtime_ns)
+def check_gguf(key: str, path: str, early: bool = False) -> None:
+    """Raise ConfigError for a GGUF file that is damaged, or that transformers would read as another model.
+    ``early``: only by what is known without transformers."""
+    problem, fields, found = _header(path, Path(path).stat().st_mtime_ns)
+    known = None
+    if problem is None and not early:
+        from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
+        known = GGUF_CONFIG_MAPPING
+    problem = problem or _problem(fields, found, known)
     require(
         problem is None,
         key,
@@ -70,7 +77,7 @@ def check_split(key: str, path: str) -> None:
     by GPT-2's."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-    _, (kind, split) = _header(path, Path(path).stat().st_mtime_ns)
+    kind, split = _rule(path)
     known = sorted({*GGUF_PRE_TOKENIZER_SPLITS, *GPT2})
     require(
         kind != "gpt2" or split in known,
@@ -85,7 +92,7 @@ def split_as_stored(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     """Let the tokenizer of a GGUF file split off digits where the file says so and transformers does not."""
     from tokenizers import pre_tokenizers
 
-    _, (_, split) = _header(path, Path(path).stat().st_mtime_ns)
+    _, split = _rule(path)
     if split == DIGITS:
         digits, rest = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
@@ -100,20 +107,26 @@ def dequantised(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def _rule(path: str) -> tuple[str | None, str | None]:
+    """Return the kind of a file's tokenizer, and its rule of splitting."""
+    _, fields, _ = _header(path, Path(path).stat().st_mtime_ns)
+    return fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
+
+
 @lru_cache(maxsize=8)
-def _header(path: str, changed: int) -> tuple[str | None, tuple[str | None, str | None]]:
-    """Return (what keeps a file from being read as it is, or None; its tokenizer's kind and rule of
-    splitting). ``changed``: when the file was written."""
+def _header(path: str, changed: int) -> tuple[str | None, dict[str, Any], dict[str, str]]:
+    """Return (what keeps a file from being read, or None; its fields but for long lists; the type of each of
+    its tensors). ``changed``: when the file was written."""
     from gguf import GGUFReader  # not at the top: it takes time, and few models are GGUF files
 
     try:
         reader = GGUFReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items() if _short(name)}
         found = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
-        problem = _problem(fields, found)
+        _problem(fields, found, None)  # has what every model has
     except (ValueError, IndexError, KeyError, TypeError, OSError) as error:
-        return f"is not a whole GGUF file ({type(error).__name__}: {error})", (None, None)
-    return problem, (fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre"))
+        return f"is not a whole GGUF file ({type(error).__name__}: {error})", {}, {}
+    return None, fields, found
 
 
 def _short(name: str) -> bool:
@@ -121,12 +134,9 @@ def _short(name: str) -> bool:
     return not name.startswith("tokenizer.") or name in ("tokenizer.ggml.model", "tokenizer.ggml.pre")
 
 
-def _problem(fields: dict[str, Any], found: dict[str, str]) -> str | None:
-    """``fields``: the header; ``found``: the type of each tensor."""
-    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
-
-    known: dict[str, Any] = GGUF_CONFIG_MAPPING
-
+def _problem(fields: dict[str, Any], found: dict[str, str], known: Any) -> str | None:
+    """``fields``: the header; ``found``: the type of each tensor; ``known``: what transformers reads of each
+    family, None: not looked at."""
     family = fields["general.architecture"]
     if family not in FAMILIES:
         return f"is of the family {family}, and {' and '.join(FAMILIES)} are read"
@@ -136,7 +146,7 @@ def _problem(fields: dict[str, Any], found: dict[str, str]) -> str | None:
     width = own.get("rope.dimension_count", own["embedding_length"] // own["attention.head_count"])
     neutral = WITHOUT_EFFECT | {"attention.key_length": width, "attention.value_length": width}
     for name, value in own.items():
-        if name not in known[family] and value != neutral.get(name):
+        if known is not None and name not in known[family] and value != neutral.get(name):
             return f"has {family}.{name}={value}, which transformers' reader would drop"
     wanted = {f"blk.{i}.{name}.weight" for i in range(own["block_count"]) for name in BLOCK}
     wanted |= {f"blk.{i}.{name}.bias" for i in range(own["block_count"]) for name in BIASES[family]}

@@ -44,6 +44,7 @@ from models.routing import check_routing
 from models.weight_files import (
     Stored,
     check_files,
+    check_positions,
     named,
     refuse_adapter,
     refuse_other_tensors,
@@ -103,7 +104,6 @@ def check_model(config: ModelConfig) -> PretrainedConfig:
         config.name_or_path,
         f"is a {hf_config.model_type}, not a causal language model",
     )
-    require(kernel in ATTENTION, "model.attn_implementation", kernel, f"use one of {', '.join(ATTENTION)}")
     check_kernel(config, hf_config)
     two, three = FLASH_ATTENTION
     installed = {two: is_flash_attn_2_available, three: is_flash_attn_3_available}
@@ -122,18 +122,12 @@ def check_model(config: ModelConfig) -> PretrainedConfig:
     )
     check_routing(config, hf_config)
     check_longrope(config, hf_config)
-    positions = getattr(text, "max_position_embeddings", None) or config.max_length
     if config.head == "reward":
         hf_config.num_labels = 1
         # A classifier pools at the last token that is not padding. If the padding token were also the
         # end-of-turn token, it would pool before that token.
         text.pad_token_id = None
-    require(
-        config.max_length <= positions,
-        "model.max_length",
-        config.max_length,
-        f"the model has {positions} positions: give as many at most, and model.max_prompt_length less",
-    )
+    check_positions(config, getattr(text, "max_position_embeddings", None))
     check_quantization(config, hf_config)
     return (
         with_rows(hf_config, rows_for(hf_config, load_tokenizer(config))) if config.new_tokens else hf_config

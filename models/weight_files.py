@@ -14,6 +14,7 @@ from typing import Any
 from common.errors import ConfigError, require
 from common.files import read_json, regular_file
 from config.schema_model import ModelConfig
+from models.gguf import check_gguf, is_gguf
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
@@ -68,8 +69,40 @@ class Stored:
 def check_named(config: ModelConfig) -> None:
     """Raise ConfigError, before torch is imported, where ``model.name_or_path`` is a folder whose files
     cannot be trained (``check_files``)."""
-    if not config.from_config:
-        check_files("model.name_or_path", config.name_or_path, Path(resolve_model_path(config.name_or_path)))
+    if is_gguf(config.name_or_path):
+        check_gguf("model.name_or_path", config.name_or_path, early=True)
+    elif not config.from_config:
+        folder = Path(resolve_model_path(config.name_or_path))
+        tensors = check_files("model.name_or_path", config.name_or_path, folder)
+        if tensors is not None:
+            told = read_object(folder / CONFIG)
+            check_positions(
+                config, {**told, **(told.get("text_config") or {})}.get("max_position_embeddings")
+            )
+            check_targets(config, tensors)
+
+
+def check_positions(config: ModelConfig, positions: object) -> None:
+    """Raise ConfigError for a ``model.max_length`` that the model has no ``positions`` for."""
+    require(
+        not isinstance(positions, int) or config.max_length <= positions,
+        "model.max_length",
+        config.max_length,
+        f"the model has {positions} positions: give as many at most, and model.max_prompt_length less",
+    )
+
+
+def check_targets(config: ModelConfig, tensors: Iterable[str]) -> None:
+    """Raise ConfigError for a module of ``model.peft.target_modules`` that none of the ``tensors`` is of."""
+    modules = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in tensors} - {"lm_head"})
+    targets = config.peft.target_modules
+    for target in targets if config.use_peft and not isinstance(targets, str) else ():
+        require(
+            any(f".{target}." in f".{name}." for name in tensors),
+            "model.peft.target_modules",
+            list(targets),
+            f"the model has no {target}; it has {', '.join(modules)}, and all-linear is always right",
+        )
 
 
 def check_files(key: str, name: str, folder: Path) -> dict[str, Stored] | None:

@@ -9,6 +9,7 @@ so a killed run can be reported too.
 
 from __future__ import annotations
 
+import argparse
 import base64
 import json
 import shlex
@@ -259,11 +260,13 @@ def _damaged(path: Path, why: str) -> ConfigError:
 
 def main(words: Sequence[str]) -> int:
     """Draw the report of each run named; return 2 if one is no run, or cannot be read or written."""
+    form = argparse.RawDescriptionHelpFormatter
+    about = argparse.ArgumentParser("python -m reports.report", description=__doc__, formatter_class=form)
+    about.add_argument("runs", nargs="+", type=Path, help="the folders of runs")
     try:
-        for word in words:
-            folder = Path(word)
+        for folder in about.parse_args(words).runs:
             there = (folder / "run.json").is_file()
-            require(there, "RUN", word, "is no run's folder; name one, as in runs/NAME")
+            require(there, "RUN", folder, "is no run's folder; name one, as in runs/NAME")
             print(write_report(folder))
     except UserError as error:
         return complain(str(error), REFUSED)

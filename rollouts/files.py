@@ -4,13 +4,13 @@ HALOs' sample and feedback JSON."""
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, DataError, require
-from common.files import part_of, write_whole
+from common.files import check_writable, part_of, write_whole
 from config.schema_rounds import RoundsConfig
 from data.formats import RowError, answered, prompt_of, text, turns, value, with_tools
 from data.groups import prompt_dict, write_groups
@@ -27,20 +27,13 @@ def refuse_existing(path: Path, overwrite: bool) -> None:
     """Raise ConfigError for a file that exists already or that could not be written, before anything is
     computed for it."""
     try:
-        if path.exists() and not overwrite:
-            raise ConfigError("out", path, "is there already; overwrite_out=true writes over it")
+        there = path.exists()
         part_of(path).exists()  # it is written under this name first, which may be too long
-        folder = next(above for above in path.absolute().parents if os.path.lexists(above))
     except (OSError, ValueError) as error:
         raise ConfigError("out", path, f"cannot be written: {error}; choose another path") from error
+    require(overwrite or not there, "out", path, "is there already; overwrite_out=true writes over it")
     require(not path.is_dir(), "out", path, "is a folder: name a file in it")
-    require(folder.is_dir(), "out", path, f"cannot be written: {folder} is no folder; choose another path")
-    require(
-        os.access(folder, os.W_OK | os.X_OK),
-        "out",
-        path,
-        f"cannot be written: this user may not write in {folder}; choose another path",
-    )
+    check_writable("out", path, path.parent)
 
 
 # Samples
@@ -76,11 +69,11 @@ def write_samples(
         )
 
 
-def read_samples(path: Path) -> list[SampledPrompt]:
-    """Return the samples in a file of any of those formats, gathered by prompt, in order of first appearance.
-    Raises DataError."""
+def read_samples(path: Path, first: int | None = None) -> list[SampledPrompt]:
+    """Return the samples in a file of any of those formats, gathered by prompt, in order of first appearance;
+    only those of the ``first`` rows if it is given. Raises DataError."""
     found: dict[str, SampledPrompt] = {}
-    for row in read_rows(path, "in"):
+    for row in islice(read_rows(path, "in"), first):
         if not isinstance(row, Row):
             raise DataError(f"{path}, row {row.row}: {row.reason}")
         try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -71,6 +73,7 @@ def shape_folder(model_config: str, cache: Path) -> Path:
         descriptor, part = tempfile.mkstemp(dir=folder)
     except OSError:
         folder = Path(tempfile.mkdtemp())
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
         descriptor, part = tempfile.mkstemp(dir=folder)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(model_config)

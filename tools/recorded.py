@@ -8,6 +8,7 @@ refused commands.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -32,12 +33,19 @@ VARIES = ("wandb/", "logs/", "run.lock", "run.json", "summary.json", "checkpoint
 
 
 def main(words: Sequence[str]) -> int:
-    if words[:1] == ["--compare"]:
-        old, new = (json.loads(Path(path).read_text()) for path in words[1:3])
-        lines = list(differences(old, new))
+    form = argparse.RawDescriptionHelpFormatter
+    about = argparse.ArgumentParser("python -m tools.recorded", description=__doc__, formatter_class=form)
+    about.add_argument("out", nargs="?", metavar="OUT.json", type=Path, help="the record to write")
+    about.add_argument("names", nargs="*", metavar="NAME", help="its runs, and wrong; default: all")
+    about.add_argument("--compare", nargs=2, type=Path, metavar=("OLD.json", "NEW.json"))
+    given = about.parse_args(words)
+    if given.compare is not None:
+        lines = list(differences(*(json.loads(path.read_text()) for path in given.compare)))
         print("\n".join(lines) or "no difference")
         return int(bool(lines))
-    out, *names = words
+    if given.out is None:
+        about.error("name the record to write, OUT.json, or --compare two")
+    out, names = given.out, given.names
     asked = yaml.safe_load((ROOT / "tools" / "recorded.yaml").read_text())
     small = asked["small"].split()
     found: dict[str, Any] = {"runs": {}, "wrong": {}}
@@ -48,7 +56,7 @@ def main(words: Sequence[str]) -> int:
                 print(f"{name}: exit {found['runs'][name]['exit']}", flush=True)
         for line in asked["wrong"] if not names or "wrong" in names else ():
             found["wrong"][line] = refused(line.split(), Path(folder))
-    Path(out).write_text(json.dumps(found, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+    out.write_text(json.dumps(found, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
     return 0
 
 

@@ -20,6 +20,7 @@ from data.batches import Segment, made_distinct
 from data.examples import longest
 from data.types import Example, Sequence
 from trainers.losses.base import LossResult, TokenScores
+from trainers.settings import check_numbers
 
 if TYPE_CHECKING:
     from trainers.basic import BasicTrainer
@@ -32,49 +33,8 @@ def make_loss(config: Config) -> Loss:
 
     Raises ConfigError for a number that the loss does not take, lacks, or cannot use."""
     function = import_function("loss._target_", config.loss["_target_"])
-    takes = {
-        n: p
-        for n, p in inspect.signature(function).parameters.items()
-        if p.kind is inspect.Parameter.KEYWORD_ONLY
-    }
+    check_numbers(config, inspect.signature(function))
     numbers = loss_numbers(config.loss, config.trainer.loss_keys)
-    for key, value in numbers.items():
-        require(
-            key in takes,
-            f"loss.{key}",
-            value,
-            f"loss={config.loss['name']} does not take it; it takes {', '.join(takes) or 'no numbers'}",
-        )
-        if "float" in str(takes[key].annotation):
-            optional = value is None and "None" in str(takes[key].annotation)
-            number = optional or (isinstance(value, int | float) and not isinstance(value, bool))
-            require(number, f"loss.{key}", value, "must be a number")
-            require(value is None or value >= 0, f"loss.{key}", value, "must be 0 or more")
-            scales = (
-                key in ("beta", "tau") and config.trainer.beta_scales_rewards
-            )  # otherwise beta weights a penalty, and 0 means no penalty
-            require(
-                value is None or not scales or value > 0,
-                f"loss.{key}",
-                value,
-                "must be above 0, or the loss has no gradient",
-            )
-    for name in config.data.numbers or ():
-        require(
-            name in takes and name not in numbers,
-            "data.numbers",
-            config.data.numbers,
-            f"loss={config.loss['name']} does not take {name}; one that does has it after * (docs/extend.md)",
-        )
-    for key, parameter in takes.items():
-        require(
-            key in numbers
-            or key in (config.data.numbers or ())
-            or parameter.default is not inspect.Parameter.empty,
-            f"loss.{key}",
-            "???",
-            f"loss={config.loss['name']} needs it; set it in config/loss/{config.loss['name']}.yaml",
-        )
     loss = partial(function, **numbers)
     _try(loss, config)
     return loss
@@ -123,21 +83,6 @@ def trainer_class(config: Config) -> type[BasicTrainer]:
     )
     cls.check_settings(config)
     return cls
-
-
-def check_ranks(config: Config, ranks: int) -> None:
-    """Raise ConfigError unless the batch size is a multiple of ranks x accumulation steps."""
-    require(
-        ranks % config.replicas == 0, "replicas", config.replicas, f"must divide the number of ranks, {ranks}"
-    )
-    parts = config.model.gradient_accumulation_steps * ranks
-    require(
-        config.model.batch_size % parts == 0,
-        "model.batch_size",
-        config.model.batch_size,
-        f"must be a multiple of ranks x model.gradient_accumulation_steps = {ranks} x "
-        f"{config.model.gradient_accumulation_steps}",
-    )
 
 
 def check_budget(config: Config, plan: Segment) -> None:

@@ -12,7 +12,6 @@ from torch import nn
 
 from common.errors import require
 from config.schema import Config
-from config.schema_trainer import check_two_texts
 from data import views
 from data.batches import Segment
 from data.types import Example, Sequence
@@ -30,10 +29,6 @@ class ConditionedSFTTrainer(SFTTrainer):
     ) -> None:
         super().__init__(config, policy, loss, world)
         self.control = control_tokens(config)
-
-    @classmethod
-    def check_settings(cls, config: Config) -> None:
-        check_two_texts("loss.control_tokens", config.loss["control_tokens"])
 
     @classmethod
     def check(cls, config: Config, segment: Segment) -> None:

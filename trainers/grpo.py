@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from common.errors import one_of, require
+from common.errors import require
 from config.schema import Config
 from data.types import Example, Microbatch
 from data.views import ADVANTAGES, View, centred_advantages, group_advantages, normalised
@@ -40,14 +40,7 @@ class GRPOTrainer(BasicTrainer[Tensor | Masks | None]):
 
     @classmethod
     def check_settings(cls, config: Config) -> None:
-        one_of("loss.advantage", config.loss.get("advantage"), (None, *ADVANTAGES))
         check_shape(config)
-        check_kl(config)
-        share = config.loss.get("entropy_share", 1.0)
-        number = isinstance(share, int | float) and not isinstance(share, bool)
-        require(number and 0 < share <= 1, "loss.entropy_share", share, "must be a number in (0, 1]")
-        if config.loss.get("advantage") == "tokens":
-            check_token_advantages(config)
 
     def loss_denominator(self, batch: list[Example]) -> int:
         if self.config.loss.get("normalization", "token") != "token":
@@ -140,26 +133,6 @@ class CentredGRPOTrainer(GRPOTrainer):
     dividing would weigh prompts whose answers differ little as much as any other."""
 
     view = staticmethod(centred_advantages)
-
-
-def check_token_advantages(config: Config) -> None:
-    """Raise ConfigError for a shape that cannot use one advantage per token."""
-    require(
-        config.loss.get("shape") != "gmpo",
-        "loss.advantage",
-        "tokens",
-        "gives every token an advantage of its own, and loss.shape=gmpo has one a sequence",
-    )
-
-
-def check_kl(config: Config) -> None:
-    """Raise ConfigError for KL in the reward with a shape that has one advantage per sequence."""
-    require(
-        config.loss.get("shape") != "gmpo" or config.loss.get("kl_in") != "reward",
-        "loss.kl_in",
-        "reward",
-        "gives every token an advantage of its own, and loss.shape=gmpo has one a sequence",
-    )
 
 
 def check_shape(config: Config) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from common.errors import one_of, require
 from config.schema import Config
 from data import views
 from data.types import Example, Microbatch, Sequences
@@ -53,19 +52,6 @@ class OfflinePPOTrainer(BasicTrainer[Targets]):
     def view_of(cls, config: Config) -> View:
         return views.scored if config.loss.get("rewards") == "scores" else cls.view
 
-    @classmethod
-    def check_settings(cls, config: Config) -> None:
-        for key in ("gamma", "lam"):
-            value = config.loss[key]
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            require(number and 0 <= value <= 1, f"loss.{key}", value, "must be a number in [0, 1]")
-        paid = config.loss.get("rewards", "labels")
-        one_of("loss.rewards", paid, ("labels", "scores"))
-        alone = "gives all samples with their scores: use loss.rewards=scores, or rounds.feedback=pair"
-        all_samples = config.online and config.rounds.feedback == "group"
-        require(paid == "scores" or not all_samples, "rounds.feedback", config.rounds.feedback, alone)
-        check_kl(config)
-
     def loss_denominator(self, batch: list[Example]) -> int:
         return sum(len(row.counted) for example in batch for row in example.rows)
 
@@ -97,12 +83,6 @@ class OfflinePPOTrainer(BasicTrainer[Targets]):
         assert isinstance(scores, ValueScores), "made by scorer_class"
         given = (scores, scores.values, prepared.advantages, prepared.returns)
         return self.loss(*given, **self.numbers(micro))
-
-
-def check_kl(config: Config) -> None:
-    """Raise ConfigError for a KL estimator or a place of the KL term that there is not."""
-    one_of("loss.kl_estimator", config.loss.get("kl_estimator", "k1"), ("k1", "k2", "k3"))
-    one_of("loss.kl_in", config.loss.get("kl_in", "loss"), ("loss", "reward"))
 
 
 def moments(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

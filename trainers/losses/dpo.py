@@ -12,6 +12,7 @@ by one setting.
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ def dpo(
     beta: float,
     length_normalized: bool = False,
     nll_weight: float = 0.0,
-    divergence: str = "reverse_kl",
+    divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl",
     divergence_alpha: float = 0.5,
     hypo: bool = False,
 ) -> LossResult:

@@ -12,6 +12,8 @@ setting or by ``shape`` (``trainers.losses.shapes``).
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -36,20 +38,20 @@ def grpo(
     beta: float,
     epsilon: float,
     epsilon_high: float | None = None,
-    importance: str = "token",
-    normalization: str = "token",
+    importance: Literal["token", "sequence"] = "token",
+    normalization: Literal["token", "sequence", "constant"] = "token",
     max_tokens: int | None = None,
-    shape: str = "ppo",
+    shape: Literal["ppo", "dual", "cispo", "reinforce", "sapo", "gmpo", "dppo", "m2po", "cppo"] = "ppo",
     dual_clip: float = 3.0,
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
-    divergence: str = "tv",
+    divergence: Literal["tv", "kl"] = "tv",
     divergence_bound: float = 0.15,
     prefix_bound: float = 0.015,
     weight_floor: float = 0.8,
     moment_bound: float = 0.04,
-    kl_estimator: str = "k3",
-    kl_in: str = "loss",
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3",
+    kl_in: Literal["loss", "reward"] = "loss",
     entropy_bonus: float = 0.0,
 ) -> LossResult:
     """Return the sum over tokens of ``-min(r A, clip(r, 1 - eps, 1 + eps) A) + beta (e^d - d - 1)`` with ``d

@@ -3,6 +3,8 @@ step as in Ethayarajh et al., 2024, arXiv 2402.01306)."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -17,8 +19,8 @@ def ppo(
     *,
     cliprange: float,
     KL_coef: float,
-    kl_estimator: str = "k1",
-    kl_in: str = "loss",
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1",
+    kl_in: Literal["loss", "reward"] = "loss",
 ) -> LossResult:
     """Return ``-min(r A, clip(r, 1 - c, 1 + c) A) + KL_coef (log pi_theta - log pi_0)``, summed over the
     completion tokens; another ``kl_estimator`` replaces the last term.
@@ -53,8 +55,8 @@ def ppo_with_critic(
     cliprange: float,
     KL_coef: float,
     critic_coef: float,
-    kl_estimator: str = "k1",
-    kl_in: str = "loss",
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1",
+    kl_in: Literal["loss", "reward"] = "loss",
 ) -> LossResult:
     """Return ``ppo`` plus ``critic_coef (V - return)^2 / 2``, summed over the completion tokens.
 

@@ -87,8 +87,10 @@ def test_no_default_of_the_yaml_files_stands_in_the_schema_too():
                 held = [section(p)[item.target.id] for p in places if item.target.id in section(p)]
                 if any(not isinstance(value, dict) and value != "???" for value in held):
                     twice.append(f"{path.stem}.{node.name}.{item.target.id}")
-    # Which trainer it is comes from its own file, never from the one that gives the other defaults: no value.
-    assert twice == ["schema_trainer.TrainerConfig.name", "schema_trainer.TrainerConfig._target_"]
+    # Which trainer it is, and what it learns from, comes from its own file, never from the one that gives the
+    # other defaults.
+    own = ("single_answers", "name", "_target_")
+    assert twice == [f"schema_trainer.TrainerConfig.{key}" for key in own]
 
 
 def test_defaults_are_copied_and_the_first_place_wins():

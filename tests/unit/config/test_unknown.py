@@ -112,6 +112,14 @@ def test_every_row_has_an_answer_that_composes(whose: str, row: object) -> None:
         compose_config([*loss, *shlex.split(here)])
 
 
+@pytest.mark.parametrize("text", ["STOP", "<|im_end|>"])
+def test_a_text_becomes_the_list_that_a_setting_takes(text: str) -> None:
+    found = known_elsewhere("stop_token", text)
+    assert found is not None
+    (typed,) = shlex.split(found[1].answer(text).partition(" (")[0])
+    assert compose_config([typed]).sampler.stop == [text]
+
+
 def test_no_row_is_about_a_setting_of_here_under_another_name() -> None:
     """A name that TRL has and that stands at the top here as well would never be asked for."""
     for name in (name for row in sources()["TRL"] for name in row.names):
@@ -263,7 +271,7 @@ def test_a_limit_that_was_not_typed_follows_the_one_that_was(capsys: pytest.Capt
         ("train", ["model"], "use_peft: false"),
         ("train", ["nope"], "no setting or folder"),
         ("eval", ["accuracy"], "pass@k"),
-        ("sample", [], "out=samples.jsonl"),
+        ("sample", [], "skip: 0 "),
     ],
 )
 def test_help(program: str, names: list[str], said: str) -> None:

@@ -102,7 +102,7 @@ def test_the_forms_that_people_bring_are_read(record: dict, group: tuple | None)
             for name, remedy in (
                 ("margin", '"data.numbers=[margin]" for a loss that reads it'),
                 ("sample_weight", "data.numbers=[sample_weight]"),
-                ("ref_chosen_logps", "the reference scores them in the run"),
+                ("ref_chosen_logps", "made elsewhere; here a run makes them"),
             )
         ),
         ({"messages": said(Q), "ground_truth": "4"}, ["{reference: ground_truth}"]),

@@ -16,9 +16,9 @@ from data.types import Prompt, Turn
 from evals import accuracy, alpaca_files, compare
 from evals.answers import limited
 from evals.base import Evaluation, Target
-from evals.running import evaluate, text_table, write_result
+from evals.early import check_early
+from evals.running import text_table, write_result
 from launch.collect import NO_NUMBERS
-from models.distributed import start
 from reports.metrics import numbers
 from rollouts.samplers import Sample
 from tests.tiny import ROOT, make_config
@@ -202,9 +202,7 @@ def test_a_result_is_not_written_over_somebody_s_file(tmp_path):
     """The answers stand beside the result: ``name.jsonl`` without ``name.json`` is not of an evaluation."""
     (tmp_path / "prompts.jsonl").write_text("mine")
     with pytest.raises(ConfigError, match=r"prompts\.jsonl: is there already"):
-        evaluate(
-            [Target("a", make_config(), tmp_path)], EvalStage(out=str(tmp_path), name="prompts"), start()
-        )
+        check_early([Target("a", make_config(), tmp_path)], EvalStage(out=str(tmp_path), name="prompts"))
     assert (tmp_path / "prompts.jsonl").read_text() == "mine"
     for name in ("..", "a/b", "", "a b"):
         with pytest.raises(ConfigError, match="letters"):

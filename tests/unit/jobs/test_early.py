@@ -8,7 +8,7 @@ import sys
 
 from config.schema_data import DataConfig
 from data.sources import LOCAL, check_found
-from jobs.early import PACKAGES
+from rollouts.inputs import PACKAGES
 from tests.programs import HANG
 from tests.tiny import ROOT
 
@@ -41,7 +41,8 @@ def test_what_is_not_there_is_refused_before_torch_is_imported(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "old" / "run.json").write_text('{"kind": "humanline run"}')
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
-    rows = f"data=local data.path={tmp_path}/rows.jsonl"
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(60))
+    rows, chat = f"data=local data.path={tmp_path}/rows.jsonl", "model=instruct"
     said = {
         "exp_name=old": "exp_name=old: ",
         f"runs_dir={tmp_path}/file/runs": f"runs_dir={tmp_path}/file/runs: {tmp_path}/file is no folder",
@@ -61,11 +62,20 @@ def test_what_is_not_there_is_refused_before_torch_is_imported(tmp_path):
         "online=true reward=function reward.function.path=data.nope.f": "cannot be imported",
         "callbacks.mine._target_=nope.F": "callbacks.mine._target_=nope.F: cannot be imported",
         "push_to_hub=x": "push_to_hub=x: names no owner",
+        "cache_dir=/proc/x": "cache_dir=/proc/x: /proc is not writable",
+        f"{rows} data.eval_split=test": "no row of",
+        f"{rows} retention.data=adder retention.eval_path=nope.jsonl": "retention.eval_path=nope.jsonl: no",
+        f"{rows} {chat} model.tokenizer_name_or_path=./nope": "model.tokenizer_name_or_path=./nope: no such",
+        f"{rows} {chat} model.chat_template=no.jinja": "model.chat_template=no.jinja: no such file",
+        f"{rows} {chat} model.max_length=9999": "positions: give as many at most",
+        f"{rows} {chat} model.use_peft=true model.peft.target_modules=[qq]": "the model has no qq; it has",
+        f"{rows} model=hub model.name_or_path={tmp_path}/broken.gguf": "is not a whole GGUF file",
+        "data=mix data.mix=[{name:hh},{name:local,path:nope.jsonl}]": "data.path=nope.jsonl: no such file",
     }
     found = refusals([f"loss=dpo runs_dir={tmp_path} cache_dir={tmp_path} {line}" for line in said])
     wrong = [(line, text) for (line, want), text in zip(said.items(), found, strict=True) if want not in text]
     assert wrong == []
-    assert {path.name for path in tmp_path.iterdir()} == {"old", "empty", "file", "rows.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} == {"old", "empty", "file", "rows.jsonl", "broken.gguf"}
 
 
 def test_rows_that_cannot_be_read_are_refused_before_torch_is_imported(tmp_path):
@@ -95,14 +105,59 @@ def test_rows_that_cannot_be_read_are_refused_before_torch_is_imported(tmp_path)
     check_found(DataConfig(name="t", source=LOCAL, path=f"{tmp_path}/rare.jsonl"))  # type: ignore[call-arg]
 
 
+def test_rows_of_a_kind_that_teaches_nothing_are_refused_before_torch_is_imported(tmp_path):
+    """With the loss that learns from them, and the column that may say more."""
+    kinds = {
+        "dpo-single": ({"completion": "b"}, "no example; rows are single answers without", "loss=sft"),
+        "dpo-label": ({"completion": "b", "label": 0}, "no example; rows are single", "loss=kto"),
+        "kto-label": (
+            {"completion": "b", "label": True},
+            "loss=kto desirable answers alone",
+            "loss=sft",
+        ),
+        "kto-stars": ({"completion": "b", "stars": 4}, "desirable answers alone", "{reward: stars}"),
+        "kto-thumbs": ({"completion": "b", "thumbs_up": 1}, "desirable", "{label: thumbs_up}"),
+        "sft-prompts": ({}, "no example; rows are prompts without answers", "online=true"),
+        "dpo-jk": ({"response_j": "b", "response_k": "c"}, "nothing reads", "chosen: response_j, rejected"),
+    }
+    lines = []
+    for name, (row, *_) in kinds.items():
+        rows = [json.dumps({"prompt": f"a{i}"} | row) for i in range(99)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+        lines.append(f"loss={name[:3]} data=local data.path={tmp_path}/{name}.jsonl runs_dir={tmp_path}")
+    for (name, (_, *said)), text in zip(kinds.items(), refusals(lines), strict=True):
+        assert [part for part in said if part not in text] == [], (name, text)
+
+
+def test_the_settings_of_a_loss_are_checked_by_its_source(tmp_path):
+    said = {
+        "loss=dpo loss.beta=[0.1,0.2]": "loss.beta=[0.1, 0.2]: must be a number",
+        "loss=dpo loss.beta=true": "loss.beta=True: must be a number",
+        "loss=dpo loss.divergence=jensen": "use one of reverse_kl, forward_kl, js, alpha",
+        "loss=dpo loss.length_normalized=3": "must be true or false",
+        "loss=dpo loss._target_=my.loss": "loss._target_=my.loss: cannot be imported",
+        "loss=grpo loss.shape=foo": "loss.shape=foo: use one of ppo, dual",
+        "loss=grpo loss.max_tokens=2.5 loss.normalization=constant": "must be a whole number",
+        "loss=grpo loss.entropy_share=2": "must lie in (0, 1]",
+        "loss=ppo loss.gamma=2": "must lie in [0, 1]",
+        "loss=kto replicas=3": "replicas=3: must divide the number of ranks, 1",
+        "loss=kto +loss.alpha=1": "loss=kto does not take it; it takes beta",
+    }
+    found = refusals([f"runs_dir={tmp_path} {line}" for line in said])
+    assert [
+        (line, text) for (line, want), text in zip(said.items(), found, strict=True) if want not in text
+    ] == []
+
+
 def test_a_package_that_is_not_installed_is_refused_before_torch_is_imported(tmp_path):
     lines = {
         "peft": "model.use_peft=true",
         "torchao": "optimizer=AdamW8bit",
+        "flash_attn": "model.attn_implementation=flash_attention_2",
         "vllm": "online=true sampler=vllm",
         "math_verify": "online=true reward=verifier",
     }
     assert set(lines) == {package for _, _, package, _ in PACKAGES}
     found = refusals([f"loss=dpo runs_dir={tmp_path} {line}" for line in lines.values()], ",".join(lines))
     for package, text in zip(lines, found, strict=True):
-        assert f"needs {package}, which is not installed: pip install -r requirements" in text
+        assert f"needs {package}, which is not installed: pip install " in text

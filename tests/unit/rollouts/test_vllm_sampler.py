@@ -1,5 +1,7 @@
 """The sampler's own side, with processes that only pretend to be engines."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -224,7 +226,13 @@ def test_a_model_of_the_same_shape_has_the_same_folder_at_every_start(tmp_path):
     assert first == again != other and [file.name for file in first.iterdir()] == ["config.json"]
     assert (other / "config.json").read_text() == '{"head_dim": 2}'
     (tmp_path / "file").touch()  # as where nobody may write
-    assert (shape_folder("{}", tmp_path / "file") / "config.json").read_text() == "{}"
+    code = (
+        "from pathlib import Path; from rollouts.vllm_options import shape_folder; import sys; "
+        "folder = shape_folder('{}', Path(sys.argv[1])); print(folder, (folder / 'config.json').read_text())"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path / "file")]
+    folder, text = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
+    assert text == "{}" and not Path(folder).exists(), "gone with its process"
 
 
 def test_engines_share_the_cores_unless_somebody_says_how_many_threads(monkeypatch):

@@ -258,6 +258,7 @@ def test_metrics_say_how_much_is_left():
         ("loss=grpo correction=weighted_pairs", "correction=weighted_pairs: weighs examples"),
         ("loss=sft data=adder-sft correction=masked", "and of loss=sft nothing can be weighed"),
         ("loss=grpo online=true correction=masked", "divides by log-probabilities at temp"),
+        ("loss=grpo online=true correction=negative_masked", "masks tokens by log-probabilities at temp"),
         ("loss=grpo correction=masked correction.low=6", "high=5.0: must be above correction.low=6"),
         ("loss=grpo correction=masked correction.low=-1", "correction.low=-1.0: is a bound of a ratio"),
     ],

