@@ -84,6 +84,7 @@ def written_signature(path: str) -> inspect.Signature | None:
     of = made[-1].args
     empty = inspect.Parameter.empty
     positional, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    anything = inspect.Parameter.VAR_KEYWORD
     return inspect.Signature(
         [
             inspect.Parameter(
@@ -95,7 +96,8 @@ def written_signature(path: str) -> inspect.Signature | None:
             for kind, names, defaults in (
                 (positional, of.posonlyargs + of.args, [None] * len(of.posonlyargs + of.args)),
                 (keyword, of.kwonlyargs, of.kw_defaults),
+                (anything, [of.kwarg] if of.kwarg else [], [None]),
             )
-            for one, default in zip(names, defaults, strict=True)
+            for one, default in zip(names, defaults, strict=False)
         ]
     )

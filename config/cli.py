@@ -210,7 +210,8 @@ def _in_our_words(error: Exception, overrides: Sequence[str]) -> str:
             )
         )
     if found := re.match(r"Could not override '([^']+)'", text):
-        return str(all_unknown(ConfigError(found[1], "?", NOTHING), overrides))
+        value, known = dict(_given(overrides)).get(found[1], "?"), _settings_there(overrides)
+        return str(all_unknown(ConfigError(found[1], value, remedy(found[1], value, known)), overrides))
     if found := re.search(r"Could not append to config\. An item is already at '([^']+)'", text):
         return f"+{found[1]}: is a setting already; write {found[1]}=value, without the +"
     if isinstance(error, OverrideParseException):

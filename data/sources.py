@@ -93,6 +93,8 @@ def check_found(
                 _check_usable(config, loaded)
                 if split == "train" and config.eval_split is not None:
                     local(config, "eval")
+                if split == "train" and _holds_out(config):
+                    loaded = hold_out(loaded, config.eval_fraction, split)
             found[split] = loaded
         elif config.source.startswith("data.") and config.source != HUB and path and not os.path.exists(path):
             next(iter(read_rows(Path(path), key)))  # raises

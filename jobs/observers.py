@@ -25,6 +25,7 @@ from common.imports import import_function
 from common.secrets import scrub, scrub_text
 from models.distributed import World, any_rank, on_main
 from reports.metrics import plain
+from rollouts.inputs import target_of
 
 Asks = str | bool | None
 """Return value of an observer: the reason for a stop, or True; None or False to let the run continue."""
@@ -160,9 +161,7 @@ def check_callback(name: str, tree: Any) -> None:
 
     The reasons are: no ``_target_``, a key that it does not accept or lacks, or no method of an observer."""
     key = f"callbacks.{name}"
-    shaped = isinstance(tree, dict) and isinstance(tree.get("_target_"), str)
-    require(shaped, key, tree, f"needs a _target_, as in {key}._target_=my_module.MyObserver")
-    cls = import_function(f"{key}._target_", tree["_target_"])
+    cls = import_function(f"{key}._target_", target_of(name, tree))
     takes = {
         word: p
         for word, p in inspect.signature(cls).parameters.items()

