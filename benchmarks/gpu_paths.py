@@ -35,6 +35,7 @@ from benchmarks.parts import (
     segment,
 )
 from common.errors import ConfigError
+from config.schema_model import SELECTIVE
 from data.batches import microbatch
 from data.types import Example, Sequence
 from models import flash_kernel
@@ -42,7 +43,7 @@ from models.attention import flash_fails, heads_of, why_not_faster
 from models.distributed import local, start
 from models.fingerprint import weights_fingerprint
 from models.logprobs import chunked_logprobs
-from models.policy import Policy, checkpoint_activations, decoder_blocks
+from models.policy import Policy, decoder_blocks, set_up_layers
 from models.quantization import NF4Linear
 from optimizers.build import make_optimizer, update
 
@@ -152,7 +153,7 @@ def attention(device: torch.device, name: str, shared: bool, compiled: bool) -> 
 
 WAYS = (
     *("padded", "packed", "prompts shared", "checkpointed", "checkpointed selectively"),
-    *("padded, compiled", "packed, compiled"),
+    *("padded, compiled", "packed, compiled", "compiled, checkpointed", "compiled, checkpointed selectively"),
 )
 """How a model's rows may be computed."""
 
@@ -222,11 +223,11 @@ def spread(policy: Policy) -> Policy:
 def as_computed(policy: Policy, way: str) -> Policy:
     """Return the policy, set up to be computed in this way."""
     policy.use_packed_attention()
-    for block in decoder_blocks(policy):
-        if "compiled" in way:
+    if "checkpointed" in way:
+        set_up_layers(policy, SELECTIVE if way.endswith("selectively") else True, "compiled" in way)
+    elif "compiled" in way:
+        for block in decoder_blocks(policy):
             block.forward = torch.compile(block.forward, dynamic=True, fullgraph=way.startswith("packed"))
-    if way.startswith("checkpointed"):
-        checkpoint_activations(decoder_blocks(policy), selective=way.endswith("selectively"))
     return policy
 
 

@@ -42,7 +42,7 @@ def test_the_paths_of_a_cpu_are_right(paths: dict[str, Check]) -> None:
         *("optimizer, Muon", "fingerprint of weights", "the same bits twice"),
     }
     only_a_gpu = {name for name in paths if name.startswith("attention") or "compiled" in name}
-    assert len(only_a_gpu) == 6 and not only_a_gpu & ok
+    assert len(only_a_gpu) == 8 and not only_a_gpu & ok
     assert "model, checkpointed selectively" in ok
 
 
