@@ -35,6 +35,8 @@ TASKS = {"adder": "sums", "instruct": "stories"}
 TITLE = "Is humanline more than a larger rate with a weaker anchor?"
 CAPTIONS = {
     "surface": "Score against the KL from the start, nats a token: every run, and each arm's frontier.",
+    "factors": "Humanline minus plain in points, with 95 % intervals over seeds.",
+    "anchors": "Each minus fixed anchors in points, with 95 % intervals over seeds.",
     "lag": "Score against the mean lag d of the reference, by schedule; dotted: a reference that stays.",
 }
 LIMITS = (
@@ -124,7 +126,13 @@ def write_page(plan: Evidence, records: Mapping[str, Record], out: Path) -> str:
         if SAMPLED in record.after:
             values.setdefault(record.cell, {})[record.seed] = 100 * record.after[SAMPLED]
     arms = {b.sweep.name: f for b in plan.blocks if (f := frontier(b, records)) is not None}
-    figures = {"surface": surface_figure(arms), "lag": lag_figure(plan, values)}
+    factors, anchors = (against(plan, values, *pair) for pair in (("factors", "plain"), ("anchors", "fixed")))
+    figures = {
+        "surface": surface_figure(arms),
+        "factors": effects_figure(factors),
+        "lag": lag_figure(plan, values),
+        "anchors": effects_figure(anchors),
+    }
     drawn = {stem: figure for stem, figure in figures.items() if figure is not None}
     for stem, figure in drawn.items():
         (out / f"{stem}.svg").write_bytes(svg(figure))
@@ -147,7 +155,8 @@ def write_page(plan: Evidence, records: Mapping[str, Record], out: Path) -> str:
         Section(
             "What turns the sign on sums (exploratory)",
             (FACTORS,),
-            against(plan, values, "factors", "plain"),
+            factors,
+            captioned("factors"),
         ),
         Section(
             "Lag or jump (exploratory)",
@@ -155,7 +164,7 @@ def write_page(plan: Evidence, records: Mapping[str, Record], out: Path) -> str:
             against(plan, values, "lag", "d1"),
             captioned("lag"),
         ),
-        Section("Which anchor (exploratory)", (ANCHORS,), against(plan, values, "anchors", "fixed")),
+        Section("Which anchor (exploratory)", (ANCHORS,), anchors, captioned("anchors")),
     ]
     write_whole(out / "report.md", as_markdown(TITLE, sections))
     return f"The page: {out}/report.md"
@@ -205,7 +214,8 @@ def state(plan: Evidence, records: Mapping[str, Record]) -> str:
         f"{told(plan, records)}. {len(records)} records are in this page, {far} of which went far from their "
         "start (ten tokens longer answers, or more than 1 nat a token)."
         + (f" Made by `python -m study evidence`: {made}; {at}. " if records else " ")
-        + "Each line of `runs.jsonl` is a run: `python train.py` with its `command` repeats it. "
+        + "Each line of `runs.jsonl` is a run: `python train.py` with its `command` and "
+        "`idle_settings=note` repeats it. "
         "[The plan](../../../study/evidence.yaml) was committed before the first record."
     )
 
@@ -412,6 +422,22 @@ def against(plan: Evidence, values: Values, kind: str, first: str) -> Table:
                 name = " ".join((block.sweep.name, *at))
                 rows.append([name, arm, *scores, *shown(apart)])
     return rows
+
+
+def effects_figure(table: Table) -> Figure | None:
+    """Draw the effects of ``against``, a row each."""
+    rows = [row for row in table[1:] if row[-2] != "–"]
+    if not rows:
+        return None
+    figure, ((ax,),) = canvas(1, 6, 0.6 + 0.25 * len(rows))
+    for place, (_, _, _, _, effect, inside, _) in enumerate(rows):
+        ax.plot([float(end) for end in inside.strip("[]").split(", ")], [place, place], color=BLUE)
+        ax.plot(float(effect), place, "o", color=BLUE, markersize=4)
+    ax.axvline(0, color=RED, linestyle=":")
+    ax.set_yticks(range(len(rows)), [f"{name}, {arm}" for name, arm, *_ in rows])
+    ax.invert_yaxis()
+    ax.set_xlabel("points of 100")
+    return figure
 
 
 def lag_figure(plan: Evidence, values: Values) -> Figure | None:

@@ -177,7 +177,7 @@ def opening(plan: Plan, records: Sequence[Record], planned: int, command: str) -
                 f"({len(plan.tuning_seeds)} seeds each), and {len(final)} results. Of the {len(cells)} cells "
                 f"with results {tuned} were tuned; the others have the settings of the cell that they "
                 "change, and are marked (untuned). Each line of `runs.jsonl` is a run: `python train.py` "
-                f"with its `command` repeats it. {made_at(records)}",
+                f"with its `command` and `idle_settings=note` repeats it. {made_at(records)}",
                 "**Read it with care.** One task, one tiny model: what is seen here shows that the "
                 "implementation does what it says and that an effect exists at this scale; what is not seen "
                 "here says nothing about 8 billion parameters. Seeds change the order of the data, which "
