@@ -1,6 +1,6 @@
 # What a newcomer types. The environment is made once and again only when a requirements file changes.
 .DEFAULT_GOAL := help
-.PHONY: help venv eval-tools run smollm2 real real-full test test-quick docs check lock bench-quick torture study
+.PHONY: help venv eval-tools run smollm2 real real-full test test-quick docs check lock bench-quick torture torch-oldest study
 SHELL := /bin/bash
 
 PY := .venv/bin/python
@@ -40,6 +40,11 @@ test-quick: $(INSTALLED_TEST)  ## golden numbers, losses, trainers, architecture
 
 torture: $(INSTALLED_DEV)  ## 50 kills, signals and damaged checkpoints over one run on two ranks (half an hour)
 	@$(PY) -m tests.distributed.torture --kills 50 --steps 400 $(ARGS)
+
+torch-oldest: $(INSTALLED_DEV)  ## by hand: what rests on torch's inside, on the oldest release that is accepted (log: docs/torch-oldest.txt)
+	@[ -d .venv/torch-oldest ] || $(PY) -m pip install -q --target .venv/torch-oldest "torch==2.11.0"
+	@PYTHONPATH=.venv/torch-oldest $(PY) -m pytest -n 0 -q -rfEs $(or $(ARGS),tests/golden tests/unit/models/test_policy.py \
+		tests/unit/models/test_checkpoint.py tests/unit/trainers/test_deterministic.py tests/distributed/test_loading.py)
 
 docs: $(INSTALLED_DEV)  ## the documentation as a site, in site/ (ARGS=serve shows it while one writes)
 	@$(PY) -m mkdocs $(or $(ARGS),build -q)

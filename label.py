@@ -44,7 +44,7 @@ def label(cfg: DictConfig) -> None:
         from jobs import stages
         from models.distributed import start, stop
 
-    world = start()
+    world = start(deterministic=config.deterministic)
     try:
         stages.label(config, stage, world)
     finally:

@@ -47,7 +47,7 @@ def sample(cfg: DictConfig, given: list[str]) -> None:
         from jobs import stages
         from models.distributed import start, stop
 
-    world = start()
+    world = start(deterministic=config.deterministic)
     try:
         stages.sample(config, stage, world)
     finally:

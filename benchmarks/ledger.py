@@ -14,6 +14,7 @@ import argparse
 import gzip
 import random
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +26,7 @@ from models.pretrained import load_tokenizer
 from rollouts.ledger import RoundFolder
 from rollouts.round_builder import RoundBuilder, samples_table
 from rollouts.rounds import PromptSchedule
-from rollouts.samplers import Sample
+from rollouts.samplers import Answered, Sample
 from tests.tiny import make_config
 
 SAMPLES = 8
@@ -40,6 +41,8 @@ class Ready:
 
     def __init__(self, tokens: int) -> None:
         self.metrics: dict[str, float] = {}
+        self.sampled = 0.0
+        """CPU seconds of this process when the last answer was there"""
         rng = random.Random(0)
         # as many digits as float32 has, as samplers report them
         self.answers = [
@@ -51,8 +54,14 @@ class Ready:
             for _ in range(64)
         ]
 
-    def sample(self, prompts: list[Prompt], n: int, *_: Any) -> list[list[Sample]]:
-        return [[self.answers[(i * n + k) % 64] for k in range(n)] for i in range(len(prompts))]
+    def sample(
+        self, prompts: list[Prompt], n: int, _: Any, seed: int, answered: Answered
+    ) -> list[list[Sample]]:
+        made = [[self.answers[(i * n + k) % 64] for k in range(n)] for i in range(len(prompts))]
+        for which, samples in enumerate(made):
+            answered(which, samples)  # as vLLM does while it draws the next ones
+        self.sampled = time.process_time()
+        return made
 
     def score(self, prompts: list[Prompt], answers: list[str]) -> list[float | None]:
         return [(i * 7 % 11) / 10 for i in range(len(answers))]
@@ -64,6 +73,23 @@ class Ready:
     def sleep(self) -> None: ...
 
 
+def ready_builder(prompts: int, tokens: int) -> RoundBuilder:
+    """Return what builds a round of so many prompts, with ``SAMPLES`` samples of so many tokens each."""
+    config = make_config(
+        "loss=grpo",
+        "online=true",
+        "reward=adder",
+        "rounds.feedback=group",
+        f"rounds.samples={SAMPLES}",
+        f"rounds.contexts={prompts}",
+        f"rounds.contexts_per_round={prompts}",
+    )
+    renderer = make_renderer(load_tokenizer(config.model), config.model, config.data)
+    asked = [Prompt((Turn("user", f"{i // 100:02d}+{i % 100:02d}="),)) for i in range(prompts)]
+    ready = cast(Any, Ready(tokens))
+    return RoundBuilder(config, PromptSchedule(asked, prompts, 0), renderer, ready, ready, lambda: None)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -73,20 +99,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--levels", action="store_true", help="compare levels of compression instead")
     given = parser.parse_args()
-    config = make_config(
-        "loss=grpo",
-        "online=true",
-        "reward=adder",
-        "rounds.feedback=group",
-        f"rounds.samples={SAMPLES}",
-        f"rounds.contexts={given.prompts}",
-        f"rounds.contexts_per_round={given.prompts}",
-    )
-    renderer = make_renderer(load_tokenizer(config.model), config.model, config.data)
-    prompts = [Prompt((Turn("user", f"{i // 100:02d}+{i % 100:02d}="),)) for i in range(given.prompts)]
-    ready = cast(Any, Ready(given.tokens))
-    contexts = PromptSchedule(prompts, given.prompts, 0)
-    builder = RoundBuilder(config, contexts, renderer, ready, ready, lambda: None)
+    builder = ready_builder(given.prompts, given.tokens)
     print(f"{machine()}\n{given.prompts * SAMPLES:,} samples of {given.tokens} tokens\n")
     if given.levels:
         with tempfile.TemporaryDirectory() as path:
@@ -95,24 +108,31 @@ def main() -> None:
             print(levels([folder.file(stage).read_bytes() for stage in STAGES], given.repeats))
         return
     sizes: dict[str, int] = {}
+    after: dict[str, list[float]] = {"False": [], "True": []}
 
     def variant(compress: bool) -> list[Work]:
         def work() -> None:
             with tempfile.TemporaryDirectory() as path:
                 folder = RoundFolder(Path(path), compress)
                 builder.build(folder, 0, given.prompts, WEIGHTS)
-                assert len(folder.groups()) == given.prompts
+                assert len(builder.groups(folder)) == given.prompts
                 samples_table(folder)
+                after[str(compress)].append(time.process_time() - cast(Any, builder.engine).sampled)
                 sizes[str(compress)] = sum(file.stat().st_size for file in Path(path).iterdir())
 
         return [work]
 
     taken = alternate({str(on): partial(variant, on) for on in (False, True)}, given.repeats)
     rows = [
-        [name.lower(), str(Spread.of(one.cpu for one in samples)), f"{sizes[name] / 1e6:.1f}"]
+        [
+            name.lower(),
+            str(Spread.of(one.cpu for one in samples)),
+            str(Spread.of(after[name])),
+            f"{sizes[name] / 1e6:.1f}",
+        ]
         for name, samples in taken.items()
     ]
-    print(table(["rounds.compress", "CPU s", "MB on disk"], rows))
+    print(table(["rounds.compress", "CPU s", "CPU s after the last answer", "MB on disk"], rows))
 
 
 def levels(files: list[bytes], repeats: int) -> str:

@@ -68,6 +68,16 @@ _LOG_TO = "log to"
 Python functions."""
 
 
+_cores: set[int] = set()
+
+
+def run_workers_on(cores: set[int]) -> None:
+    """Let workers that start from now on run on these cores, and not on the owner's alone: Slurm gives each
+    rank a few of a node's, and while a worker works, the other ranks wait."""
+    _cores.clear()
+    _cores.update(cores)
+
+
 class WorkerError(StoppedError):
     """A worker or sampler that failed, died, did not answer in time, or samples from other weights than the
     trainer's."""
@@ -104,6 +114,9 @@ class WorkerProcess:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
+        if _cores:
+            with contextlib.suppress(OSError):  # none of them is there any more, or it has ended already
+                os.sched_setaffinity(self._process.pid, _cores)
         within = struct.pack("ll", _STALLED_S, 0)  # a length without its bytes would be waited for
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, within)
         self._connection = Connection(ours.detach())

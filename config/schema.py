@@ -136,6 +136,7 @@ class Config:
     loss: dict[str, Any]
     trainer: TrainerConfig
     seed: Annotated[int, Field(ge=0, lt=2**32), "must lie in [0, 2^32)"]
+    deterministic: bool
     exp_name: Text | None
     runs_dir: Text
     cache_dir: Text
@@ -229,6 +230,8 @@ class Config:
             "cannot go with resume=true: overwrite=true deletes the run, resume=true goes on with it; give "
             "one",
         )
+        elsewhere = "does not reach servers, which compute whatever comes together: use sampler.urls=null"
+        need(self, not (self.deterministic and self.sampler.urls), "deterministic", elsewhere)
         ends = self.n_epochs is not None or self.n_examples is not None
         need(self, ends, "n_epochs", "give n_epochs or n_examples")
         in_turns = "ends answers without an environment; environment.stops has what interrupts a conversation"

@@ -277,7 +277,9 @@ class OnlineSource:
             if prompts:
                 groups = [group for group in self.round(i).groups() if group.prompt.id in prompts]
                 made.append(self._made(i, groups))
-        return [*made, self._made(index, self.round(index).groups())]
+        folder = self.round(index)
+        own = folder.groups() if self.builder is None else self.builder.groups(folder)
+        return [*made, self._made(index, own)]
 
     def _kept_prompts(self, index: int) -> list[str]:
         """Return the prompt ids of the contexts that round ``index`` kept.

@@ -7,6 +7,7 @@ rank. So one CPU process, two gloo ranks and eight GPUs run the same code.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,14 +18,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate
 
 from common.errors import UserError
 from common.versions import refusal
+from common.worker_process import run_workers_on
 from config.machine import refuse_left_over
+from models.deterministic import compute_as_torch_does, compute_deterministically
+from models.shards import local_part, rows_of
 
 TIMEOUT = timedelta(minutes=10)
 """How long a collective between devices may take: a rank that is dead or hangs ends the others after it."""
@@ -53,14 +56,17 @@ class World:
         return self.rank == 0
 
 
-def start(replicas: int = 1) -> World:
+def start(replicas: int = 1, deterministic: bool = False) -> World:
     """Join (or create) the process group and return this process's World. ``replicas`` > 1: the number of
-    copies of the sharded model (HSDP), for several nodes. Raises UserError for a launcher's variables without
-    a launcher, and for a torch that is not accepted (``common.versions``)."""
+    copies of the sharded model (HSDP), for several nodes. ``deterministic``: as the setting. Raises UserError
+    for a launcher's variables without a launcher, for a torch that is not accepted (``common.versions``), and
+    for an environment that is not deterministic."""
     refuse_left_over(os.environ)
     if (refused := refusal("torch", torch.__version__)) is not None:
         raise UserError(f"this environment {refused}")
     cuda = torch.cuda.is_available()
+    if deterministic:
+        compute_deterministically(cuda)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -75,6 +81,8 @@ def start(replicas: int = 1) -> World:
     if _patient is None:  # a group has a thread, and lives as long as the process group
         _patient = dist.new_group(backend="gloo", timeout=PATIENCE)
     size = dist.get_world_size()
+    mine = socket.gethostname(), os.sched_getaffinity(0)
+    run_workers_on(set().union(*(cores for host, cores in gather_objects(mine) if host == mine[0])))
     mesh = make_mesh(device.type, size, replicas)
     return World(dist.get_rank(), size, device, mesh)
 
@@ -104,6 +112,7 @@ def make_mesh(device: str, size: int, replicas: int) -> DeviceMesh:
 def stop() -> None:
     global _patient
     _patient = None
+    compute_as_torch_does()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -184,19 +193,26 @@ def reshard(policy: nn.Module) -> None:
             module.reshard()
 
 
-def fill(policy: nn.Module, whole: dict[str, Any], device: torch.device, tie: Callable[[], object]) -> None:
-    """Fill a sharded policy on the meta device with the weights ``whole``, which rank 0 alone has. Tensors
-    are sent one at a time, so no other rank ever holds more than its share. Buffers, which every rank has
-    made for itself, go to ``device``. ``tie`` ties the weights again, which leaving the meta device has
-    separated."""
+@torch.no_grad()
+def fill(
+    policy: nn.Module, whole: dict[str, Tensor], device: torch.device, tie: Callable[[], object], sends: bool
+) -> None:
+    """Fill a sharded policy on the meta device with its part of the weights ``whole``, of any dtype. Buffers,
+    which every rank has made for itself, go to ``device``. ``tie`` ties the weights again, which leaving the
+    meta device has separated. ``sends``: rank 0 alone has ``whole`` and sends it, one tensor at a time."""
     buffers = {name: buffer.to(device) for name, buffer in policy.named_buffers()}
     policy.to_empty(device=device)
     for name, buffer in policy.named_buffers():
         buffer.copy_(buffers[name])
     tie()
-    set_model_state_dict(
-        policy, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    )
+    for name, tensor in policy.state_dict().items():
+        if sends and dist.get_rank() == 0:
+            given = whole[name].to(device, tensor.dtype).contiguous()
+        else:
+            given = whole[name] if not sends else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        if sends:
+            dist.broadcast(given, src=0)
+        local_part(tensor).copy_(given[rows_of(tensor)] if isinstance(tensor, DTensor) else given)
 
 
 @contextmanager
@@ -298,16 +314,27 @@ def from_main(value: Any) -> Any:
 def on_main(work: Callable[[], T]) -> T:
     """Run ``work`` on rank 0 and return its result on every rank; an error that a user can fix (ValueError,
     OSError, UserError) is raised on every rank."""
-    outcome: tuple[T | None, Exception | None] = (None, None)
-    if dist.get_rank() == 0:
-        try:
-            outcome = (work(), None)
-        except (ValueError, OSError, UserError) as error:
-            outcome = (None, error)
-    value, failure = from_main(outcome)
+    value, failure = from_main(_tried(work) if dist.get_rank() == 0 else None)
     if failure is not None:
         raise failure
-    return value
+    return value  # type: ignore[no-any-return]
+
+
+def on_every_rank(work: Callable[[], T]) -> list[T]:
+    """Run ``work``, which uses no collectives, on every rank and return the small results in rank order; an
+    error that a user can fix on any of them is raised on every rank."""
+    done = gather_objects(_tried(work))
+    for _, failure in done:
+        if failure is not None:
+            raise failure
+    return [value for value, _ in done]
+
+
+def _tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return work(), None
+    except (ValueError, OSError, UserError) as error:
+        return None, error
 
 
 def launchers_store(prefix: str) -> dist.Store:

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from models.distributed import gather_objects
+from models.shards import rows_of
 
 _STEP, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
 """Odd factors, modulo 2^64, of a position and of the two multiplications (Steele et al., 2014, SplitMix64)"""
@@ -50,11 +50,7 @@ def _own_sum(tensor: Tensor) -> Tensor:
     assert coordinates is not None, "every rank has a place in the mesh"
     if any(not isinstance(p, Shard) and c for p, c in zip(tensor.placements, coordinates, strict=True)):
         return torch.zeros((), dtype=torch.int64)
-    assert not any(isinstance(p, Shard) and p.dim for p in tensor.placements), (
-        "FSDP shards the first dimension"
-    )
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return _mixed_sum(tensor.to_local(), offset[0] * math.prod(tensor.shape[1:]))
+    return _mixed_sum(tensor.to_local(), rows_of(tensor).start * math.prod(tensor.shape[1:]))
 
 
 def _mixed_sum(tensor: Tensor, start: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Loading of a model's files into a sharded policy, without every rank holding all of it."""
+"""Loading of a model's files into a sharded policy, of which every rank reads its part alone."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ import torch
 
 from common.progress import phase
 from config.schema_model import ModelConfig
-from models.distributed import World, fill, on_main, shard
+from models.distributed import World, fill, on_every_rank, on_main, shard
 from models.fingerprint import weights_fingerprint
 from models.policy import Policy, causal_lm, decoder_blocks
 from models.pretrained import empty_policy, load_policy
+from models.stored import check_finite, made_of_files, stored_alike
 
 
 def load_sharded(config: ModelConfig, world: World, seed: int = 0) -> tuple[Policy, str]:
     """Return (the policy, sharded over the ranks; the fingerprint of its weights). Raises ConfigError on
-    every rank if there are no weights.
+    every rank if there are no weights, or none that are finite.
 
-    A single rank loads to its device. With several ranks, rank 0 alone reads the weights, on the CPU, and
-    sends every other rank its share. ``seed`` is that of random weights: of adapters, or of a model that has
+    A single rank loads to its device. With several ranks, each reads its part of the files. Where weights are
+    made of those in the files, or are new, or a rank does not have the files, rank 0 alone reads them on the
+    CPU and sends them one at a time. ``seed`` is that of random weights: of adapters, or of a model that has
     none yet.
     """
     with phase("load the model", "model.name_or_path"):
@@ -35,12 +37,21 @@ def _load_sharded(config: ModelConfig, world: World, seed: int) -> tuple[Policy,
         return policy, fingerprint
     whole: dict[str, Any] = {}
 
-    def read() -> bool:
-        policy = load_policy(config, torch.device("cpu"), seed)
+    def read() -> tuple[bool, bool]:
+        stored = stored_alike(config)
+        policy = load_policy(config, torch.device("cpu"), seed, stored)
         whole.update(policy.state_dict())
-        return getattr(causal_lm(policy.model).config.get_text_config(), "tie_word_embeddings", None) is False
+        model = causal_lm(policy.model)
+        untied = getattr(model.config.get_text_config(), "tie_word_embeddings", None) is False
+        return untied, stored is not None and made_of_files(model)
 
-    policy = empty_policy(config, untied=on_main(read))
+    untied, lies_there = on_main(read)
+    everywhere = all(on_every_rank(lambda: lies_there and stored_alike(config) is not None))
+    if everywhere:
+        on_every_rank(lambda: None if world.is_main else read())
+    policy = empty_policy(config, untied=untied)
     shard(policy, decoder_blocks(policy), world, dtype, config.shards_again)
-    fill(policy, whole, world.device, tie=causal_lm(policy.model).tie_weights)
+    fill(policy, whole, world.device, causal_lm(policy.model).tie_weights, sends=not everywhere)
+    whole.clear()
+    on_every_rank(lambda: check_finite(policy, config))
     return policy, weights_fingerprint(policy.named_parameters())

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,6 @@ import torch
 from accelerate import init_empty_weights
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HTTPError
-from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -36,14 +36,13 @@ from data.templates import chosen_template
 from models.gguf import check_gguf, check_split, dequantised, is_gguf, source, split_as_stored
 from models.heads import RewardModel, ValuePolicy
 from models.new_tokens import add_tokens, grow, rows_for, with_rows
-from models.policy import Policy, causal_lm, decoder_blocks, set_up_layers
+from models.policy import Policy, causal_lm, decoder_blocks, output_head, set_up_layers
 from models.quantization import KEY as QUANTIZATION
 from models.quantization import NF4, quantise
 from models.rope import check_longrope
 from models.routing import check_routing
+from models.stored import KEY, check_finite, stored_tensors
 from models.weight_files import (
-    Stored,
-    check_files,
     check_positions,
     named,
     refuse_adapter,
@@ -51,7 +50,6 @@ from models.weight_files import (
     refuse_quantised,
     resolve_model_path,
     stored_dtype,
-    weight_files,
 )
 
 if TYPE_CHECKING:
@@ -65,7 +63,7 @@ ATTENTION = ("sdpa", *SOFTCAP_ATTENTION)
 
 SMOLLM2 = "assets/smollm2/"
 """Folder of the model that the Makefile makes."""
-KEY, TARGETS = "model.name_or_path", "model.peft.target_modules"
+TARGETS = "model.peft.target_modules"
 WRAPPERS: dict[str | None, type[Policy]] = {None: Policy, "value": ValuePolicy, "reward": RewardModel}
 """model.head -> the class that wraps the transformers model"""
 
@@ -201,7 +199,7 @@ def kernels_of(hf_config: PretrainedConfig) -> list[str]:
 def export_dtype(config: ModelConfig) -> torch.dtype:
     """Return the dtype in which the trained model is written: model.export_dtype, or that of most weights in
     the loaded model's files. Without files here, it is the one that the model's config names, or float32."""
-    stored = None if config.from_config or config.export_dtype else stored_dtype(_stored(config) or {})
+    stored = None if config.from_config or config.export_dtype else stored_dtype(stored_tensors(config) or {})
     found = config.export_dtype or stored or model_config(config).dtype or "float32"
     return found if isinstance(found, torch.dtype) else getattr(torch, found)
 
@@ -220,7 +218,7 @@ def check_weights(config: ModelConfig, hf_config: PretrainedConfig) -> list[str]
         return said
     hf_config = _as_stored(config, hf_config)
     refuse_quantised(KEY, config.name_or_path, hf_config.to_dict())
-    stored = _stored(config)
+    stored = stored_tensors(config)
     if stored is None:
         return said
     held = {name: torch.empty(of.shape, dtype=torch.float32, device="meta") for name, of in stored.items()}
@@ -233,23 +231,6 @@ def check_weights(config: ModelConfig, hf_config: PretrainedConfig) -> list[str]
         ),
     )
     return [*said, *_notes(model, info, config, sorted(stored))]
-
-
-def _stored(config: ModelConfig) -> dict[str, Stored] | None:
-    """Return the tensors in the model's files by name; None where not all of them are on this machine yet.
-    Raises ConfigError (``check_files``)."""
-    path = Path(resolve_model_path(config.name_or_path))
-    if is_gguf(str(path)):
-        return None
-    if not path.is_dir():
-        cached = try_to_load_from_cache(config.name_or_path, "config.json", revision=config.revision)
-        path = Path(cached).parent if isinstance(cached, str) else path
-        try:
-            if not all(file.exists() for file in weight_files(path)):
-                return None
-        except (OSError, ValueError):
-            return None
-    return check_files(KEY, config.name_or_path, path)
 
 
 _LOADS: dict[str, Any] = {
@@ -342,33 +323,49 @@ def _auto(config: ModelConfig) -> type[AutoModelForCausalLM] | type[AutoModelFor
     return AutoModelForSequenceClassification if config.head == "reward" else AutoModelForCausalLM
 
 
-def _how(config: ModelConfig) -> dict[str, Any]:
+def _how(config: ModelConfig, dtype: torch.dtype | None = None) -> dict[str, Any]:
     """Return transformers' arguments for building the model. Master weights are float32; with LoRA the base
-    is frozen in model.dtype."""
-    dtype = getattr(torch, config.dtype) if config.use_peft else torch.float32
+    is frozen in model.dtype. ``dtype``: another one than these."""
     return {
         "attn_implementation": config.attn_implementation,
-        "dtype": dtype,
+        "dtype": dtype or (getattr(torch, config.dtype) if config.use_peft else torch.float32),
         "trust_remote_code": config.trust_remote_code,
     }
 
 
-def load_policy(config: ModelConfig, device: torch.device, seed: int = 0) -> Policy:
+def load_policy(
+    config: ModelConfig, device: torch.device, seed: int = 0, stored: torch.dtype | None = None
+) -> Policy:
     """Return the policy on ``device``, with float32 master weights; with LoRA the base is frozen in
     model.dtype and the adapters are float32.
 
-    ``seed`` is that of random weights (of adapters, or of all with model.from_config). Raises ConfigError if
-    weights cannot be loaded.
+    ``seed`` is that of random weights (of adapters, or of all with model.from_config). ``stored``: leave the
+    weights in this dtype and, on the CPU, in the files (``stored_alike``), for whoever reads a part of them
+    and then calls ``check_finite``. Raises ConfigError if weights cannot be loaded.
     """
     hf_config = check_model(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = _built(config, hf_config) if config.from_config else _read(config, hf_config)
+        model: Any = _built(config, hf_config) if config.from_config else _read(config, hf_config, stored)
         if config.use_peft:
             model = _with_lora(model, config)
     policy = WRAPPERS[config.head](model.to(device))
-    policy.check_head()
+    with in_float32(output_head(policy.model)) if stored else nullcontext():
+        policy.check_head()  # in 16 bits it would have to allow more
     return _finished(policy, config)
+
+
+@contextmanager
+def in_float32(module: nn.Module) -> Iterator[None]:
+    """Give a module float32 weights within the context; its own are not touched."""
+    own = [(p, p.data) for p in module.parameters()]
+    for p, values in own:
+        p.data = values.float()
+    try:
+        yield
+    finally:
+        for p, values in own:
+            p.data = values
 
 
 def about_new_tokens(config: ModelConfig, hf_config: PretrainedConfig) -> list[str]:
@@ -388,14 +385,17 @@ def _as_stored(config: ModelConfig, hf_config: PretrainedConfig) -> PretrainedCo
     return with_rows(hf_config, model_config(config).get_text_config().vocab_size)
 
 
-def _read(config: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedModel:
-    """Return the model with the weights of its files, on the CPU. Raises ConfigError."""
-    _stored(config)  # names the file that is damaged
+def _read(config: ModelConfig, hf_config: PretrainedConfig, stored: torch.dtype | None) -> PreTrainedModel:
+    """Return the model with the weights of its files, on the CPU, as ``load_policy`` does. Raises
+    ConfigError."""
+    stored_tensors(config)  # names the file that is damaged
     auto, path = _auto(config), source(resolve_model_path(config.name_or_path))
-    of = {"config": _as_stored(config, hf_config), "revision": config.revision} | _how(config)
+    of = {"config": _as_stored(config, hf_config), "revision": config.revision} | _how(config, stored)
     model: PreTrainedModel
     model, _ = _loaded(config, lambda: auto.from_pretrained(**path, **of, **_LOADS))
-    check_finite(dequantised(model), config)
+    model = dequantised(model)
+    if stored is None:
+        check_finite(model, config)
     if is_untied(model):
         say_untied(model.config)
         print(
@@ -409,40 +409,6 @@ def _read(config: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedModel:
         known = tokenizer.get_vocab()
         grow(model, hf_config.get_text_config().vocab_size, [known[text] for text in new])
     return model
-
-
-def check_finite(model: nn.Module, config: ModelConfig) -> None:
-    """Raise ConfigError for weights that are not finite numbers; it names a tensor and the file that has
-    it."""
-    name = next((name for name, p in model.named_parameters() if not _finite(p.detach())), None)
-    if name is None:
-        return
-    found = next(
-        (
-            f"{tensor} in {file}"
-            for file in sorted({stored.file for stored in (_stored(config) or {}).values()})
-            for tensor, values in _tensors(file)
-            if not _finite(values)
-        ),
-        f"{name}, once loaded in {config.dtype}",
-    )
-    raise ConfigError(
-        KEY,
-        config.name_or_path,
-        f"has weights that are not finite numbers (NaN or infinity): {found}; fetch the model again, or take "
-        "an earlier checkpoint",
-    )
-
-
-def _finite(values: torch.Tensor) -> bool:
-    return values.element_size() < 2 or not values.is_floating_point() or bool(values.isfinite().all())
-
-
-def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, values) of a safetensors file, one at a time."""
-    with safe_open(file, framework="pt") as opened:
-        for name in opened.keys():  # noqa: SIM118  (not a dict)
-            yield name, opened.get_tensor(name)
 
 
 def _finished(policy: Policy, config: ModelConfig) -> Policy:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 def sharded_like(p: Tensor, made: Tensor) -> Tensor:
@@ -20,3 +21,12 @@ def sharded_like(p: Tensor, made: Tensor) -> Tensor:
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of ``tensor``."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def rows_of(tensor: DTensor) -> slice:
+    """Return which rows of the whole tensor are this rank's part."""
+    assert not any(isinstance(p, Shard) and p.dim for p in tensor.placements), (
+        "FSDP shards the first dimension"
+    )
+    shape, first = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return slice(first[0], first[0] + shape[0])

@@ -21,7 +21,6 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
-    TopPLogitsWarper,
 )
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -206,9 +205,32 @@ def processors(temperature: float, top_p: float, numbers: Tensor, width: int) ->
     top-p and the draw. ``numbers``: [R, T] in [0, 1). ``width``: the prompts' padded length."""
     steps: list[LogitsProcessor] = [TemperatureLogitsWarper(temperature)]
     if top_p < 1:
-        steps.append(TopPLogitsWarper(top_p))
+        steps.append(TopP(top_p))
     steps.append(InverseCdfProcessor(numbers, width))
     return steps
+
+
+def cumulated(probabilities: Tensor) -> Tensor:
+    """Return the sums of ``probabilities`` [B, V] up to each token. With deterministic=true they are sums of
+    whole numbers of 2^-52: of floats torch has none on a GPU whose order of additions does not vary."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return probabilities.cumsum(-1)
+    return (probabilities.double() * 2**52).long().cumsum(-1).double() / 2**52
+
+
+class TopP(LogitsProcessor):
+    """Leaves the most likely tokens, with the probability ``top_p`` together. The same as transformers'
+    TopPLogitsWarper, whose sums are not deterministic on a GPU."""
+
+    def __init__(self, top_p: float) -> None:
+        self.top_p = top_p
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Map [B, V] scores to [B, V] scores that are -inf at the other tokens."""
+        ordered, tokens = scores.sort(descending=False)
+        left_out = cumulated(ordered.softmax(-1)) <= 1 - self.top_p
+        left_out[..., -1] = False
+        return scores.masked_fill(left_out.scatter(1, tokens, left_out), -torch.inf)
 
 
 class InverseCdfProcessor(LogitsProcessor):
@@ -224,7 +246,7 @@ class InverseCdfProcessor(LogitsProcessor):
         """Map [B, V] scores to [B, V] scores that are 0 at the token drawn and -inf elsewhere."""
         # float64: the error of a cumulative sum in float32 is as large as the probability of an unlikely
         # token, and on a GPU the sum need not even be monotonic.
-        cumulative = scores.softmax(-1, dtype=torch.float64).cumsum(-1)
+        cumulative = cumulated(scores.softmax(-1, dtype=torch.float64))
         step = input_ids.shape[1] - self.width
         token = torch.searchsorted(cumulative, self.uniforms[:, step, None] * cumulative[:, -1:], right=True)
         return torch.full_like(scores, -torch.inf).scatter(-1, token, 0.0)

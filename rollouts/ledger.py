@@ -98,9 +98,9 @@ class RoundFolder:
         with path.open("rb") as stream:
             return bool(said["sha256"] == hashlib.file_digest(stream, "sha256").hexdigest())
 
-    def write(self, stage: str, lines: Iterable[Line], inputs: Facts, facts: Facts) -> None:
-        """Write the stage's file, and record its inputs (settings included) and ``facts`` (counts, seconds).
-        Raises OSError."""
+    def write(self, stage: str, lines: Iterable[Line | str], inputs: Facts, facts: Facts) -> None:
+        """Write the stage's file, of objects or of their JSON, and record its inputs (settings included) and
+        ``facts`` (counts, seconds). Raises OSError."""
         path = self._named(stage, self.compress)
         with whole_file(path) as stream:
             written = _Summed(stream)
@@ -191,13 +191,14 @@ class _Summed(io.RawIOBase):
         return self.stream.write(content)
 
 
-def _write_lines(lines: Iterable[Line], stream: _Summed, compress: bool) -> int:
+def _write_lines(lines: Iterable[Line | str], stream: _Summed, compress: bool) -> int:
     """Write the lines and return their number. The same lines give the same bytes: a compressed file contains
     neither its name nor the time."""
     count = 0
     with gzip.GzipFile("", "wb", LEVEL, stream, mtime=0) if compress else nullcontext(stream) as into:
         for line in lines:
-            into.write((json.dumps(line, ensure_ascii=False) + "\n").encode())
+            text = line if isinstance(line, str) else json.dumps(line, ensure_ascii=False)
+            into.write((text + "\n").encode())
             count += 1
     return count
 

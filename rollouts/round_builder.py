@@ -7,24 +7,26 @@ Only rank 0 runs this code. A stage that is already on disk, made from the same 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from common.progress import SOON, phase, progress
 from config.schema import Config
 from data.chat import Renderer
-from data.groups import to_dict
+from data.groups import Lines
 from data.types import Completion, Group, Prompt
 from data.views import varies
 from rollouts.conversations import facts_of
 from rollouts.engines import Engine
-from rollouts.ledger import Line, RoundFolder, sampled_line, sampled_of
+from rollouts.ledger import Line, RoundFolder, sampled_of
 from rollouts.rewards.base import Arrivals, Reward
 from rollouts.rounds import (
     PromptSchedule,
@@ -57,6 +59,8 @@ class RoundBuilder:
         self.config, self.contexts, self.renderer = config, contexts, renderer
         self.engine, self.reward, self.pause = engine, reward, pause
         self.settings = SamplingSettings(config.sampler.temperature, config.sampler.top_p, config.max_tokens)
+        self._lines = Lines()
+        self._written: tuple[Path, list[Group]] | None = None
 
     def needs_weights(self, folder: RoundFolder, first: int, wanted: int, weights: str) -> bool:
         """Return whether anything is left to sample for the round."""
@@ -98,12 +102,11 @@ class RoundBuilder:
             "feedback": self._feedback_settings(),
         }
         if not folder.done("groups", inputs):
-            folder.write(
-                "groups",
-                (to_dict(g) for made in groups for g in made),
-                inputs,
-                {"contexts": len(groups), "dropped": dropped},
-            )
+            trained_on = [group for made in groups for group in made]
+            facts = {"contexts": len(groups), "dropped": dropped}
+            folder.write("groups", map(self._lines.of, trained_on), inputs, facts)
+            self._written = folder.path, trained_on
+        self._lines = Lines()
         if (
             self.config.rounds.fill
         ):  # not earlier: only the file of groups shows that nothing more will be sampled
@@ -118,6 +121,12 @@ class RoundBuilder:
                 "metrics": self._metrics(folder.record["stages"], parts, completions, scores),
             }
         )
+
+    def groups(self, folder: RoundFolder) -> list[Group]:
+        """Return the groups of a round that are trained on: those that this process has just written, once,
+        or else those in the file. Raises DataError."""
+        written, self._written = self._written, None
+        return written[1] if written is not None and written[0] == folder.path else folder.groups()
 
     def _penalised(self, sampled: list[SampledPrompt], scored: list[Line]) -> list[list[float | None]]:
         """Return the scores of each prompt's samples, less what long samples lose."""
@@ -170,43 +179,54 @@ class RoundBuilder:
     ) -> list[SampledPrompt]:
         inputs = self._sampling_inputs(first, end, weights)
         lines = folder.found(stage, inputs)
-        if lines is None:
-            start, lines = time.monotonic(), []
-            arrivals = self.reward.arrivals((end - first) * self.config.rounds.samples)
-            for seed, prompts in self.contexts.take(first, end):
-                lines += self._draw(prompts, seed, arrivals, len(lines))
-            facts = {
-                "seconds": time.monotonic() - start,
-                "contexts": [first, end],
-                "tokens": sum(len(c["token_ids"]) for line in lines for c in line["completions"]),
-            }
-            folder.write(stage, lines, inputs, facts)
-            self.pause()
-        return [sampled_of(line) for line in lines]
+        if lines is not None:
+            return [sampled_of(line) for line in lines]
+        start, drawn, hows = time.monotonic(), list[SampledPrompt](), list[Facts]()
+        arrivals = self.reward.arrivals((end - first) * self.config.rounds.samples)
+        for seed, prompts in self.contexts.take(first, end):
+            drawn += self._draw(prompts, seed, arrivals, len(drawn))
+            how = {"sampler": self.config.sampler.name, **asdict(self.settings), "seed": seed}
+            hows += [{"sampling": how | facts_of(self.config)}] * len(prompts)
+        facts = {
+            "seconds": time.monotonic() - start,
+            "contexts": [first, end],
+            "tokens": sum(len(c.token_ids or ()) for one in drawn for c in one.completions),
+        }
+        keyed = zip(drawn, hows, strict=True)
+        lined = (self._lines.with_keys(one.prompt, one.completions, how) for one, how in keyed)
+        folder.write(stage, lined, inputs, facts)
+        self.pause()
+        return drawn
 
-    def _draw(self, prompts: list[Prompt], seed: int, arrivals: Arrivals | None, first: int) -> list[Line]:
-        """Return the lines with the answers to ``prompts``, whose first one has position ``first`` among the
-        contexts sampled together. Each prompt's answers go to ``arrivals`` as soon as they are there."""
-        how = {"sampler": self.config.sampler.name, **asdict(self.settings), "seed": seed}
-        how |= facts_of(self.config)
+    def _draw(
+        self, prompts: list[Prompt], seed: int, arrivals: Arrivals | None, first: int
+    ) -> list[SampledPrompt]:
+        """Return ``prompts``, whose first one has position ``first`` among the contexts sampled together,
+        with their answers. Each prompt's answers go to ``arrivals`` as soon as they are there."""
         n, temperature = self.config.rounds.samples, self.config.model.logit_temperature
+        made: dict[int, tuple[list[Sample], SampledPrompt]] = {}
 
-        def sampled(prompt: Prompt, samples: list[Sample]) -> SampledPrompt:
-            return SampledPrompt(prompt, tuple(s.completion(self.renderer, temperature) for s in samples))
+        def sampled(which: int, samples: list[Sample]) -> SampledPrompt:
+            known, one = made.get(which, ([], None))
+            if one is None or any(a is not b for a, b in zip(known, samples, strict=True)):
+                completions = tuple(s.completion(self.renderer, temperature) for s in samples)
+                one = SampledPrompt(prompts[which], completions)
+            return one
 
         def answered(which: int, samples: list[Sample]) -> None:
             bar.update()
+            one = sampled(which, samples)  # while others are still drawn, and not after them
+            made[which] = samples, one
+            for completion in one.completions:
+                self._lines.encoded(completion)
             if arrivals is not None:
-                (asked,) = asked_of([sampled(prompts[which], samples)])
+                (asked,) = asked_of([one])
                 arrivals.put((first + which) * n, asked)
 
         what = f"sample {n} answers each (rounds.samples)"
         with progress(len(prompts), what, unit="prompt", shown=None, delay=SOON, leave=False) as bar:
             answers = self.engine.sample(prompts, n, self.settings, seed, answered)
-        return [
-            sampled_line(sampled(prompt, samples)) | {"sampling": how}
-            for prompt, samples in zip(prompts, answers, strict=True)
-        ]
+        return list(itertools.starmap(sampled, enumerate(answers)))
 
     def _score(self, folder: RoundFolder, suffix: str, sampled: list[SampledPrompt]) -> list[Line]:
         """Return one line for each prompt, as ``score_lines`` makes them."""

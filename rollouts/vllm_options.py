@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,6 +81,22 @@ def shape_folder(model_config: str, cache: Path) -> Path:
         file.write(model_config)
     os.replace(part, folder / "config.json")  # several engines may start at once: theirs are equal
     return folder
+
+
+@contextmanager
+def one_compiles(folder: Path, key: str) -> Iterator[None]:
+    """Let one of several engines that start at once compile, within the context; the others wait, and find in
+    vLLM's cache what it compiled. ``folder``: their common one. ``key``: what is compiled, besides the
+    model; once it has been, nobody waits."""
+    done = folder / f"compiled-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    with open(folder / "lock", "a") as lock:
+        with suppress(OSError):  # a file system without locks: each compiles
+            if not done.exists():
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if done.exists():
+                fcntl.flock(lock, fcntl.LOCK_UN)
+        yield
+        done.touch()
 
 
 def engine_environment(config: SamplerConfig, replica: int, environment: Mapping[str, str]) -> dict[str, str]:

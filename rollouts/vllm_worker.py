@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch._dynamo
+import vllm
 import vllm.envs as envs
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.config import WeightTransferConfig
@@ -23,7 +24,7 @@ from vllm.platforms import current_platform
 from common.worker_process import serve
 from rollouts.vllm_backend import EXTENSION
 from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, TokenRow, ended_by_itself
-from rollouts.vllm_options import KV_CACHE, WITHOUT_GPU, shape_folder
+from rollouts.vllm_options import KV_CACHE, WITHOUT_GPU, one_compiles, shape_folder
 
 T = TypeVar("T")
 ADAPTERS = "adapters"
@@ -44,10 +45,19 @@ class Engine:
 
     def start(self, options: EngineOptions, folder: str | None, version: str) -> tuple[str, None]:
         """Create the engine with the weights in ``folder``; None: from ``options.model_config`` alone, so
-        that weights can be sent to it."""
-        alone = "" if folder else str(shape_folder(options.model_config, Path(envs.VLLM_CACHE_ROOT)))
-        self._llm = self._made(options, folder or alone, "auto" if folder else "dummy")
+        that weights can be sent to it. An engine that compiles is made from the config alone in any case,
+        since a round's folder is another one at each start (``shape_folder``)."""
         self._takes_adapters = options.lora_rank > 0
+        if folder and (self._takes_adapters or options.enforce_eager or current_platform.is_cpu()):
+            self._llm = self._made(options, folder, "auto")
+        else:
+            model_config = (Path(folder) / "config.json").read_text() if folder else options.model_config
+            shape = shape_folder(model_config, Path(envs.VLLM_CACHE_ROOT))
+            key = f"{options} {vllm.__version__} {torch.__version__} {current_platform.get_device_name()}"
+            with one_compiles(shape, key):
+                self._llm = self._made(options, str(shape), "dummy")
+            if folder:
+                self._llm.collective_rpc("read_weights", args=(folder,))
         self._llm.update_weight_version(version if folder else NONE)
         return self._said(None)
 

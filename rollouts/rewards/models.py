@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub import try_to_load_from_cache
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -63,6 +63,30 @@ class RewardHead(Protocol):
 
     def rewards(self, model: PreTrainedModel, rows: Sequence[Row], device: torch.device) -> Tensor:
         """Return the [R] rewards of R rows, which the caller converts to float32."""
+
+
+class HostWeights:
+    """The weights of a model that scores now and then. They stay in the host's memory while a copy is on the
+    device, so that nothing is copied back. Weights in the dtype of their files lie in these, mapped: the
+    ranks of a node have one copy, in the page cache."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers())]
+        self._away = False
+
+    def go_to(self, device: torch.device) -> None:
+        """Copy the weights to ``device`` unless they are there."""
+        for tensor, held in () if self._away else self._held:
+            tensor.data = held.to(device)
+        self._away = True
+
+    def leave(self) -> None:
+        """Free the device's memory."""
+        for tensor, held in self._held:
+            tensor.data = held
+        self._away = False
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 class Conversations:
@@ -131,6 +155,7 @@ class ModelReward:
         self.metrics: dict[str, float] = {}
         self.log_dir: Path | None = None
         self._model: PreTrainedModel | None = None
+        self._weights: HostWeights | None = None
         self._of_batches = map_locally(self._of_batch)
         self._free: Callable[[None], None] = self._off_device
 
@@ -164,13 +189,11 @@ class ModelReward:
         self._free(None)
 
     def _off_device(self, _: None) -> None:
-        if self._model is not None:
-            self._model.to("cpu")  # type: ignore[arg-type]  # a wrapper of transformers loses the signature
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+        if self._weights is not None:
+            self._weights.leave()
 
     def close(self) -> None:
-        self._model = None
+        self._model = self._weights = None
 
     def _check(self) -> None:
         """Raise ConfigError if the architecture or the checkpoint does not belong to this kind of reward
@@ -201,8 +224,10 @@ class ModelReward:
             except Exception as error:  # whatever its own code raises
                 raise not_found(self.place.key, self.place.name, error) from error
             refuse_missing(missing, self.place.key, self.place.name)
-            self._model = model.eval()
-        return self._model.to(self.device)  # type: ignore[arg-type]
+            self._model, self._weights = model.eval(), HostWeights(model)
+        assert self._weights is not None
+        self._weights.go_to(self.device)
+        return self._model
 
 
 class Classifier:

@@ -33,8 +33,10 @@ from models.policy import Policy, causal_lm
 from models.pretrained import check_model, load_policy, load_tokenizer
 from models.ranks import Ranks, map_locally
 from models.reference import score
+from models.stored import check_finite, stored_alike
 from rollouts.rewards.base import Missing
 from rollouts.rewards.endpoint import Endpoint, FailedError, is_logprob
+from rollouts.rewards.models import HostWeights
 
 Sample = tuple[np.ndarray, Completion]
 """[P] prompt tokens, and the completion sampled after them."""
@@ -140,6 +142,7 @@ class LocalTeacher(Teacher):
         text = check_model(self.config).get_text_config()
         self.positions = getattr(text, "max_position_embeddings", None) or math.inf
         self._policy: Policy | None = None
+        self._weights: HostWeights | None = None
         self._of_batches = map_locally(self._of_batch)
         self._free: Callable[[None], None] = self._off_device
 
@@ -173,19 +176,22 @@ class LocalTeacher(Teacher):
         self._free(None)
 
     def _off_device(self, _: None) -> None:
-        if self._policy is not None:
-            self._policy.to("cpu")
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+        if self._weights is not None:
+            self._weights.leave()
 
     def close(self) -> None:
-        self._policy = None
+        self._policy = self._weights = None
 
     def _loaded(self) -> Policy:
-        if self._policy is None:
-            self._policy = load_policy(self.config, torch.device("cpu"))
-            causal_lm(self._policy.model).to(getattr(torch, self.settings.dtype))
-        return self._policy.to(self.device)
+        if self._policy is None or self._weights is None:
+            dtype, cpu = getattr(torch, self.settings.dtype), torch.device("cpu")
+            as_stored = stored_alike(self.config) == dtype
+            self._policy = load_policy(self.config, cpu, stored=dtype if as_stored else None)
+            causal_lm(self._policy.model).to(dtype)
+            check_finite(self._policy, self.config)
+            self._weights = HostWeights(self._policy)
+        self._weights.go_to(self.device)
+        return self._policy
 
 
 class EndpointTeacher(Teacher):

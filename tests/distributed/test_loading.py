@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.distributed.loading import spread
+from models.fingerprint import weights_fingerprint
+from models.pretrained import load_policy
+from tests.distributed.loading import parts, spread
 from tests.programs import in_ranks
+from tests.unit.models.test_policy import CPU, settings, tokenizer
 from tests.unit.models.test_weight_files import FILE, model
 
 
@@ -15,3 +21,19 @@ def test_two_matrices_that_the_config_ties_stay_two_on_several_ranks(tmp_path):
     in_ranks(spread, (2, str(tmp_path / "store"), str(folder)), 2)
     given, found = load_file(folder / FILE), torch.load(folder / "state.pt")
     assert found.keys() == given.keys() and all(torch.equal(found[name], given[name]) for name in given)
+
+
+def test_every_rank_reads_its_part_of_the_files_alone(tmp_path):
+    """The whole takes 4 bytes a weight. A rank has 4 of its third, and 2 of it in the mapped file."""
+    shape = LlamaConfig(vocab_size=1024, hidden_size=512, intermediate_size=2048, num_hidden_layers=9)
+    shape.num_attention_heads = shape.num_key_value_heads = 8
+    made = LlamaForCausalLM(shape).bfloat16()
+    made.save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    in_ranks(parts, (3, str(tmp_path / "store"), str(tmp_path / "model")), 3)
+    said = [json.loads((tmp_path / "model" / f"{rank}.json").read_text()) for rank in range(3)]
+    policy = load_policy(settings(tmp_path / "model"), CPU)
+    assert {one["fingerprint"] for one in said} == {weights_fingerprint(policy.named_parameters())}
+    assert all(one["sent"] == 0 for one in said)
+    whole = sum(p.numel() for p in policy.parameters()) * 4
+    assert max(one["bytes"] for one in said) < 0.75 * whole, (said, whole)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 class Mean(NamedTuple):
@@ -116,13 +117,27 @@ def kl_term(scores: TokenScores, estimator: str) -> Tensor:
     return kl_estimate(scores.policy, anchor, scores.mask, estimator)
 
 
+def running_sum(values: Tensor) -> Tensor:
+    """Return the sums of ``values`` up to each element of the last dimension, itself included.
+
+    They are torch's own. On a GPU the order in which those add floats varies, and with deterministic=true
+    torch refuses them: then sums of 1, 2, 4, … elements are added up (Hillis and Steele, 1986)."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return values.cumsum(-1)
+    reach = 1
+    while reach < values.shape[-1]:
+        values = values + F.pad(values[..., :-reach], (reach, 0))
+        reach *= 2
+    return values
+
+
 def less_kl_to_come(advantages: Tensor, kl: Tensor, weight: float) -> Tensor:
     """Return [R, T] ``A_t - weight * sum_{s >= t} kl_s``, the advantages of tokens whose reward is less by
     ``weight * kl`` (REINFORCE++, Hu 2025, arXiv 2501.03262; no discount). The KL has no gradient.
 
     ``advantages``: [R, 1] or [R, T]. ``kl``: [R, T], 0 where a token does not count.
     """
-    return advantages - weight * kl.detach().flip(-1).cumsum(-1).flip(-1)
+    return advantages - weight * running_sum(kl.detach().flip(-1)).flip(-1)
 
 
 def agreement(margin: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trainers.losses.base import TokenScores, token_mean
+from trainers.losses.base import TokenScores, running_sum, token_mean
 
 Shaped = tuple[Tensor, dict[str, Tensor]]
 """[R, T] losses, and metric name -> [R, T] bool, the tokens whose share is logged under that name"""
@@ -160,10 +160,10 @@ def cppo(
     """
     _check("weight_floor", weight_floor, 0 < weight_floor <= 1, "must lie in (0, 1]")
     log_p, log_q, mask = scores.policy.detach(), scores.reference, scores.mask
-    place = mask.to(log_p.dtype).cumsum(-1) - 1
+    place = mask.cumsum(-1).to(log_p.dtype) - 1
     w = torch.where(mask, 1 - (1 - weight_floor) * place / place[:, -1:].clamp(min=1), 0.0)
     moved = w * torch.where(mask, binary_divergence(log_p, log_q, divergence), 0.0)
-    before, weight = moved.cumsum(-1) - moved, w.cumsum(-1) - w
+    before, weight = running_sum(moved) - moved, running_sum(w) - w
     left = torch.where(place > 0, prefix_bound * weight, 0.0) - before
     masked = _driven(advantages, log_p - log_q) & (moved > divergence_bound + left.clamp(max=0))
     return _masked_ratio(scores, advantages, masked), {"tokens_masked": masked}
@@ -203,7 +203,7 @@ def moment_limit(squares: Tensor, bound: float) -> Tensor:
     most ``bound``; inf where none must be. Equal values are masked together, so the order of ``squares`` has
     no effect."""
     ends = torch.cat([squares.double(), squares.new_full((1,), math.inf, dtype=torch.float64)]).sort().values
-    means = ends.cumsum(0) / torch.arange(1, len(ends) + 1, device=ends.device)
+    means = running_sum(ends) / torch.arange(1, len(ends) + 1, device=ends.device)
     kept = (means <= bound).sum().clamp(max=len(ends) - 1)
     return ends.gather(0, kept.reshape(1))[0].to(squares.dtype)
 

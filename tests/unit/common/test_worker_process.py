@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from common.worker_process import ROOT, WorkerError, WorkerProcess
+from common.worker_process import ROOT, WorkerError, WorkerProcess, run_workers_on
 
 ECHO = "tests.unit.common.echo_worker"
 
@@ -54,6 +54,21 @@ def test_its_environment_is_the_owners_with_ours_over_it_and_without_the_launche
         "blue",
     ]
     worker.close()
+
+
+def test_a_worker_runs_on_the_cores_of_its_nodes_ranks_and_not_on_its_owners_alone(tmp_path):
+    every = os.sched_getaffinity(0)
+    if len(every) < 2:
+        pytest.skip("this machine has one core")
+    try:
+        os.sched_setaffinity(0, {min(every)})  # as Slurm does for each rank
+        run_workers_on(every)
+        worker = WorkerProcess(ECHO, log=tmp_path / "echo.log", env={})
+        assert worker.call("echo", 1, timeout=900) == 1 and os.sched_getaffinity(worker.pid) == every
+        worker.close()
+    finally:
+        os.sched_setaffinity(0, every)
+        run_workers_on(set())
 
 
 def test_an_exception_brings_the_workers_traceback_and_the_worker_lives_on(worker):

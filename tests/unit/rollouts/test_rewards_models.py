@@ -3,7 +3,9 @@ independent computation gives."""
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -325,6 +327,25 @@ def test_release_and_score_again(tmp_path):
     assert {p.device.type for p in reward.scorer._model.parameters()} == {"cpu"}
     assert reward.score(PROMPTS, TEXTS) == before
     reward.close()
+
+
+def test_weights_in_their_files_dtype_stay_in_the_files(tmp_path):
+    """So that the ranks of a node have one copy, and nothing is copied back from a device."""
+    path = save_classifier(tmp_path, "llama3")
+    reward = classifier(of(path), "cpu")
+    for _ in range(2):
+        reward.score(PROMPTS, TEXTS)
+        places = [p.data_ptr() for p in reward._model.parameters()]
+        assert all(map(partial(is_mapped, str(tmp_path / "model.safetensors")), places))
+        reward.release()
+        assert [p.data_ptr() for p in reward._model.parameters()] == places
+
+
+def is_mapped(file: str, at: int) -> bool:
+    """Whether an address lies in a mapping of ``file``."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(file)]
+    ranges = [[int(end, 16) for end in words[0].split("-")] for words in lines]
+    return any(first <= at < end for first, end in ranges)
 
 
 def test_batches_hold_every_row_once_within_the_budget(tmp_path):

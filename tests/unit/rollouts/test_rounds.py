@@ -7,6 +7,10 @@ import gzip
 import hashlib
 import itertools
 import json
+import math
+import os
+import signal
+import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +22,9 @@ from hypothesis import strategies as st
 from common.errors import ConfigError, DataError
 from config.schema_data import DataConfig
 from config.schema_rounds import RoundsConfig
-from data.groups import to_dict
+from data.groups import Lines, from_dict, to_dict
 from data.sources import load_groups
-from data.types import Completion, Prompt, Turn
+from data.types import Completion, Group, Prompt, Turn
 from data.views import group_advantages
 from jobs.online_source import view_of_rounds
 from rollouts.ledger import RoundFolder, sampled_line, sampled_of
@@ -320,6 +324,70 @@ def test_what_a_round_says_of_itself_is_said_where_it_is_damaged(tmp_path, conte
     for asked in (folder.groups, lambda: folder.done("samples"), lambda: folder.first("samples", 1)):
         with pytest.raises(DataError, match=r"round\.json is not as it was written.*overwrite=true"):
             asked()
+
+
+text = st.text(max_size=4).map("x".__add__)
+question, answer = (st.builds(Turn, st.just(role), text) for role in ("user", "assistant"))
+completions = st.builds(
+    Completion,
+    text=text,
+    token_ids=st.tuples(st.integers(0, 2**31)),
+    finished=st.booleans(),
+    behavior_logprobs=st.none() | st.tuples(st.just(math.nan) | st.floats(-9, 0)),
+    loss_mask=st.none() | st.tuples(st.booleans()),
+    token_rewards=st.none() | st.tuples(st.floats(-1, 1)),
+    turns=st.just(()) | st.tuples(question, answer),
+    stopped=st.just("") | text,
+)
+columns = st.sampled_from(["", '{"a": 1}'])
+
+
+@given(
+    prompt=st.builds(Prompt, st.tuples(question), text, columns=columns),
+    of=st.lists(completions, min_size=1, max_size=3),
+)
+def test_a_line_is_the_groups_object_and_comes_back_as_it_was(prompt, of):
+    """Rank 0 goes on with the samples and groups that it wrote, and other ranks with those that they read."""
+    group, lines = Group(prompt, tuple(of), (0.5,) * len(of)), Lines()
+    assert lines.of(group) == lines.of(group) == json.dumps(to_dict(group), ensure_ascii=False)
+    one = SampledPrompt(prompt, group.completions)
+    line = lines.with_keys(one.prompt, one.completions, {"sampling": {}})
+    assert repr(sampled_of(json.loads(line))) == repr(one)
+    assert repr(from_dict(json.loads(lines.of(group)))) == repr(group)
+
+
+def test_a_round_that_is_killed_at_any_touch_of_a_file_goes_on_with_what_is_durable(tmp_path):
+    from benchmarks.ledger import ready_builder  # it imports transformers
+
+    builder = ready_builder(prompts=3, tokens=3)
+
+    def build(path: Path) -> list[Group]:
+        builder.build(folder := RoundFolder(path), 0, 3, "weights")
+        groups = builder.groups(folder)
+        assert groups == folder.groups()
+        return groups
+
+    def killed(path: Path, point: int) -> bool:
+        touches = itertools.count()
+
+        def touched(event: str, given: tuple) -> None:
+            if event in ("open", "os.rename") and str(path) in str(given) and next(touches) == point:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        if (child := os.fork()) == 0:
+            sys.addaudithook(touched)
+            build(path)
+            os._exit(0)
+        return os.waitpid(child, 0)[1] == signal.SIGKILL
+
+    whole, point, done = build(tmp_path / "whole"), 0, 0
+    while killed(path := tmp_path / str(point), point):
+        durable = path / "groups.jsonl"
+        before = durable.stat().st_mtime_ns if durable.exists() else None
+        assert build(path) == whole
+        assert before in (None, durable.stat().st_mtime_ns), "durable groups were written again"
+        point, done = point + 1, done + (before is not None)
+    assert point > 20 and done > 2
 
 
 def test_samples_keep_their_token_ids_and_how_they_ended(tmp_path):

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +24,7 @@ from data.types import Prompt, Sequence, Turn
 from models.distributed import start
 from rollouts import vllm_sampler
 from rollouts.samplers import SamplingSettings
-from rollouts.vllm_options import engine_environment, shape_folder, with_engines
+from rollouts.vllm_options import engine_environment, one_compiles, shape_folder, with_engines
 from rollouts.vllm_sampler import VllmSampler, sample_seed
 from rollouts.vllm_sampling import VllmSampling, check_logprobs
 from tests.tiny import make_config
@@ -233,6 +235,35 @@ def test_a_model_of_the_same_shape_has_the_same_folder_at_every_start(tmp_path):
     words = [sys.executable, "-c", code, str(tmp_path / "file")]
     folder, text = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
     assert text == "{}" and not Path(folder).exists(), "gone with its process"
+
+
+def test_of_engines_that_start_at_once_one_compiles_and_the_others_wait(tmp_path):
+    folder, at_once, most, compiled = shape_folder("{}", tmp_path), 0, 0, 0
+
+    def start(key: str) -> None:
+        nonlocal at_once, most, compiled
+        with one_compiles(folder, key):
+            at_once += 1
+            most = max(most, at_once)
+            compiled += not (tmp_path / key).exists()
+            time.sleep(0.05)
+            (tmp_path / key).touch()
+            at_once -= 1
+
+    def together(key: str) -> None:
+        threads = [threading.Thread(target=start, args=(key,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    together("bfloat16")
+    assert compiled == 1
+    most = 0
+    together("bfloat16")
+    assert most > 1, "nobody waits for what is compiled"
+    together("float32")
+    assert compiled == 2
 
 
 def test_engines_share_the_cores_unless_somebody_says_how_many_threads(monkeypatch):
