@@ -21,6 +21,9 @@ cuBLAS, NCCL (whose sums within a switch vary), flash-attn by transformers, torc
 processes inherit them."""
 
 
+_on = False
+
+
 def compute_deterministically(gpu: bool) -> None:
     """Let torch choose operations whose bits do not vary from run to run, in the whole process, and refuse
     others when they are called. Called before anything is on the device. Raises UserError for a variable of
@@ -29,12 +32,16 @@ def compute_deterministically(gpu: bool) -> None:
         if os.environ.setdefault(name, values[0]) not in values:
             wanted = " or ".join(values)
             raise UserError(f"deterministic=true needs {name}={wanted}, not {os.environ[name]}: unset it")
+    global _on
+    _on = True
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads such memory
 
 
 def compute_as_torch_does() -> None:
-    """Undo ``compute_deterministically``, but for the environment."""
-    if not torch.utils.deterministic.fill_uninitialized_memory:
+    """Undo ``compute_deterministically``, if it was called, but for the environment."""
+    global _on
+    if _on:
+        _on = False
         torch.utils.deterministic.fill_uninitialized_memory = True
         torch.use_deterministic_algorithms(False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -31,6 +32,7 @@ from transformers.utils import find_adapter_config_file, is_flash_attn_2_availab
 
 from common.errors import ConfigError, require
 from config.files import section
+from config.machine import speaks
 from config.schema_model import AUTO, ModelConfig
 from data.templates import chosen_template
 from models.gguf import check_gguf, check_split, dequantised, is_gguf, source, split_as_stored
@@ -398,11 +400,11 @@ def _read(config: ModelConfig, hf_config: PretrainedConfig, stored: torch.dtype 
         check_finite(model, config)
     if is_untied(model):
         say_untied(model.config)
-        print(
-            f"{config.name_or_path}: config.json ties the head to the embedding, but the files hold two "
-            "matrices that differ: both are trained, and the exported config ties nothing",
-            flush=True,
-        )
+        said = "config.json ties head and embedding, but the files hold two matrices that differ: both"
+        if speaks(os.environ):
+            print(
+                f"{config.name_or_path}: {said} are trained, and the exported config ties nothing", flush=True
+            )
     if config.new_tokens:
         tokenizer = load_tokenizer(replace(config, new_tokens=[]))
         new = add_tokens(tokenizer, config.new_tokens)
