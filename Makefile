@@ -41,7 +41,7 @@ test-quick: $(INSTALLED_TEST)  ## golden numbers, losses, trainers, architecture
 torture: $(INSTALLED_DEV)  ## 50 kills, signals and damaged checkpoints over one run on two ranks (half an hour)
 	@$(PY) -m tests.distributed.torture --kills 50 --steps 400 $(ARGS)
 
-torch-oldest: $(INSTALLED_DEV)  ## by hand: what rests on torch's inside, on the oldest release that is accepted (log: docs/torch-oldest.txt)
+torch-oldest: $(INSTALLED_DEV)  ## by hand: what rests on torch's inside, on the oldest release that is accepted
 	@[ -d .venv/torch-oldest ] || $(PY) -m pip install -q --target .venv/torch-oldest "torch==2.11.0"
 	@PYTHONPATH=.venv/torch-oldest $(PY) -m pytest -n 0 -q -rfEs $(or $(ARGS),tests/golden tests/unit/models/test_policy.py \
 		tests/unit/models/test_checkpoint.py tests/unit/trainers/test_deterministic.py tests/distributed/test_loading.py)
