@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import atexit
 import gc
 import importlib
 import importlib.util
@@ -33,6 +34,7 @@ def importing(library: str) -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+        atexit.register(gc.unfreeze)  # libraries in C++ complain of what Python has not taken down by then
 
 
 def import_function(key: str, path: str) -> Any:

@@ -151,7 +151,7 @@ def cli(main: Callable[[], object]) -> None:
     """Run a ``hydra.main`` program. An error of Hydra about the command line also becomes one message."""
     remember(sys.argv[1:])
     guard_output()
-    atexit.register(gc.freeze)  # what is left goes with the process: a second of search for garbage is spared
+    atexit.register(_leave)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # otherwise Hydra prints its own message and exits with 1
     if (asked := asked_for_help(sys.argv[1:])) is not None:
         print(help_on(program(), asked))
@@ -173,6 +173,14 @@ def cli(main: Callable[[], object]) -> None:
         )
     except (HydraException, OmegaConfBaseException) as error:
         sys.exit(complain(_in_our_words(error, sys.argv[1:]), REFUSED))
+
+
+def _leave() -> None:
+    """Called when all is done and every other handler of the end has run. Python would search what is left
+    for garbage, for one or two seconds; libraries in C++ would complain on the terminal that it did not."""
+    gc.freeze()
+    sys.stderr.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def complain(message: str, code: int) -> int:

@@ -6,6 +6,7 @@ rank. So one CPU process, two gloo ranks and eight GPUs run the same code.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -70,6 +71,8 @@ def start(replicas: int = 1, deterministic: bool = False) -> World:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+    else:
+        return_freed_blocks()
     global _patient
     if not dist.is_initialized():
         _patient = None
@@ -85,6 +88,15 @@ def start(replicas: int = 1, deterministic: bool = False) -> World:
     run_workers_on(set().union(*(cores for host, cores in gather_objects(mine) if host == mine[0])))
     mesh = make_mesh(device.type, size, replicas)
     return World(dist.get_rank(), size, device, mesh)
+
+
+def return_freed_blocks(least: int = 1 << 20) -> None:
+    """Let glibc return freed blocks of ``least`` bytes or more to the system at once. Unasked it keeps those
+    of up to 32 MiB in its heap, between those that live: in training on a CPU a seventh to a fifth of the
+    peak. Does nothing with another C library."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        mallopt(-3, least)  # M_MMAP_THRESHOLD of malloc.h
 
 
 @contextmanager

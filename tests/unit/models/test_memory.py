@@ -1,4 +1,4 @@
-"""The memory of the head, measured from outside: a process of its own for each vocabulary."""
+"""The memory of the head, and of freed tensors, measured from outside in a process of its own."""
 
 import subprocess
 import sys
@@ -47,3 +47,28 @@ def test_memory_is_flat_in_the_vocabulary():
     small, large = peak_mb(32_768), peak_mb(65_536)
     assert small < 200
     assert large - small < 40
+
+
+FREED = """
+import sys, torch
+from pathlib import Path
+from models.distributed import return_freed_blocks
+
+if sys.argv[1] == "returned":
+    return_freed_blocks()
+resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) / 256
+del (larger := [torch.ones(1 << 22)])[:]   # 16 MiB: from its return on glibc keeps blocks of this size
+kept = [torch.ones(1 << 19) for _ in range(64)]
+before = resident()
+del kept[::2]
+print(before - resident())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
+@pytest.mark.parametrize("how", ["returned", "kept"])
+def test_freed_blocks_between_living_ones_are_returned(how: str) -> None:
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", FREED, how]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True, env=environment)
+    assert (float(done.stdout) > 60) == (how == "returned"), done.stdout  # 32 of 2 MiB
