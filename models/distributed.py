@@ -84,8 +84,9 @@ def start(replicas: int = 1, deterministic: bool = False) -> World:
     if _patient is None:  # a group has a thread, and lives as long as the process group
         _patient = dist.new_group(backend="gloo", timeout=PATIENCE)
     size = dist.get_world_size()
-    mine = socket.gethostname(), os.sched_getaffinity(0)
-    run_workers_on(set().union(*(cores for host, cores in gather_objects(mine) if host == mine[0])))
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        mine = socket.gethostname(), os.sched_getaffinity(0)
+        run_workers_on(set().union(*(cores for host, cores in gather_objects(mine) if host == mine[0])))
     mesh = make_mesh(device.type, size, replicas)
     return World(dist.get_rank(), size, device, mesh)
 
