@@ -34,13 +34,13 @@ class TrainerConfig:
     online: bool
     feedback: list[Text]
     labelled_examples: bool
-    single_answers: bool = True  # of a trainer that does not say, nothing is refused
     logprob_range: bool
     beta_scales_rewards: bool
     loss_keys: list[Text]
     corrections: list[Text]
     name: Text = field()  # which trainer it is never comes from the file that gives the other defaults
     _target_: Text = field()
+    single_answers: bool = True  # of a trainer that does not say, nothing is refused
 
 
 def loss_numbers(loss: dict[str, Any], trainer_keys: Sequence[str]) -> dict[str, Any]:
@@ -58,9 +58,9 @@ def check_trainer_keys(loss: dict[str, Any], trainer: TrainerConfig) -> None:
     if "control_tokens" in trainer.loss_keys:
         check_two_texts("loss.control_tokens", loss["control_tokens"])
     advantages = (key for key in ("advantage", "kl_in") if loss.get(key) in ("tokens", "reward"))
-    if loss.get("shape") == "gmpo" and (key := next(advantages, None)):
+    if loss.get("shape") == "gmpo" and (clash := next(advantages, None)):
         one = "gives every token an advantage of its own, and loss.shape=gmpo has one a sequence"
-        require(False, f"loss.{key}", loss[key], one)
+        require(False, f"loss.{clash}", loss[clash], one)
 
 
 def check_two_texts(key: str, texts: Any) -> None:

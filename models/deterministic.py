@@ -35,7 +35,12 @@ def compute_deterministically(gpu: bool) -> None:
     global _on
     _on = True
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads such memory
+    filling(False)  # nothing here reads such memory
+
+
+def filling(on: bool) -> None:
+    """Let torch write NaN into memory that it has just allocated, as its flag asks for by itself."""
+    torch.utils.deterministic.fill_uninitialized_memory = on  # type: ignore[attr-defined]
 
 
 def compute_as_torch_does() -> None:
@@ -43,5 +48,5 @@ def compute_as_torch_does() -> None:
     global _on
     if _on:
         _on = False
-        torch.utils.deterministic.fill_uninitialized_memory = True
+        filling(True)
         torch.use_deterministic_algorithms(False)
