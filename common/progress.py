@@ -96,10 +96,14 @@ class Bar(tqdm):
         with self.external_write_mode():
             print(text, flush=True)
 
+    def due(self) -> bool:
+        """Return whether it has lasted long enough to be shown."""
+        return self._time() - self.start_t >= self.delay  # type: ignore[no-any-return]
+
     def beat(self) -> None:
         """Draw the bar again, if it was not drawn a short while ago."""
         now = self._time()
-        if now - self.start_t >= self.delay and now - self.last_print_t >= max(self.mininterval, SOON):
+        if now - self.last_print_t >= max(self.mininterval, SOON):
             self.refresh()
             self.last_print_t = now
 
@@ -197,9 +201,11 @@ def pulse() -> None:
 def _beats() -> None:
     while True:
         time.sleep(SOON / 2)
-        for bar in Bar.opened[-1:]:
-            if not output.within_line():
-                bar.beat()
+        due = (
+            bar for bar in Bar.opened[::-1] if bar.due()
+        )  # what has begun just now waits, what it is in not
+        if (bar := next(due, None)) is not None and not output.within_line():
+            bar.beat()
 
 
 class Agreed(Protocol):

@@ -70,7 +70,7 @@ def fitting_tokens(
         if step_size(ask(asked)) <= room:
             return None
         most = whole * RETREAT
-    if most < fewest:
+    if 0 < fewest > most:  # the line may end below zero
         return 0
     least = small if step_size(first) <= room else longest
     return first_that_fits(asked, most, least, room, ask)
