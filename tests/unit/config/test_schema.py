@@ -89,7 +89,7 @@ def test_no_default_of_the_yaml_files_stands_in_the_schema_too():
                     twice.append(f"{path.stem}.{node.name}.{item.target.id}")
     # Which trainer it is, and what it learns from, comes from its own file, never from the one that gives the
     # other defaults.
-    own = ("single_answers", "name", "_target_")
+    own = ("name", "_target_", "single_answers")
     assert twice == [f"schema_trainer.TrainerConfig.{key}" for key in own]
 
 
