@@ -201,9 +201,8 @@ def pulse() -> None:
 def _beats() -> None:
     while True:
         time.sleep(SOON / 2)
-        due = (
-            bar for bar in Bar.opened[::-1] if bar.due()
-        )  # what has begun just now waits, what it is in not
+        # What has begun just now is not shown yet, but what it belongs to is.
+        due = (bar for bar in Bar.opened[::-1] if bar.due())
         if (bar := next(due, None)) is not None and not output.within_line():
             bar.beat()
 
