@@ -17,10 +17,14 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from queue import SimpleQueue
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -100,20 +104,26 @@ class Simulations:
 
 def checks(args: argparse.Namespace, world: World) -> Iterator[Check]:
     """Yield the checks of the ranks, and of the steps of every loss, plain and humanline."""
-    simulated = Simulations()
     works: dict[str, Callable[[], Check]] = {
         "ranks": partial(connection, world),
         "fingerprint over ranks": partial(fingerprint, world),
     }
-    for loss in args.losses:
-        for humanline in (False, True):
-            name = f"step, {loss}{' humanline' * humanline}"
-            works[name] = partial(measured, name, args, world, loss, humanline, simulated)
-    try:
+    beside = max(1, (os.cpu_count() or 1) // 2)
+    idle: SimpleQueue[Simulations] = SimpleQueue()
+    with ThreadPoolExecutor(beside) as pool, ExitStack() as stack:
+        for _ in range(beside):
+            idle.put(stack.enter_context(closing(Simulations())))
+        awaited = []
+        for loss in args.losses:
+            for humanline in (False, True):
+                name = f"step, {loss}{' humanline' * humanline}"
+                settings, plan = steps_of(args, world, loss, humanline)
+                found = pool.submit(planned, settings, plan, args, world, idle) if world.is_main else None
+                works[name] = partial(measured, name, args, world, settings, plan, found)
+                awaited += [found] if found else []
+        wait(awaited)  # what is timed has the host for itself
         for name, work in works.items():
             yield attempted(name, work) if world.size == 1 else together(name, work, args.out)
-    finally:
-        simulated.close()
 
 
 def together(name: str, work: Callable[[], Check], out: Path | None) -> Check:
@@ -159,18 +169,27 @@ def fingerprint(world: World) -> Check:
     return Check("fingerprint over ranks", OK if same else FAILED, text)
 
 
-def measured(
-    name: str, args: argparse.Namespace, world: World, loss: str, humanline: bool, simulated: Ask
-) -> Check:
-    """Plan a step, take some, and compare."""
+def steps_of(args: argparse.Namespace, world: World, loss: str, humanline: bool) -> tuple[Settings, Segment]:
+    """Return the settings of a run and the batches of its steps."""
     steps = WARM_UP + args.steps + 1  # one more: a sync at the last timed step scores the batch after it
     units = args.rows * world.size // (2 if loss == "dpo" else 1)
     settings = Settings(loss, units, units, humanline=humanline, dtype="bfloat16", max_length=args.length)
     count = args.rows * world.size // 2 * steps
     vocabulary = shape(args.shape).vocab_size
     pairs = drawn_pairs(count, vocabulary, 0.12 * args.length, 0.08 * args.length, args.length)
-    plan = segment(settings, pairs, steps)
-    found = on_main(lambda: plan_of(settings, plan, args, world, simulated))
+    return settings, segment(settings, pairs, steps)
+
+
+def measured(
+    name: str,
+    args: argparse.Namespace,
+    world: World,
+    settings: Settings,
+    plan: Segment,
+    awaited: Future[Planned] | None,
+) -> Check:
+    """Take steps and compare them with their plan, for which the main rank waits."""
+    found = on_main(lambda: cast("Future[Planned]", awaited).result())
     if (needed := step_size(found.answer)) > found.room:
         said = f"needs {needed:.3g} GiB a rank in the smallest microbatches, and {found.room:.3g} are there"
         return Check(name, NOT_HERE, said, {"planned_gib": needed, "room_gib": found.room})
@@ -257,6 +276,17 @@ def operations_of(name: str, settings: Settings, plan: Segment) -> tuple[float, 
     return (work.scored if settings.humanline else work.cached) / plan.steps, sum(
         map(len, rows)
     ) // plan.steps
+
+
+def planned(
+    settings: Settings, plan: Segment, args: argparse.Namespace, world: World, idle: SimpleQueue[Simulations]
+) -> Planned:
+    """Return ``plan_of`` by one of the idle worker processes. Several plans are made beside each other."""
+    simulated = idle.get()
+    try:
+        return plan_of(settings, plan, args, world, simulated)
+    finally:
+        idle.put(simulated)
 
 
 def plan_of(
