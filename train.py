@@ -63,7 +63,8 @@ def run(config: Config, name: str, signals: Signals, observers: Sequence[Any] = 
     config, said = with_environment(config, os.environ)
     for sentence in said if speaks(os.environ) else ():
         print(f"from the environment: {sentence}", flush=True)
-    world = start(config.replicas, config.deterministic)
+    lends = config.sampler.separate and config.sampler.shares_devices
+    world = start(config.replicas, config.deterministic, lends)
     folder = RunFolder(config, name)
     try:
         if not config.dry_run:

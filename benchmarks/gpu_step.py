@@ -44,6 +44,7 @@ from benchmarks.parts import (
     shape,
 )
 from common.worker_process import WorkerError, WorkerProcess
+from config.schema_model import SELECTIVE
 from data.balance import row_tokens
 from data.batches import Segment
 from data.types import Sequence
@@ -59,6 +60,7 @@ from models.policy import decoder_blocks
 PEAK = 989e12
 """Dense bfloat16 operations a second of an H100 or H200 by the vendor's datasheet; MFU is relative to it."""
 WARM_UP = 2
+CHECKPOINTING: dict[str, bool | str] = {"none": False, "selective": SELECTIVE, "full": True}
 SECONDS = 1800.0
 """Time that the simulation of a step may take."""
 TOLERANCE = 0.1
@@ -173,7 +175,16 @@ def steps_of(args: argparse.Namespace, world: World, loss: str, humanline: bool)
     """Return the settings of a run and the batches of its steps."""
     steps = WARM_UP + args.steps + 1  # one more: a sync at the last timed step scores the batch after it
     units = args.rows * world.size // (2 if loss == "dpo" else 1)
-    settings = Settings(loss, units, units, humanline=humanline, dtype="bfloat16", max_length=args.length)
+    settings = Settings(
+        loss,
+        units,
+        units,
+        humanline=humanline,
+        dtype="bfloat16",
+        max_length=args.length,
+        checkpointing=CHECKPOINTING[args.checkpointing],
+        compile=args.compile,
+    )
     count = args.rows * world.size // 2 * steps
     vocabulary = shape(args.shape).vocab_size
     pairs = drawn_pairs(count, vocabulary, 0.12 * args.length, 0.08 * args.length, args.length)
@@ -331,6 +342,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=2048, help="most tokens of a row")
     parser.add_argument("--rows", type=int, default=128, help="rows of a step for each rank")
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--checkpointing", default="none", choices=list(CHECKPOINTING))
+    parser.add_argument("--compile", action="store_true", help="compile the layers")
     parser.add_argument("--room", type=float, help="GiB that a step may take, by default the card's")
     parser.add_argument("--peak", type=float, default=PEAK, help="operations a second that MFU counts from")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="by default a GPU if there is one")

@@ -33,7 +33,7 @@ from data.chat import Renderer
 from data.sources import load_groups
 from data.types import Completion, Example, Microbatch, Prompt, Sequence
 from models.distributed import World, shard, start
-from models.policy import Policy, decoder_blocks
+from models.policy import Policy, decoder_blocks, set_up_layers
 from trainers.assembly import Offline, make_loss, trainer_class
 from trainers.basic import BasicTrainer, StepRecord
 from trainers.losses.base import TokenScores
@@ -137,7 +137,8 @@ class Settings:
     share_prompts: bool = False
     dtype: str = "float32"
     max_length: int = 2048
-    checkpointing: bool = False
+    checkpointing: bool | str = False
+    compile: bool = False
     microbatch_tokens: int | None = None
     """model.microbatch_tokens, in place of ``micro_size``."""
 
@@ -156,6 +157,7 @@ class Settings:
             max_length=self.max_length,
             max_prompt_length=self.max_length - 1,
             activation_checkpointing=self.checkpointing,
+            compile=self.compile,
         )
         loss = {
             "name": self.loss,
@@ -181,6 +183,7 @@ def make_trainer(settings: Settings, policy: Policy, world: World | None = None)
     again."""
     world, config = world or start(), settings.config()
     policy.use_packed_attention()
+    set_up_layers(policy, settings.checkpointing, settings.compile)
     shard(policy, decoder_blocks(policy), world, getattr(torch, settings.dtype))
     return trainer_class(config)(config, policy, make_loss(config), world)
 

@@ -57,9 +57,10 @@ class World:
         return self.rank == 0
 
 
-def start(replicas: int = 1, deterministic: bool = False) -> World:
+def start(replicas: int = 1, deterministic: bool = False, lends: bool = False) -> World:
     """Join (or create) the process group and return this process's World. ``replicas`` > 1: the number of
-    copies of the sharded model (HSDP), for several nodes. ``deterministic``: as the setting. Raises UserError
+    copies of the sharded model (HSDP), for several nodes. ``deterministic``: as the setting. ``lends``: an
+    engine on the same GPU will read this process's tensors where they lie. Raises UserError
     for a launcher's variables without a launcher, for a torch that is not accepted (``common.versions``), and
     for an environment that is not deterministic."""
     refuse_left_over(os.environ)
@@ -71,6 +72,8 @@ def start(replicas: int = 1, deterministic: bool = False) -> World:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+        if not lends:
+            let_segments_grow()
     else:
         return_freed_blocks()
     global _patient
@@ -89,6 +92,15 @@ def start(replicas: int = 1, deterministic: bool = False) -> World:
         run_workers_on(set().union(*(cores for host, cores in gather_objects(mine) if host == mine[0])))
     mesh = make_mesh(device.type, size, replicas)
     return World(dist.get_rank(), size, device, mesh)
+
+
+def let_segments_grow() -> None:
+    """Let torch's allocator extend and shrink what it holds of a GPU. By default it holds blocks of the sizes
+    that were asked for, which microbatches of other lengths do not fit into. Tensors of such segments cannot
+    be lent to another process by CUDA's handles, which vLLM takes weights by. Does nothing where the
+    environment configures the allocator."""
+    if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def return_freed_blocks(least: int = 1 << 20) -> None:

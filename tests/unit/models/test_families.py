@@ -289,8 +289,10 @@ def test_generating_with_a_cache_takes_the_likeliest_token_each_time(family):
 
 @pytest.mark.parametrize("family", [*MIXTURES, "opt", "mamba2"])
 def test_sharded_gradients_are_those_of_the_whole_model(family):
-    plain, sharded, sequences = tiny(family), tiny(family), collate(rows(), CPU)
-    shard(sharded, decoder_blocks(sharded), start(), torch.float32)
+    world = start()
+    plain, sharded = (tiny(family).to(world.device) for _ in range(2))
+    shard(sharded, decoder_blocks(sharded), world, torch.float32)
+    sequences = collate(rows(), world.device)
     for policy in (plain, sharded):
         policy(sequences).sum().backward()
     for a, b in zip(sharded.parameters(), plain.parameters(), strict=True):
@@ -305,7 +307,7 @@ def test_it_trains_and_what_is_written_is_what_was_trained(family, tmp_path):
     config = engine_config(
         tmp_path, "dpo", "humanline=true", "model.batch_size=4", "n_epochs=3", "lr=0.001", kernel
     )
-    policy = tiny(family)
+    policy = tiny(family).to(start().device)
     before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
     trainer, lines = run(config, make_segment(config, 12), make_trainer(config, policy))
     assert lines[0]["kl"] == 0.0 and lines[-1]["kl"] != 0.0
@@ -374,17 +376,33 @@ def test_a_mask_that_knows_of_no_shared_prompt_is_not_used_for_one():
         policy(collate(group(), CPU, pack=True, share=True))
 
 
+def on_a_gpu(family: str, batch: list[Sequence]) -> tuple[Policy, torch.Tensor]:
+    """Return a model in bfloat16 on a GPU, and the log-probabilities of padded rows in float32. Those of a
+    mixture are in bfloat16 too: where two experts are about as good, rounding chooses."""
+    policy = tiny(family).cuda()
+    if family in WHOLE_BATCH:
+        policy.bfloat16()
+    wanted = policy(collate(batch, torch.device("cuda"))).detach()
+    return policy.bfloat16(), wanted
+
+
+def assert_near(found: torch.Tensor, wanted: torch.Tensor, family: str) -> None:
+    """All log-probabilities are near; of a mixture 85 %: another expert changes all that follows."""
+    near = torch.isclose(found, wanted, rtol=0.05, atol=0.3)[wanted != 0]
+    assert near.float().mean() >= (0.85 if family in WHOLE_BATCH else 1), found - wanted
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("family", MODEL_TYPES)
 def test_shared_prompts_on_a_gpu(family):
     """The flash kernel with more keys than queries, in bfloat16: close to padded rows in float32."""
-    gpu, policy, batch = torch.device("cuda"), tiny(family).cuda(), group()
-    want = policy(collate(batch, gpu))
-    policy.bfloat16().use_packed_attention()
+    gpu, batch = torch.device("cuda"), group()
+    policy, want = on_a_gpu(family, batch)
+    policy.use_packed_attention()
     got = policy(collate(batch, gpu, pack=True, share=True))
     got.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in policy.parameters())
-    torch.testing.assert_close(got, want, rtol=0.05, atol=0.3)
+    assert_near(got, want, family)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -392,13 +410,13 @@ def test_shared_prompts_on_a_gpu(family):
 def test_packed_rows_on_a_gpu(family):
     """The flash kernel for uneven lengths, in bfloat16: close to padded rows in float32, and blind to the
     neighbours to the bit."""
-    gpu, policy, batch = torch.device("cuda"), tiny(family).cuda(), rows(3)
-    want = policy(collate(batch, gpu))
-    policy.bfloat16().use_packed_attention()
+    gpu, batch = torch.device("cuda"), rows(3)
+    policy, want = on_a_gpu(family, batch)
+    policy.use_packed_attention()
     got = policy(collate(batch, gpu, pack=True))
     got.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in policy.parameters())
-    torch.testing.assert_close(got, want, rtol=0.05, atol=0.3)
+    assert_near(got, want, family)
     other = [
         Sequence(batch[0].prompt_ids[::-1] % 50 + 4, np.full_like(batch[0].completion_ids, 7)),
         *batch[1:],

@@ -95,6 +95,8 @@ def ours(direct: bool = False) -> str:
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(str(ROOT)) and ".venv" not in name and name != __file__:
+            if direct and frame.f_code is to_device.__code__:  # pinned, in the background
+                return ""
             return f"{name.removeprefix(str(ROOT) + '/')}:{frame.f_lineno}"
         if direct and name != __file__:
             return ""
