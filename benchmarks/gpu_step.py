@@ -310,7 +310,7 @@ def plan_of(
     here = gpu_here()
     beside = sum(neighbours(asked.config, world.size, here, []).always.values())
     room = args.room or (here.room - beside if here else float("inf"))
-    ask = remembered(simulated)
+    ask = remembered(simulated, found)
     longest = max(row_tokens(e) for i in range(plan.steps) for e in plan.batch(i))
     tokens = planned_tokens(asked, found, room, ask, longest)
     answer = ask(asked if tokens is None else with_tokens(asked, tokens))

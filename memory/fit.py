@@ -11,8 +11,9 @@ from transformers import PretrainedConfig
 
 from config.schema import Config
 from config.schema_model import AUTO, SELECTIVE
-from data.balance import row_tokens
+from data.balance import row_tokens, share_tokens
 from data.batches import size_of, widest
+from data.types import Example
 from memory.parts import GIB, Card, Situation, peak
 from memory.simulate import Answer, Question
 from models.attention import packs_rows, shares_prompts
@@ -120,8 +121,30 @@ def what_fits(asked: Question, given: Answer, card: Card, step: Situation, ask: 
     )
 
 
-def remembered(ask: Ask) -> Ask:
-    """Return ``ask`` with a memory: it simulates each size of microbatches once."""
+def filled(asked: Question, hf_config: PretrainedConfig) -> Question:
+    """The same question of a batch that gives every rank two microbatches, as wide as
+    ``model.microbatch_tokens`` lets the examples of the question's batch make them. The heaviest batch of a
+    data set may be cut into narrower ones than a light batch, which goes in one pass. Without that setting,
+    and of a batch that it does not cut, the same question."""
+    joined = how_rows_are_joined(asked.config, hf_config, asked.gpu)
+    most, part = asked.config.model.microbatch_tokens, list[Example]()
+    if most is None or share_tokens(asked.batch, *joined) <= most * asked.ranks:
+        return asked
+    for example in sorted(asked.batch, key=row_tokens, reverse=True):
+        if share_tokens([*part, example], *joined) <= most:
+            part.append(example)
+    return replace(asked, batch=[again(example, i) for i in range(2 * asked.ranks) for example in part])
+
+
+def again(example: Example, i: int) -> Example:
+    """Return an example of these lengths whose prompt is another one for every ``i``; no value of a simulation
+    is read."""
+    rows = tuple(replace(row, prompt_ids=row.prompt_ids + (i << 20)) for row in example.rows)
+    return replace(example, prompt_id=f"{example.prompt_id} {i}", rows=rows)
+
+
+def remembered(ask: Ask, hf_config: PretrainedConfig) -> Ask:
+    """Return ``ask`` of ``filled`` questions, with a memory: it simulates each size of microbatches once."""
     answers: dict[Any, Answer] = {}
 
     def once(asked: Question) -> Answer:
@@ -129,7 +152,7 @@ def remembered(ask: Ask) -> Ask:
         how = model.activation_checkpointing, model.reshard_after_forward
         key = model.microbatch_tokens, how, bool(asked.held_out)
         if key not in answers:
-            answers[key] = ask(asked)
+            answers[key] = ask(filled(asked, hf_config))
         return answers[key]
 
     return once

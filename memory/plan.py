@@ -199,7 +199,7 @@ def make_plan(
     """Return the memory of a rank in every situation, with notes on what would fit."""
     notes: list[str] = []
     beside = neighbours(asked.config, asked.ranks, card, notes)
-    gathered, ask, model = False, remembered(ask), asked.config.model
+    gathered, ask, model = False, remembered(ask, hf_config), asked.config.model
     room = 0.0 if card is None else card.room - sum((beside.always | beside.scored).values())
     asked, tokens = chosen(asked, hf_config, room, ask, longest_example)
     given, way = ask(asked), asked.config.model.activation_checkpointing

@@ -9,19 +9,21 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.balance import row_tokens
-from data.batches import deal
-from data.types import Example
+from data.balance import TOKENS, row_tokens, share_tokens
+from data.batches import deal, size_of, widest
+from data.types import Example, Sequence
 from memory import decisions
-from memory.fit import PROBE, fitting_tokens
+from memory.fit import PROBE, filled, fitting_tokens, how_rows_are_joined
 from memory.parts import Card
 from memory.plan import make_plan
 from memory.simulate import Answer, Question
+from models.shapes import architecture
 from tests.memory_questions import question
 from tests.tiny import make_config
 from train import train
@@ -48,6 +50,36 @@ class Machine:
 
 def one_pass(**changes: Any) -> Question:
     return replace(question("deep", "model.gradient_accumulation_steps=1"), gpu=True, **changes)
+
+
+@settings(max_examples=50)
+@given(
+    lengths=st.lists(st.tuples(st.integers(2, 60), st.integers(2, 60)), min_size=2, max_size=30),
+    share=st.floats(0.1, 0.95),
+    ranks=st.sampled_from([1, 2, 8]),
+    shared=st.booleans(),
+)
+def test_a_cut_is_simulated_with_microbatches_as_wide_as_it_allows(lengths, share, ranks, shared):
+    """However the question's batch is cut: a lighter one of the data may go in one pass. Seen on a GPU: a
+    batch of 49,000 tokens in two microbatches, 95 GiB, and one of 36,000 in one, 126 GiB."""
+    asked, hf_config = one_pass(ranks=ranks), architecture(one_pass().config.model)
+    rows = [tuple(Sequence(np.full(4, i), np.arange(n)) for n in pair) for i, pair in enumerate(lengths)]
+    batch = [Example(f"p{i}", pair) for i, pair in enumerate(rows * ranks)]
+    most = max(max(map(row_tokens, batch)), int(share * sum(map(row_tokens, batch)) / ranks))
+    model = replace(asked.config.model, microbatch_tokens=most, share_prompts=shared, dtype="bfloat16")
+    asked = replace(asked, batch=batch, config=replace(asked.config, model=model))
+    made = filled(asked, hf_config)
+    joined = how_rows_are_joined(asked.config, hf_config, gpu=True)
+    assert joined == (True, shared)
+    if made is asked:
+        assert share_tokens(batch, *joined) <= most * ranks
+        return
+    part = made.batch[: len(made.batch) // (2 * ranks)]
+    found = widest(made.batch, ranks, size_of(model, ranks), 2, *joined, TOKENS)
+    assert found == share_tokens(part, *joined) <= most
+    taken = {example.prompt_id.split()[0] for example in part}
+    left = [example for example in batch if example.prompt_id not in taken]
+    assert all(share_tokens([*part, example], *joined) > most for example in left)
 
 
 @settings(max_examples=300)
