@@ -46,16 +46,17 @@ from benchmarks.parts import (
 from common.worker_process import WorkerError, WorkerProcess
 from config.schema_model import SELECTIVE
 from data.balance import row_tokens
-from data.batches import Segment
+from data.batches import Segment, heaviest, size_of, widest
 from data.types import Sequence
 from data.views import mismatched
 from memory.decisions import gpu_here
-from memory.fit import Ask, planned_tokens, remembered, step_size, with_tokens
+from memory.fit import Ask, how_rows_are_joined, planned_tokens, remembered, step_size, with_tokens
 from memory.parts import GIB, neighbours
 from memory.simulate import Answer, Question
 from models.distributed import World, gather_objects, on_main, shard, start, stop
 from models.fingerprint import weights_fingerprint
 from models.policy import decoder_blocks
+from trainers.assembly import trainer_class
 
 PEAK = 989e12
 """Dense bfloat16 operations a second of an H100 or H200 by the vendor's datasheet; MFU is relative to it."""
@@ -303,7 +304,8 @@ def planned(
 def plan_of(
     settings: Settings, plan: Segment, args: argparse.Namespace, world: World, simulated: Ask
 ) -> Planned:
-    """Return what the memory plan says of the heaviest batch of ``plan``."""
+    """Return what the memory plan chooses for the heaviest batch of ``plan``, and what it then says of the
+    widest microbatch there is."""
     batch = max(map(plan.batch, range(plan.steps)), key=lambda batch: sum(map(row_tokens, batch)))
     found, gpu = shape(args.shape), world.device.type == "cuda"
     asked = Question(settings.config(), batch, [], world.size, gpu, found)
@@ -313,8 +315,15 @@ def plan_of(
     ask = remembered(simulated, found)
     longest = max(row_tokens(e) for i in range(plan.steps) for e in plan.batch(i))
     tokens = planned_tokens(asked, found, room, ask, longest)
-    answer = ask(asked if tokens is None else with_tokens(asked, tokens))
-    if tokens is None and step_size(answer) > room:  # not even the longest example fits
+    if tokens is not None:
+        cut = with_tokens(asked, tokens)
+        trainer, size = trainer_class(cut.config), size_of(cut.config.model, world.size)
+        joined = how_rows_are_joined(cut.config, found, gpu)
+        dealt = (world.size, size, trainer.rows_per_example, *joined, trainer.work_of(cut.config, found))
+        batch = heaviest(plan, lambda batch: widest(batch, *dealt))
+        return Planned(tokens, simulated(replace(cut, batch=batch)), room)
+    answer = ask(asked)
+    if step_size(answer) > room:  # not even the longest example fits
         answer = ask(with_tokens(asked, longest))
     return Planned(tokens, answer, room)
 
