@@ -125,10 +125,12 @@ def filled(asked: Question, hf_config: PretrainedConfig) -> Question:
     """The same question of a batch that gives every rank two microbatches, as wide as
     ``model.microbatch_tokens`` lets the examples of the question's batch make them. The heaviest batch of a
     data set may be cut into narrower ones than a light batch, which goes in one pass. Without that setting,
-    and of a batch that it does not cut, the same question."""
+    of a batch that it does not cut, and of one whose examples are all alike, as they are in all batches of
+    rounds to come, the same question."""
     joined = how_rows_are_joined(asked.config, hf_config, asked.gpu)
     most, part = asked.config.model.microbatch_tokens, list[Example]()
-    if most is None or share_tokens(asked.batch, *joined) <= most * asked.ranks:
+    alike = len(set(map(row_tokens, asked.batch))) == 1
+    if most is None or alike or share_tokens(asked.batch, *joined) <= most * asked.ranks:
         return asked
     for example in sorted(asked.batch, key=row_tokens, reverse=True):
         if share_tokens([*part, example], *joined) <= most:
@@ -137,8 +139,8 @@ def filled(asked: Question, hf_config: PretrainedConfig) -> Question:
 
 
 def again(example: Example, i: int) -> Example:
-    """Return an example of these lengths whose prompt is another one for every ``i``; no value of a simulation
-    is read."""
+    """Return an example of these lengths whose prompt is another one for every ``i``. A simulation reads no
+    tokens."""
     rows = tuple(replace(row, prompt_ids=row.prompt_ids + (i << 20)) for row in example.rows)
     return replace(example, prompt_id=f"{example.prompt_id} {i}", rows=rows)
 
