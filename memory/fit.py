@@ -14,7 +14,7 @@ from config.schema_model import AUTO, SELECTIVE
 from data.balance import row_tokens, share_tokens
 from data.batches import size_of, widest
 from data.types import Example
-from memory.parts import GIB, Card, Situation, peak
+from memory.parts import GIB, peak
 from memory.simulate import Answer, Question
 from models.attention import packs_rows, shares_prompts
 from models.simulated import simulated_gpu
@@ -78,10 +78,9 @@ def fitting_tokens(
 
 
 def first_that_fits(asked: Question, most: float, least: int, room: float, ask: Ask) -> int | None:
-    """Return the first number of tokens whose simulated step fits, from ``most`` down to ``least``; None
-    where ``least`` does not fit either."""
+    """Return the first number of tokens whose simulated step fits, from ``most`` to ``least``, or None."""
     for _ in range(TRIES):
-        tokens = in_thousands(most)
+        tokens = int(most) // 1000 * 1000 or int(most)
         if tokens <= least:
             break
         if step_size(ask(with_tokens(asked, tokens))) <= room:
@@ -90,59 +89,34 @@ def first_that_fits(asked: Question, most: float, least: int, room: float, ask: 
     return least if step_size(ask(with_tokens(asked, least))) <= room else None
 
 
-def in_thousands(tokens: float) -> int:
-    """Return ``tokens`` rounded down to whole thousands, or to an integer below 1000."""
-    return int(tokens) // 1000 * 1000 if tokens >= 1000 else int(tokens)
-
-
-def what_fits(asked: Question, given: Answer, card: Card, step: Situation, ask: Ask) -> str:
-    """Return a sentence on how many tokens a microbatch may have.
-
-    If the step fits, the estimate scales every part that may grow with the tokens. If it does not, the
-    estimate uses a second simulation with half as many tokens."""
+def what_helps(asked: Question) -> str:
+    """Return a sentence on how a step that does not fit could."""
+    if not asked.config.model.cut_by_plan:
+        return "without model.microbatch_tokens and model.gradient_accumulation_steps the plan cuts the batch"
     longest = max(map(row_tokens, asked.batch))
-    spare = card.room - step.total
-    if spare >= 0:
-        grows = sum(size for part, size in step.parts.items() if part in ("activations", "work", "head"))
-        tokens = given.tokens * (1 + spare / grows)
-        return f"a step would fit with microbatches of {in_thousands(tokens):,} tokens"
-    less = given.tokens // 2
-    if less >= longest:
-        half = ask(replace(with_tokens(asked, less), held_out=[]))
-        slope = (step_size(given) - step_size(half)) / max(given.tokens - half.tokens, 1)
-        if slope > 0 and (tokens := given.tokens + spare / slope) >= longest:
-            return f"a step would fit with model.microbatch_tokens={in_thousands(tokens)}"
-    checkpointing = (
-        "" if asked.config.model.activation_checkpointing is True else "model.activation_checkpointing=true, "
-    )
-    return (
-        f"not even microbatches of one example fit, the longest of which has {longest:,} tokens: "
-        f"{checkpointing}a lower model.max_length, or more ranks would help"
-    )
+    ways = ["model.activation_checkpointing=true", "a lower model.max_length", "more ranks"]
+    ways = ways[asked.config.model.activation_checkpointing is True :]
+    return f"not even one example of {longest:,} tokens fits; what would help: {', '.join(ways)}"
 
 
 def filled(asked: Question, hf_config: PretrainedConfig) -> Question:
-    """The same question of a batch that gives every rank two microbatches, as wide as
-    ``model.microbatch_tokens`` lets the examples of the question's batch make them. The heaviest batch of a
-    data set may be cut into narrower ones than a light batch, which goes in one pass. Without that setting,
-    of a batch that it does not cut, and of one whose examples are all alike, as they are in all batches of
-    rounds to come, the same question."""
-    joined = how_rows_are_joined(asked.config, hf_config, asked.gpu)
-    most, part = asked.config.model.microbatch_tokens, list[Example]()
+    """The same question of two microbatches for every rank, as wide as ``model.microbatch_tokens`` lets the
+    batch's examples make them: the heaviest batch of the data may be cut into narrower ones than a light
+    one. Of a batch that is not cut, and of examples that are all alike, the same question."""
+    joined, part = how_rows_are_joined(asked.config, hf_config, asked.gpu), list[Example]()
+    most = asked.config.model.microbatch_tokens
     alike = len(set(map(row_tokens, asked.batch))) == 1
     if most is None or alike or share_tokens(asked.batch, *joined) <= most * asked.ranks:
         return asked
     for example in sorted(asked.batch, key=row_tokens, reverse=True):
         if share_tokens([*part, example], *joined) <= most:
             part.append(example)
-    return replace(asked, batch=[again(example, i) for i in range(2 * asked.ranks) for example in part])
-
-
-def again(example: Example, i: int) -> Example:
-    """Return an example of these lengths whose prompt is another one for every ``i``. A simulation reads no
-    tokens."""
-    rows = tuple(replace(row, prompt_ids=row.prompt_ids + (i << 20)) for row in example.rows)
-    return replace(example, prompt_id=f"{example.prompt_id} {i}", rows=rows)
+    batch = []
+    for i in range(2 * asked.ranks):  # with other prompts; a simulation reads no tokens
+        for e in part:
+            rows = tuple(replace(row, prompt_ids=row.prompt_ids + (i << 20)) for row in e.rows)
+            batch.append(replace(e, prompt_id=f"{e.prompt_id} {i}", rows=rows))
+    return replace(asked, batch=batch)
 
 
 def remembered(ask: Ask, hf_config: PretrainedConfig) -> Ask:

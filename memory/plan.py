@@ -22,7 +22,7 @@ from config.schema_plan import card_memory
 from data.balance import row_tokens
 from data.types import Example
 from memory.bound import MARGIN, bound
-from memory.fit import Ask, chosen, remembered, what_fits, with_settings
+from memory.fit import Ask, chosen, remembered, what_helps, with_settings
 from memory.parts import (
     GAPS,
     GIB,
@@ -227,8 +227,8 @@ def make_plan(
         notes.append(gathered_in_words())
     if tokens is not None:
         notes.append(f"{cut_in_words(tokens)}: one pass would not fit")
-    elif card is not None:
-        notes.append(what_fits(asked, given, card, situations[0], ask))
+    elif card is not None and situations[0].total > card.room:
+        notes.append(what_helps(asked))
     return MemoryPlan(asked.ranks, given, card, tuple(situations), tuple(notes), tokens, way, gathered)
 
 

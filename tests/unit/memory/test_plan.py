@@ -201,16 +201,16 @@ def test_layers_stay_gathered_where_the_plan_has_room(
     assert (False in simulated) == (asks_both or setting is False)
 
 
-def test_a_step_that_is_too_large_is_told_how_many_tokens_would_fit() -> None:
+def test_a_step_that_its_settings_make_too_large_is_told_so() -> None:
     lines, simulated = planned(room=12.0)
-    assert any("too much: 16.0 GiB" in line for line in lines)
-    assert lines[-1].strip() == "a step would fit with model.microbatch_tokens=600"
-    assert [one.config.model.microbatch_tokens for one in simulated] == [None, 500]
+    assert any("too much: 16.0 GiB" in line for line in lines) and len(simulated) == 1
+    assert "model.gradient_accumulation_steps the plan cuts the batch" in lines[-1]
 
 
 def test_where_no_microbatch_fits_other_remedies_are_named() -> None:
-    lines, _ = planned(room=4.0)
-    assert "not even microbatches of one example fit" in lines[-1]
+    one_pass = make_config("model.gradient_accumulation_steps=1", "model.batch_size=4")
+    lines, _ = planned(room=4.0, config=one_pass)
+    assert "not even one example of" in lines[-1]
     assert "model.activation_checkpointing=true" in lines[-1]
 
 
