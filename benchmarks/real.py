@@ -161,6 +161,7 @@ def sanity(suite: Suite, cells: Sequence[tuple[str, str]]) -> Iterator[Gate]:
             words += ["model.batch_size=64", suite.sampler[0]]
         else:
             words += ["n_epochs=null", "n_examples=96", f"model.batch_size={8 if loss == 'dpo' else 16}"]
+            words += ["loss.nll_weight=1"] if loss == "dpo" else []  # without, chosen answers fall too
         given, folder = (
             [*suite.cell(loss, variant), *words],
             suite.out / f"{loss}-{variant.replace(' ', '-')}",
