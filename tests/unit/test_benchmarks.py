@@ -316,6 +316,8 @@ def test_the_table_of_recipes_has_each_of_them_and_the_rates_that_operations_giv
     head, _, *lines = re.search(r"(\| recipe \|.*\n(?:\|.*\n)+)", text)[1].splitlines()
     places = [re.fullmatch(r"(\d+) (\w+)", cell.strip()).groups() for cell in head.split("|")[2:-1]]
     rows = {re.findall(r"`([^`]+)`", line)[-1]: line for line in lines}
+    named = [name for line in lines for name in re.findall(r"`([^`]+)`", line)]
+    assert sorted(named) == sorted(name for names in recipes.recipes().values() for name in names)
     for name in ("dpo-offline-humanline", "kto-online-humanline-authors"):
         config, cells = compose_config([f"experiment={name}"]), rows[name].split("|")[2:-1]
         for (count, card), cell in zip(places, cells, strict=True):
