@@ -34,6 +34,7 @@ NOT_RUN = {
     "python -m tools.gguf FILE FOLDER": "wants a reader's file; tests/unit/models/test_gguf.py has one",
     "make real": "is half an hour of training; tests/unit/test_real_gates.py tries its parts",
     "make real-full": "is hours of training",
+    "make torch-oldest": "installs another torch, 5 GB; docs/gpus/torch-2.11.txt is its output",
     "hf auth login": "would ask the hub for a token",
     "python -m jobs.serve loss=kto online=true sampler=vllm": (
         "stands by until it is ended; tests/integration/test_vllm_servers.py does"
