@@ -374,9 +374,17 @@ def law(plan: Evidence, records: Mapping[str, Record]) -> str:
         said.append(
             f"fitted on {TASKS[fitted]}, tested on {TASKS[tested]}: {rho:.2f} ({len(y_other)} settings)"
         )
+    wanted = sum(
+        len({run.cell for run in block.runs if not run.settings.get("online")})
+        for block in plan.blocks
+        if block.sweep.name.startswith("surface")
+    )
+    there = sum(len(y) for _, y in data.values())
+    decided = "a law" if min(found) >= ENOUGH else "no law"
     return (
         f"**A law?** Score from rate, anchor, k and distance, rank correlation {'; '.join(said)}. "
-        f"It would have to be {ENOUGH} both ways: **{'a law' if min(found) >= ENOUGH else 'no law'}**."
+        f"It would have to be {ENOUGH} both ways: "
+        + (f"**{decided}**." if there >= wanted else f"not decided, {there} of {wanted} settings are there.")
     )
 
 
