@@ -91,11 +91,12 @@ def first_that_fits(asked: Question, most: float, least: int, room: float, ask: 
 
 def what_helps(asked: Question) -> str:
     """Return a sentence on how a step that does not fit could."""
-    if not asked.config.model.cut_by_plan:
-        return "without model.microbatch_tokens and model.gradient_accumulation_steps the plan cuts the batch"
+    if not (model := asked.config.model).cut_by_plan:
+        key = "microbatch_tokens" if model.microbatch_tokens else "gradient_accumulation_steps"
+        return f"model.{key}={getattr(model, key)} cuts the batch; leave it out, and the plan cuts it"
     longest = max(map(row_tokens, asked.batch))
     ways = ["model.activation_checkpointing=true", "a lower model.max_length", "more ranks"]
-    ways = ways[asked.config.model.activation_checkpointing is True :]
+    ways = ways[model.activation_checkpointing is True :]
     return f"not even one example of {longest:,} tokens fits; what would help: {', '.join(ways)}"
 
 

@@ -77,7 +77,7 @@ def test_a_cut_is_simulated_with_microbatches_as_wide_as_it_allows(lengths, shar
     part = made.batch[: len(made.batch) // (2 * ranks)]
     found = widest(made.batch, ranks, size_of(model, ranks), 2, *joined, TOKENS)
     wanted = share_tokens(part, *joined)
-    assert found == wanted <= most or (shared and found < wanted)  # prompts may be dealt apart
+    assert found == wanted <= most or (shared and ranks > 1 and found < wanted)  # prompts may be dealt apart
     taken = {example.prompt_id.split()[0] for example in part}
     left = [example for example in batch if example.prompt_id not in taken]
     assert all(share_tokens([*part, example], *joined) > most for example in left)

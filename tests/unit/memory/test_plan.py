@@ -204,7 +204,7 @@ def test_layers_stay_gathered_where_the_plan_has_room(
 def test_a_step_that_its_settings_make_too_large_is_told_so() -> None:
     lines, simulated = planned(room=12.0)
     assert any("too much: 16.0 GiB" in line for line in lines) and len(simulated) == 1
-    assert "model.gradient_accumulation_steps the plan cuts the batch" in lines[-1]
+    assert "model.gradient_accumulation_steps=2 cuts the batch; leave it out" in lines[-1]
 
 
 def test_where_no_microbatch_fits_other_remedies_are_named() -> None:
