@@ -116,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
         const=USUAL,
         metavar="R",
         help="dry-run each cell; hours of training at R tokens a second on a rank (a run's "
-        f"tokens_per_second_per_rank), without R at {SHARE_OF_PEAK:.0%} of slurm.card's peak",
+        f"tokens_per_second_per_rank), without R at {SHARE_OF_PEAK:.0%}% of slurm.card's peak",
     )
     return about
 
