@@ -58,7 +58,14 @@ Pair = tuple[Sequence, Sequence]
 
 
 def llama(
-    vocabulary: int, width: int, layers: int, heads: int, key_heads: int, inner: int, positions: int = 8192
+    vocabulary: int,
+    width: int,
+    layers: int,
+    heads: int,
+    key_heads: int,
+    inner: int,
+    positions: int = 8192,
+    tied: bool = False,
 ) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=vocabulary,
@@ -68,16 +75,17 @@ def llama(
         num_key_value_heads=key_heads,
         intermediate_size=inner,
         max_position_embeddings=positions,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
     )
 
 
 def shape(name: str, vocabulary: int | None = None) -> PretrainedConfig:
-    """Return the architecture of that name: ``tiny`` and ``small`` (2 M weights) for a CPU, the published
-    shapes for a GPU."""
+    """Return the architecture of that name: ``tiny``, ``small`` (4.8 M weights) and SmolLM2's for a CPU,
+    the other published shapes for a GPU."""
     shapes: dict[str, PretrainedConfig] = {
         "tiny": llama(512, 64, 2, 4, 2, 128),
         "small": llama(8192, 192, 4, 6, 3, 512),
+        "smollm2-135m": llama(49152, 576, 30, 9, 3, 1536, tied=True),
         "qwen2.5-1.5b": Qwen2Config(
             vocab_size=151936,
             hidden_size=1536,
