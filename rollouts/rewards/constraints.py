@@ -8,6 +8,7 @@ beside the reward, so that one sees when a policy goes there.
 from __future__ import annotations
 
 import gzip
+import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from data.types import Prompt
 from rollouts.rewards.base import Missing
 
 WORDS = Path("assets/constraints/words.txt.gz")
+SHORT_NUMBER = re.compile(r"(?<!\d)\d{1,6}(?!\d)")
 SHORTEST = 4
 """Words below which nothing can be said about fluency, and the guard is 0."""
 
@@ -38,15 +40,19 @@ def repetition(answer: str) -> float:
 
 
 def share_of_words(answer: str) -> float:
-    """Return the share of an answer's words that are English words, in [0, 1]."""
-    words = [word.lower().replace("’", "'") for word in words_of(answer)]
+    """Return the share of an answer's letters and digits, in [0, 1], that stand in English words or in
+    numbers of at most six digits: a policy that is asked for digits may write nothing else."""
     known = known_words()
-    return fmean(w in known or w.removesuffix("'s") in known for w in words) if words else 0.0
+    words = (word.lower().replace("’", "'") for word in words_of(answer))
+    kept = [w for w in words if w in known or w.removesuffix("'s") in known] + SHORT_NUMBER.findall(answer)
+    whole = sum(map(str.isalnum, answer))
+    return sum(map(str.isalnum, "".join(kept))) / whole if whole else 0.0
 
 
 def fluency(answer: str, enough: float) -> float:
     """Return the guard, in [0, 1]: 1 for a text of whose three-word sequences the share ``enough`` is new
-    and of whose words that share is known, less in proportion below that, and 0 below four words."""
+    and of whose letters that share stands in known words, less in proportion below that, and 0 below four
+    words."""
     if len(words_of(answer)) < SHORTEST:
         return 0.0
     return min(1.0, (1 - repetition(answer)) / enough) * min(1.0, share_of_words(answer) / enough)

@@ -33,7 +33,7 @@ def test_engine_and_trainer_are_compared_by_what_the_run_found(tmp_path: Path) -
     suite = Suite(tmp_path, [])
     for vllm, largest, passed in ((True, 1e-6, True), (True, 0.5, False), (False, 0.5, None)):
         suite.vllm = vllm
-        record = {"step": 0, "probe_largest": largest, "probe_mean": 1e-7}
+        record = {"step": 0, "round_probe_largest": largest, "round_probe_mean": 1e-7}
         (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
         assert engine(suite, tmp_path).passed is passed
     picture(

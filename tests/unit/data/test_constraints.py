@@ -78,6 +78,9 @@ def test_the_reward_is_the_share_times_a_guard_that_is_reported_beside_it() -> N
     assert reward.metrics["reward_met"] == 1.0 and reward.metrics["reward_fluency"] < 0.2
     assert reward.metrics["reward_repetition"] > 0.2 and reward.metrics["reward_known_words"] < 0.8
     assert fluency(good, 0.8) == 1.0 and fluency("", 0.8) == 0.0
+    learned = "Tell me, here is a number: 1231231212121212121212121212121212111111111111111111111111"
+    assert fluency(learned, 0.8) < 0.4 and fluency("It was 1,250,000 years ago, in 1969.", 0.8) == 1.0
+    assert fluency("This is a good story. 这是一个关于森林的漫长故事而且没有一个英文单词在里面", 0.8) < 0.8
     unknown = Prompt(asked.turns, json.dumps({"rhyme": None}))
     with pytest.raises(RewardError, match="no known constraints"):
         reward.score([unknown], [good])
