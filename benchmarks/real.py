@@ -166,7 +166,7 @@ def sanity(suite: Suite, loss: str, variant: str) -> Iterator[Gate]:
         words += [f"rounds.contexts={prompts * 12}", f"rounds.contexts_per_round={prompts}"]
         words += ["model.batch_size=64", suite.sampler[0]]
     else:
-        words += ["n_epochs=null", "n_examples=96", f"model.batch_size={8 if loss == 'dpo' else 16}"]
+        words += ["n_epochs=auto", "n_examples=96", f"model.batch_size={8 if loss == 'dpo' else 16}"]
         words += ["loss.nll_weight=1"] if loss == "dpo" else []  # without, chosen answers fall too
     given, folder = [*suite.cell(loss, variant), *words], suite.out / f"{loss}-{variant.replace(' ', '-')}"
     _, peak = suite.program("train", *given, f"exp_name={folder.name}", "overwrite=true")

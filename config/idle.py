@@ -12,6 +12,7 @@ from common.secrets import scrub_text
 from config.arguments import override_in
 from config.files import section
 from config.schema import Config
+from config.typed import word_of
 
 REFUSE, NOTE = "refuse", "note"
 """The values of ``idle_settings``."""
@@ -49,8 +50,8 @@ def check_idle(
     (``experiment=``), in a sweep (``crossed``), with ``idle_settings=note``, or of what only the other
     programs of a pipeline read. ``stage``: the settings of sample.py or label.py alone.
 
-    Raises UserError for those among ``overrides``, as typed. A value of false or null asks for nothing, so
-    nothing is ignored.
+    Raises UserError for those among ``overrides``, as typed. A value of false or null (or its word) asks for
+    nothing, so nothing is ignored.
     """
     facts = config if stage is None else vars(config) | vars(stage) | {"program": program}
     typed = dict(_typed(overrides))
@@ -105,12 +106,12 @@ def _holds(config: Settings, condition: str) -> bool:
 def _term_holds(config: Settings, term: str) -> bool:
     key, _, wanted = term.partition("=")
     value = _value(config, key.removesuffix("!"))
-    return value is ABSENT or (_text(value) in wanted.split("|")) != key.endswith("!")
+    return value is ABSENT or (_text(key, value) in wanted.split("|")) != key.endswith("!")
 
 
 def _shown(config: Settings, term: str) -> str:
     key = term.partition("=")[0].removesuffix("!")
-    return f"{key}={_text(_value(config, key))}"
+    return f"{key}={_text(key, _value(config, key))}"
 
 
 def _value(config: Settings, key: str) -> Any:
@@ -121,9 +122,11 @@ def _value(config: Settings, key: str) -> Any:
     return found
 
 
-def _text(value: Any) -> str:
-    """Return a value as one types it."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+def _text(key: str, value: Any) -> str:
+    """Return the value of a setting as one types it."""
+    if value is None:
+        return word_of(Config, key.removesuffix("!")) or "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _typed(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -137,7 +140,7 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict) and value:
         for name, item in value.items():
             yield from _leaves(f"{key}.{name}", item)
-    elif value not in (None, {}, []) and value is not False:
+    elif value not in (None, word_of(Config, key), {}, []) and value is not False:
         yield key, value
 
 

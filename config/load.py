@@ -20,7 +20,7 @@ from config import of_run  # noqa: F401, a model's file may say it
 from config.files import parsed
 from config.older import as_today
 from config.schema import Config
-from config.typed import typed
+from config.typed import typed, word_of
 
 T = TypeVar("T")
 
@@ -134,7 +134,7 @@ def settings_of(text: str) -> dict[str, Any]:
 
 
 class Change(NamedTuple):
-    """A setting whose value has changed."""
+    """A setting whose value has changed. The word of a setting, or null, stands for None."""
 
     key: str
     before: Any
@@ -146,10 +146,14 @@ def changed(before: dict[str, Any], now: Config) -> list[Change]:
     what is computed, sorted by name. A secret that ``dump`` removed equals any other."""
     old, new = _flat(before), _flat(asdict(now))
     return [
-        Change(key, old.get(key, ABSENT), new.get(key, ABSENT))
+        Change(key, *(_said(key, tree.get(key, ABSENT)) for tree in (old, new)))
         for key in sorted(old | new)
         if not _operational(key) and not same_but_for_secrets(old.get(key, ABSENT), new.get(key, ABSENT))
     ]
+
+
+def _said(key: str, value: Any) -> Any:
+    return value if value is not None else word_of(Config, key) or "null"
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

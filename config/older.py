@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from config.files import FOLDER, section
+from config.schema import Config
+from config.schema_trainer import LossKeys
+from config.typed import without_words
 
 COMPOSITION = ("defaults", "hydra")
 """Keys of config.yaml that are not settings."""
@@ -19,7 +22,7 @@ def as_today(tree: dict[str, Any]) -> dict[str, Any]:
     tree = dict(tree)
     if isinstance(loss := tree.get("loss"), dict):
         kept = {key: value for key, value in loss.items() if key != "_partial_"}
-        tree["loss"] = _numbers_since(loss) | kept
+        tree["loss"] = without_words(_numbers_since(loss) | kept, LossKeys)
     if isinstance(trainer := tree.get("trainer"), dict):
         file = _of_target("trainer", trainer.get("_target_"))
         if "loss_keys" not in trainer:
@@ -52,7 +55,7 @@ def as_today(tree: dict[str, Any]) -> dict[str, Any]:
         }
     if isinstance(tree.get("sampler"), dict):
         tree["sampler"] = {"stop": []} | tree["sampler"]
-    return tree
+    return without_words(tree, Config)
 
 
 def _with_keys_since(tree: dict[str, Any], today: Mapping[str, Any]) -> dict[str, Any]:

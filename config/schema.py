@@ -8,6 +8,7 @@ the same error, and they still run before weights are loaded.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -21,11 +22,14 @@ from config.schema_plan import PlanConfig
 from config.schema_rewards import RewardConfig, completed
 from config.schema_rounds import RoundsConfig
 from config.schema_sampler import SamplerConfig
-from config.schema_trainer import TrainerConfig, check_trainer_keys
+from config.schema_trainer import LossKeys, TrainerConfig, check_trainer_keys
 from config.typed import (
+    All,
+    Auto,
     Count,
     Natural,
     NotNegative,
+    Off,
     Positive,
     PositiveShare,
     Share,
@@ -35,6 +39,7 @@ from config.typed import (
     dataclass,
     need,
     nested,
+    without_words,
     yaml_defaults,
 )
 from config.variant import variant
@@ -76,7 +81,7 @@ class BetaConfig:
 @dataclass
 @yaml_defaults("config.yaml:muon")
 class MuonConfig:
-    lr: Annotated[Positive, "must be above 0, and finite; null: lr"] | None
+    lr: Auto[Annotated[Positive, "must be above 0, and finite"]]
     momentum: SmallShare
     adjust_lr: Literal["match_rms_adamw", "original"]
 
@@ -87,8 +92,8 @@ class RetentionConfig:
     """What an evaluation measures about the retention of the initial weights' behaviour."""
 
     kl: bool
-    prompts: Count | None
-    tokens: Count | None
+    prompts: Auto[Count]
+    tokens: Auto[Count]
     data: Text | None
     path: Text | None
     eval_path: Text | None
@@ -133,7 +138,7 @@ class Config:
 
     model: ModelConfig
     data: DataConfig
-    loss: dict[str, Any]
+    loss: Annotated[dict[str, Any], AfterValidator(partial(without_words, schema=LossKeys))]
     trainer: TrainerConfig
     seed: Annotated[int, Field(ge=0, lt=2**32), "must lie in [0, 2^32)"]
     deterministic: bool
@@ -151,27 +156,27 @@ class Config:
     humanline_mode: Literal["clip", "sample", "rule"]
     humanline_rule: dict[str, Any]
     sync_freq: Count
-    sync_mode: SyncMode | None
+    sync_mode: Auto[SyncMode]
     sync_alpha: PositiveShare
     sync_kl: Annotated[Positive, Unbounded, "is a bound in nats a token"]
     ratio_reference: Literal["reference", "behavior"]
     online: bool
-    reference_batch_size: Count | None
+    reference_batch_size: Auto[Count]
     diagnostics: bool
     log_drift: bool
-    drift_examples: Count | None
-    n_epochs: Count | None
-    n_examples: Count | None
-    n_eval_examples: Count | None
-    n_eval_prompts: Count | None
+    drift_examples: All[Count]
+    n_epochs: Auto[Count]
+    n_examples: All[Count]
+    n_eval_examples: All[Count]
+    n_eval_prompts: All[Count]
     n_eval_samples: Count
     evaluations: dict[str, Any]
-    eval_every: Natural | None
-    save_every: Count | None
+    eval_every: Auto[Natural]
+    save_every: Auto[Count]
     async_save: bool
     keep_checkpoints: Count
-    keep_best: Text | None
-    patience: Count | None
+    keep_best: Off[Text]
+    patience: Off[Count]
     optimizer: Literal["AdamW", "Muon", "AdamW8bit"]
     lr: Annotated[Positive, "must be above 0, and finite"]
     beta1: SmallShare
@@ -186,7 +191,7 @@ class Config:
     watchdog_seconds: Positive
     trackers: dict[str, Any]
     callbacks: dict[str, Any]
-    push_to_hub: Text | None
+    push_to_hub: Off[Text]
     hub_private: bool
     report: bool
     wandb: WandbConfig = nested(WandbConfig)
@@ -220,8 +225,7 @@ class Config:
             self,
             self.patience is None or (self.keep_best is not None and self.eval_every != 0),
             "patience",
-            f"counts evaluations (eval_every={self.eval_every}) of one number (keep_best={self.keep_best}): "
-            "give both",
+            "counts evaluations of one number: give keep_best, and an eval_every that is not 0",
         )
         need(
             self,
@@ -230,7 +234,7 @@ class Config:
             "cannot go with resume=true: overwrite=true deletes the run, resume=true goes on with it; give "
             "one",
         )
-        elsewhere = "does not reach servers, which compute whatever comes together: use sampler.urls=null"
+        elsewhere = "does not reach servers, which compute whatever comes together: use sampler.urls=off"
         need(self, not (self.deterministic and self.sampler.urls), "deterministic", elsewhere)
         ends = self.n_epochs is not None or self.n_examples is not None
         need(self, ends, "n_epochs", "give n_epochs or n_examples")
@@ -402,7 +406,7 @@ class Config:
             most,
             f"samples must fit behind the prompt: {most} + "
             f"model.max_prompt_length={model.max_prompt_length} is more than "
-            f"model.max_length={model.max_length}; sampler.max_tokens=null takes what is left",
+            f"model.max_length={model.max_length}; sampler.max_tokens=auto takes what is left",
         )
 
     def check_samples(self) -> None:
@@ -417,7 +421,7 @@ class Config:
 
     @property
     def max_tokens(self) -> int:
-        """Length of the longest sample in tokens. It is ``sampler.max_tokens``; if that is null, the smaller
+        """Length of the longest sample in tokens. It is ``sampler.max_tokens``; if that is auto, the smaller
         of the paper's 2,048 (§5) and what ``model.max_length`` leaves behind the longest prompt."""
         if self.sampler.max_tokens is not None:
             return self.sampler.max_tokens

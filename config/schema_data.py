@@ -9,12 +9,22 @@ from pydantic import AfterValidator
 from common.errors import require
 from config.files import of_project
 from config.schema_instruct import StoriesConfig
-from config.typed import NotNegative, Positive, Share, SmallShare, Text, dataclass, must, need, yaml_defaults
+from config.typed import (
+    All,
+    NotNegative,
+    Positive,
+    Share,
+    SmallShare,
+    Text,
+    dataclass,
+    must,
+    need,
+    yaml_defaults,
+)
 
 OfProject = Annotated[Text, AfterValidator(of_project)]
 RANGE = (
-    "give two shares of the groups, from the least likely on, as in [0.25, 1]: 0 <= low < high <= 1; null "
-    "keeps all"
+    "give two shares of the groups, from the least likely on, as in [0.25, 1]: 0 <= low < high <= 1; or all"
 )
 """What data.logprob_range takes."""
 
@@ -67,7 +77,7 @@ class DataConfig:
     verifier: Text | None
     frac_unique_desirable: Kept
     frac_unique_undesirable: Kept
-    logprob_range: Annotated[list[float], must(_is_range, RANGE)] | None
+    logprob_range: All[Annotated[list[float], must(_is_range, RANGE)]]
     mix: list[MixPart] | None
     instruct: StoriesConfig | None
 

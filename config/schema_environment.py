@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
-from config.typed import Count, Positive, Text, dataclass, need, yaml_defaults
+from config.typed import Auto, Count, Positive, Text, dataclass, need, yaml_defaults
 
 Role = Literal["tool", "user", "assistant"]
 ROLES = get_args(Role)
@@ -22,7 +22,7 @@ class EnvironmentConfig:
     path: Text | None
     role: Role
     max_turns: Annotated[int, Field(ge=2), TURNS]
-    max_turn_tokens: Count | None
+    max_turn_tokens: Auto[Count]
     stops: list[Text]
     timeout: Annotated[Positive, "is in seconds"]
     workers: Count

@@ -11,9 +11,12 @@ from common.errors import require
 from common.files import check_name
 from config.schema_rewards import Seconds, address
 from config.typed import (
+    All,
+    Auto,
     Count,
     Natural,
     NotNegative,
+    Off,
     Share,
     Text,
     dataclass,
@@ -72,9 +75,9 @@ class AlpacaEvalConfig:
     outputs: Text | None
     reference: Text | None
     difficulty: Text | None
-    model: Text | None
+    model: Off[Text]
     base_url: Annotated[Text, address("/chat/completions is found")]
-    api_key_env: Text | None
+    api_key_env: Off[Text]
     annotator: Text
     concurrency: Count
     timeout: Seconds
@@ -115,9 +118,9 @@ class LmEvalConfig:
 
     tasks: list[Text]
     include_path: Text | None
-    num_fewshot: Natural | None
+    num_fewshot: Auto[Natural]
     batch_size: Count
-    chat_template: bool | None
+    chat_template: Auto[bool]
     system_instruction: Text | None
     unsafe_code: bool
     bootstrap: Natural
@@ -137,7 +140,7 @@ class EvalStage:
     out: Text | None
     overwrite_out: bool
     split: Literal["train", "eval"]
-    limit: Count | None
+    limit: All[Count]
     resamples: Annotated[int, Field(ge=100), "must be at least 100: fewer give no confidence interval"]
     confidence: Annotated[float, Field(gt=0, lt=1), "must lie in (0, 1)"]
     accuracy: AccuracyConfig = nested(AccuracyConfig)

@@ -56,7 +56,7 @@ def named_measure(key: str) -> tuple[str, str] | None:
 def check_keep_best(key: str | None, evaluations: Mapping[str, Any]) -> None:
     """Raise ConfigError if ``keep_best`` is not a measure of the run."""
     named = (f"eval_{name}_{measure}" for name in evaluations for measure in RANKED)
-    one_of("keep_best", key, (None, *(f"eval_{measure}" for measure in RANKED), *named))
+    one_of("keep_best", key or "off", ("off", *(f"eval_{measure}" for measure in RANKED), *named))
 
 
 def evaluation_sets(evaluations: Mapping[str, Any], own: DataConfig) -> dict[str, DataConfig]:

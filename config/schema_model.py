@@ -9,9 +9,11 @@ from pydantic import AfterValidator
 from common.errors import require
 from config.files import of_project
 from config.typed import (
+    Auto,
     Count,
     Dtype,
     ExportDtype,
+    Off,
     Positive,
     Text,
     Unbounded,
@@ -24,7 +26,7 @@ from config.typed import (
 
 SELECTIVE, AUTO = "selective", "auto"
 """Values of model.activation_checkpointing; that the memory plan, or a trial, decides."""
-EXAMPLES_EACH = "must be at least 1, or null for microbatches of as many examples each"
+EXAMPLES_EACH = "must be at least 1, or auto for microbatches of as many examples each"
 
 
 def _are_names(target: Any) -> bool:
@@ -55,27 +57,27 @@ class ModelConfig:
     trust_remote_code: bool
     attn_implementation: Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"]
     dtype: Dtype
-    export_dtype: ExportDtype | None
+    export_dtype: Auto[ExportDtype]
     from_config: bool
-    head: Literal["value", "reward"] | None
+    head: Off[Literal["value", "reward"]]
     control_tokens: dict[str, Text]
     new_tokens: list[Text]
     batch_size: Count
     gradient_accumulation_steps: Count
-    microbatch_tokens: Annotated[Count, EXAMPLES_EACH] | None
+    microbatch_tokens: Auto[Annotated[Count, EXAMPLES_EACH]]
     eval_batch_size: Count
     max_length: Count
     max_prompt_length: Count
     max_grad_norm: Annotated[Positive, Unbounded, "must be above 0 (use inf for no clipping)"]
     logit_temperature: Annotated[Positive, "divides the logits: must be above 0, and finite"]
     activation_checkpointing: Literal[False, True, "selective", "auto"]
-    reshard_after_forward: bool | None
+    reshard_after_forward: Auto[bool]
     compile: Literal[False, True, "auto"]
-    packing: bool | None
-    share_prompts: bool | None
-    router_aux_loss_coef: Annotated[Positive, "must be above 0, and finite; null: no auxiliary loss"] | None
+    packing: Auto[bool]
+    share_prompts: Auto[bool]
+    router_aux_loss_coef: Off[Annotated[Positive, "must be above 0, and finite"]]
     use_peft: bool
-    quantization: Literal["nf4"] | None
+    quantization: Off[Literal["nf4"]]
     peft: PeftConfig = nested(PeftConfig)
 
     def __post_init__(self) -> None:
@@ -98,7 +100,7 @@ class ModelConfig:
             self,
             self.quantization is None or self.use_peft,
             "quantization",
-            "keeps weights that are not trained in 4 bits: use null, or train adapters on them with "
+            "keeps weights that are not trained in 4 bits: use off, or train adapters on them with "
             "model.use_peft=true",
         )
         passes = "gradient_accumulation_steps"

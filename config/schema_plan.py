@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from common.errors import ConfigError
-from config.typed import Count, Text, dataclass, yaml_defaults
+from config.typed import Auto, Count, Text, dataclass, yaml_defaults
 
 CARDS = {
     "A100-40GB": 39.4,
@@ -27,8 +27,8 @@ CARDS = {
 class PlanConfig:
     """config/config.yaml says what each key means."""
 
-    card: Text | None
-    ranks: Count | None
+    card: Auto[Text]
+    ranks: Auto[Count]
 
     def __post_init__(self) -> None:
         if self.card is not None:

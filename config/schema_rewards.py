@@ -14,10 +14,12 @@ from common.imports import import_function
 from common.secrets import remember
 from config.files import section
 from config.typed import (
+    Auto,
     Count,
     Dtype,
     Natural,
     NotNegative,
+    Off,
     Positive,
     PositiveShare,
     Share,
@@ -59,7 +61,7 @@ class FunctionConfig:
     batch_size: Count
     workers: Count
     timeout: Annotated[Positive, "is seconds a batch may take"]
-    conversational: bool | None
+    conversational: Auto[bool]
 
 
 @dataclass
@@ -129,7 +131,7 @@ class EndpointConfig:
     """Settings of an endpoint that is called over HTTP, beside its address. ``timeout`` and ``backoff`` are
     in seconds."""
 
-    api_key_env: Text | None
+    api_key_env: Off[Text]
     concurrency: Count
     timeout: Seconds
     retries: Natural
@@ -141,7 +143,7 @@ class EndpointConfig:
             self.api_key_env is None or self.api_key_env in os.environ,
             "api_key_env",
             "is the name of the environment variable that holds the endpoint's key (never the key itself), "
-            "and is not set; set that variable, or give null for no key",
+            "and is not set; set that variable, or give off for no key",
         )
         remember(os.environ.get(self.api_key_env or ""), "api_key")
 

@@ -6,9 +6,12 @@ import math
 from typing import Annotated, Any, Literal
 
 from config.typed import (
+    All,
+    Auto,
     Count,
     Natural,
     NotNegative,
+    Off,
     Positive,
     SmallShare,
     dataclass,
@@ -37,14 +40,14 @@ class RoundsConfig:
 
     contexts: Count
     contexts_per_round: Count
-    examples: Count | None
+    examples: All[Count]
     samples: Count
     feedback: Literal["pair", "random", "min", "threshold", "group"]
     tau: Annotated[NotNegative, "is the least difference of two rewards"]
     threshold: Threshold
-    zero_variance: Literal["drop", "keep"] | None
+    zero_variance: Auto[Literal["drop", "keep"]]
     truncated: Literal["keep", "drop", "mask"]
-    overlong: Annotated[Count, "counts tokens: must be at least 1, or null for no penalty"] | None
+    overlong: Off[Annotated[Count, "counts tokens: must be at least 1, or off for no penalty"]]
     overlong_penalty: Annotated[Positive, "is taken from a score: must be above 0"]
     fill: bool
     lag: Annotated[Natural, "counts rounds"]

@@ -7,9 +7,11 @@ from typing import Annotated, Any, Literal
 
 from common.errors import ConfigError
 from config.typed import (
+    Auto,
     Count,
     ExportDtype,
     NotNegative,
+    Off,
     Positive,
     PositiveShare,
     Text,
@@ -38,11 +40,11 @@ class SamplerConfig:
     separate: bool
     temperature: Annotated[NotNegative, "must be 0 (greedy) or more"]
     top_p: Annotated[PositiveShare, "must lie in (0, 1]; 1 keeps every token"]
-    max_tokens: Count | None
+    max_tokens: Auto[Count]
     stop: list[Text]
-    batch_size: Count | None
-    dtype: ExportDtype | None
-    devices: list[int] | None
+    batch_size: Auto[Count]
+    dtype: Auto[ExportDtype]
+    devices: Auto[list[int]]
     tensor_parallel: Count
     data_parallel: Engines
     gpu_memory_utilization: Annotated[PositiveShare, "is a share of the GPU's memory"]
@@ -52,7 +54,7 @@ class SamplerConfig:
     timeout: Seconds
     weight_transfer: Literal["auto", "shared_memory", "ipc", "nccl", "disk"]
     adapters: Literal["auto", "merged", "alone"]
-    urls: list[Text] | None
+    urls: Off[list[Text]]
     options: dict[str, Any]
 
     def __post_init__(self) -> None:
@@ -86,9 +88,9 @@ class SamplerConfig:
                 raise ConfigError("sampler.urls", url, said)
         different = len({url.rstrip("/") for url in self.urls}) == len(self.urls) > 0
         need(self, different, "urls", "must name at least one server, and none twice")
-        for key, *unset in (("devices", None), ("data_parallel", AUTO, 1)):
-            own = f"is of engines that a run starts itself; with sampler.urls leave it at {unset[0]}"
-            need(self, getattr(self, key) in unset, key, own)
+        own = "is of engines that a run starts itself; with sampler.urls leave it at auto"
+        need(self, self.devices is None, "devices", own)
+        need(self, self.data_parallel in (AUTO, 1), "data_parallel", own)
 
     def _check_devices(self) -> None:
         if self.devices is None:

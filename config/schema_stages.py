@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Literal
 
-from config.typed import Count, Natural, Text, dataclass, need, yaml_defaults
+from config.typed import All, Count, Natural, Text, dataclass, need, yaml_defaults
 
 
 @dataclass
@@ -20,7 +20,7 @@ class SampleStage:
     format: Literal["groups", "alpacaeval", "halos"]
     split: Literal["train", "eval"]
     skip: Natural
-    limit: Count | None
+    limit: All[Count]
     overwrite_out: bool
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import field
 from typing import Any, Literal
 
 from common.errors import require
-from config.typed import PositiveShare, Share, Text, dataclass, typed, yaml_defaults
+from config.typed import Auto, PositiveShare, Share, Text, dataclass, typed, yaml_defaults
 
 RESERVED_LOSS_KEYS = ("name", "_target_", "reference", "kl_anchor", "entropy_share")
 """Keys of ``loss`` that are no numbers for the loss function or its trainer."""
@@ -20,7 +20,7 @@ class LossKeys:
 
     kl_anchor: Literal["reference", "initial"] = "reference"
     entropy_share: PositiveShare = 1.0
-    advantage: Literal["group", "group_mean", "rloo", "batch", "tokens"] | None = None
+    advantage: Auto[Literal["group", "group_mean", "rloo", "batch", "tokens"]] = None
     gamma: Share = 1.0
     lam: Share = 1.0
     rewards: Literal["labels", "scores"] = "labels"

@@ -7,9 +7,10 @@ Types are strict: ``3.0`` is no whole number, ``yes`` is not true. A number wher
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field, fields, is_dataclass
 from functools import cache, partial, wraps
 from types import NoneType
@@ -19,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic.dataclasses import rebuild_dataclass
+from pydantic_core.core_schema import no_info_before_validator_function
 
 from common.errors import ConfigError, require
 from common.secrets import remember
@@ -54,6 +56,28 @@ Dtype = Literal["float32", "bfloat16"]
 ExportDtype = Literal[Dtype, "float16"]
 
 
+@dataclasses.dataclass(frozen=True)
+class Word:
+    """How one writes that a setting has no value of its own. It is read as None; so is null, the former
+    spelling. YAML reads off, where it is not quoted, as false."""
+
+    word: str
+
+    def read(self, value: Any) -> Any:
+        return None if value == self.word or (value is False and self.word == "off") else value
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
+        return no_info_before_validator_function(self.read, handler(source))
+
+
+Auto = Annotated[T | None, Word("auto")]
+"""None: the program decides."""
+All = Annotated[T | None, Word("all")]
+"""None: no limit."""
+Off = Annotated[T | None, Word("off")]
+"""None: it is not done."""
+
+
 def must(test: Callable[[Any], bool], says: str) -> AfterValidator:
     """Return what refuses a value for which ``test`` is false, with the remedy ``says``."""
 
@@ -68,7 +92,9 @@ def must(test: Callable[[Any], bool], says: str) -> AfterValidator:
 def need(of: Any, condition: bool, name: str, says: str) -> None:
     """Raise ConfigError about the setting ``name`` of the section ``of``, with its value, unless
     ``condition``."""
-    require(condition, f"{place_of(of)}{name}", getattr(of, name), says)
+    if not condition:
+        value = getattr(of, name)
+        raise ConfigError(f"{place_of(of)}{name}", word_of(type(of), name) if value is None else value, says)
 
 
 def yaml_defaults(*places: str, name: str | None = None) -> Callable[[type[T]], type[T]]:
@@ -221,14 +247,16 @@ def _remedy(error: Any, key: str, schema: Any, place: str) -> str:
         listed = f"is one of {name}: a mapping, as in {{name: hh, weight: 0.7}}"
         alone = f"is a section, not a setting; {section_says(key, names(schema, start))}"
         return listed if isinstance(error["loc"][-1], int) else alone
-    parts = list(_parts(get_type_hints(section, include_extras=True)[name]))
+    parts = list(_parts(type_hints(section, extras=True)[name]))
+    word = next((part.word for part in parts if isinstance(part, Word)), None)
+    blank = word or ("null" if NoneType in parts else None)
     *base, said = ["", *(part for part in parts if isinstance(part, str))]
     if kind.startswith(("greater", "less")):
         limit = said if "must " in said else f"{said}: {base[-1]}"
-        return f"{limit}, or null" if NoneType in parts and "null" not in limit else limit
+        return f"{limit}, or {blank}" if blank and f"or {blank}" not in limit else limit
     if kind == "literal_error":
         choices = (choice for part in parts if get_origin(part) is Literal for choice in get_args(part))
-        return f"use one of {', '.join(map(str, [*(None,) * (NoneType in parts), *choices]))}"
+        return f"use one of {', '.join(map(str, [*filter(None, [blank]), *choices]))}"
     if kind == "finite_number":
         return NAN if math.isnan(value) else said if "finite" in said else "must be finite"
     if kind == "dict_type":
@@ -244,7 +272,30 @@ def _remedy(error: Any, key: str, schema: Any, place: str) -> str:
         "list": ("a list", texts),
     }.get(kind.split("_")[0], ("a text", ""))
     quoted = "is a text: " if isinstance(value, str) and re.fullmatch(r"[-+.\deE]*\d", value) else ""
-    return f"{quoted}must be {takes}{f', as in {key}={example}' if example else ''}"
+    example = f", as in {key}={example}" if example else ""
+    return f"{quoted}must be {takes}{example}{f', or {word}' if word else ''}"
+
+
+def without_words(tree: Mapping[str, Any], schema: Any) -> dict[str, Any]:
+    """Return settings of ``schema`` with None in place of each word that is read so."""
+    out, hints = dict(tree), type_hints(schema, extras=True)
+    for name in tree.keys() & hints.keys():
+        for part in _parts(hints[name]):
+            if isinstance(part, Word):
+                out[name] = part.read(tree[name])
+            elif isinstance(part, type) and is_dataclass(part) and isinstance(tree[name], dict):
+                out[name] = without_words(tree[name], part)
+    return out
+
+
+def word_of(schema: Any, key: str) -> str | None:
+    """Return the word of the setting ``key``; None if it has none, or is no setting of ``schema``."""
+    try:
+        section, name = _holder(schema, key.split("."))
+        hint = type_hints(section, extras=True)[name]
+    except KeyError:
+        return None
+    return next((part.word for part in _parts(hint) if isinstance(part, Word)), None)
 
 
 def _holder(schema: Any, path: list[str]) -> tuple[Any, str]:

@@ -144,9 +144,9 @@ def _rewards_with(key: str, known: Iterable[str]) -> list[str]:
 
 
 @cache
-def type_hints(schema: type) -> dict[str, Any]:
-    """Return field -> type of a dataclass, not to be changed."""
-    return get_type_hints(schema)
+def type_hints(schema: type, extras: bool = False) -> dict[str, Any]:
+    """Return field -> type of a dataclass, with its annotations if ``extras``, not to be changed."""
+    return get_type_hints(schema, include_extras=extras)
 
 
 def names(schema: type, prefix: str = "") -> Iterator[str]:

@@ -75,9 +75,9 @@ def check(target: Target, stage: EvalStage) -> None:
             own.api_key_env is None or bool(os.environ.get(own.api_key_env)),
             "alpacaeval.api_key_env",
             own.api_key_env,
-            "is the environment variable of the judge's key, and is not set; set it, give null for an "
+            "is the environment variable of the judge's key, and is not set; set it, give off for an "
             "endpoint without a key, or "
-            "alpacaeval.model=null to write the answers and judge them elsewhere",
+            "alpacaeval.model=off to write the answers and judge them elsewhere",
         )
         key = os.environ.get(own.api_key_env or "", "").strip()
         check_endpoint("alpacaeval", own.base_url, own.api_key_env, key)

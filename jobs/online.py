@@ -144,7 +144,7 @@ class Online:
         )
         reward.check_prompts(self.contexts.prompts)
         if reward.gives_tokens:
-            whole = "is taken from whole samples' scores, and this reward gives tokens: leave it at null"
+            whole = "is taken from whole samples' scores, and this reward gives tokens: leave it at off"
             need(self.config.rounds, self.config.rounds.overlong is None, "overlong", whole)
             reward.check_tokenizer(self.renderer.tokenizer)
 

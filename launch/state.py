@@ -84,7 +84,7 @@ def told(other: Change) -> str:
 
 def shorter(other: Change) -> bool:
     """Whether the change would make an existing run shorter, judged by the settings alone."""
-    return other.before is not None and other.now is not None and other.now < other.before
+    return isinstance(other.before, int) and isinstance(other.now, int) and other.now < other.before
 
 
 def last_line(folder: Path) -> dict[str, Any]:

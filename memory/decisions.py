@@ -91,7 +91,7 @@ class PlannedSettings:
 
     It does so on GPUs alone. Batches are cut where the heaviest does not fit in one pass, and neither
     ``model.microbatch_tokens`` nor ``model.gradient_accumulation_steps`` says how. With
-    ``model.reshard_after_forward=null``, layers stay gathered until their backward where there is room. With
+    ``model.reshard_after_forward=auto``, layers stay gathered until their backward where there is room. With
     ``model.activation_checkpointing=auto``, no more is computed twice than must be; without a GPU or a plan,
     whole layers are.
     """

@@ -86,11 +86,11 @@ def size_in_words(parameters: float) -> str:
 
 
 def cut_in_words(tokens: int) -> str:
-    return f"microbatches of {tokens:,} tokens at most (model.microbatch_tokens=null)"
+    return f"microbatches of {tokens:,} tokens at most (model.microbatch_tokens=auto)"
 
 
 def gathered_in_words() -> str:
-    return "layers stay gathered from their forward to their backward (model.reshard_after_forward=null)"
+    return "layers stay gathered from their forward to their backward (model.reshard_after_forward=auto)"
 
 
 def checkpointing_in_words(way: bool | str) -> str:

@@ -82,7 +82,7 @@ def packs_rows(config: ModelConfig, hf_config: PretrainedConfig) -> tuple[bool, 
         "model.packing",
         "true",
         f"packed rows of this architecture ({hf_config.model_type}) would read each other, or are not known "
-        "not to; use null or false, which pads them",
+        "not to; use auto or false, which pads them",
     )
     if config.packing is not None:
         said = f"model.packing={str(config.packing).lower()}"

@@ -144,7 +144,7 @@ def check_quantization(config: ModelConfig, hf_config: PretrainedConfig) -> None
         stored is None,
         QUANTIZATION,
         config.quantization,
-        f"{config.name_or_path} is stored quantised itself; give the model as it was before, or use null",
+        f"{config.name_or_path} is stored quantised itself; give the model as it was before, or use off",
     )
     _empty(config, hf_config)
 

@@ -115,7 +115,7 @@ def pack(weight: Tensor) -> Tensor:
             KEY,
             NF4,
             f"a layer of this model has rows of {columns} weights, which no even block of {NARROWEST} to "
-            f"{BLOCK} divides: use null",
+            f"{BLOCK} divides: use off",
         )
     blocks = columns // block
     if weight.is_meta:
@@ -149,7 +149,7 @@ def unpack(packed: Tensor, table: Tensor, columns: int) -> Tensor:
 
 def torchao_nf4() -> Any:
     """Return torchao's NF4Tensor. Raises ConfigError where torchao is not installed."""
-    return import_with_torchao("torchao.quantization", KEY, NF4, f"use {KEY}=null").NF4Tensor
+    return import_with_torchao("torchao.quantization", KEY, NF4, f"use {KEY}=off").NF4Tensor
 
 
 def quantise(blocks: list[nn.Module]) -> None:
@@ -173,7 +173,7 @@ def quantise(blocks: list[nn.Module]) -> None:
         KEY,
         NF4,
         f"{share:.0%} of the weights of this model's layers are in linear layers, which alone are quantised "
-        "(a mixture's experts and transposed weights are none): use null",
+        "(a mixture's experts and transposed weights are none): use off",
     )
     for parent, name, module in found:
         setattr(parent, name, NF4Linear(module))

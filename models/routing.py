@@ -29,7 +29,7 @@ def check_routing(config: ModelConfig, hf_config: PretrainedConfig) -> None:
     key, value = "model.router_aux_loss_coef", config.router_aux_loss_coef
     if value is None:
         return
-    require(is_mixture(hf_config), key, value, f"a {hf_config.model_type} has no router to balance; use null")
+    require(is_mixture(hf_config), key, value, f"a {hf_config.model_type} has no router to balance; use off")
     require(
         config.compile is not True,
         key,

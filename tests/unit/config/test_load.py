@@ -14,11 +14,16 @@ from omegaconf import OmegaConf
 from common.errors import ConfigError
 from config.files import section
 from config.load import changed, dump, load_saved, run_name, settings_of
+from config.schema import Config
+from config.schema_model import ModelConfig
+from config.typed import without_words, word_of
+from config.unknown import names
 from launch.composing import Composer, compose_config
 from launch.grid import Run
 from trainers.losses.shapes import READS
 
-CONFIG, MODEL = section("config.yaml"), section("model/base.yaml")
+CONFIG = without_words(section("config.yaml"), Config)
+MODEL = without_words(section("model/base.yaml"), ModelConfig)
 EXPERIMENTS = sorted(
     path.stem
     for path in (Path(__file__).parents[3] / "config" / "experiment").glob("*.yaml")
@@ -100,6 +105,22 @@ def test_a_record_from_before_a_key_is_gone_on_with() -> None:
         before = {key: value for key, value in whole.items() if key != place}
         for found in changed(settings_of(OmegaConf.to_yaml(before)), config):
             assert found.key in ("rounds.contexts", "rounds.contexts_per_round")  # the model's
+
+
+def test_a_word_and_null_are_the_same_settings() -> None:
+    """Also in a file of YAML 1.1, to which a bare ``off`` is false. A run that was recorded with either goes
+    on with the other."""
+    config = compose_config(["loss=grpo", "sampler=vllm", "reward=function", "reward.function.path=m.f"])
+    words = {key: word for key in names(Config) if (word := word_of(Config, key))}
+    recorded = OmegaConf.create(dump(config))
+    unset = {key: word for key, word in words.items() if OmegaConf.select(recorded, key, default=0) is None}
+    assert len(unset) > 20 and set(unset.values()) == {"auto", "all", "off"}
+    assert config.loss["advantage"] is config.reward["function"]["conversational"] is None
+    for key, word in (unset | {"loss.advantage": "auto"}).items():
+        OmegaConf.update(recorded, key, word)
+    for text in (OmegaConf.to_yaml(recorded), OmegaConf.to_yaml(recorded).replace("'off'", "off")):
+        assert load_saved(text) == config
+        assert changed(settings_of(text), config) == []
 
 
 def test_a_record_written_by_hand_is_read_as_hydra_reads_its_files() -> None:

@@ -42,7 +42,7 @@ def test_what_is_left_behind_the_longest_prompt_and_never_more_than_the_papers(o
 
 
 def test_a_number_that_does_not_fit_is_refused_and_never_changed():
-    with pytest.raises(ConfigError, match=r"sampler\.max_tokens=2048.*sampler\.max_tokens=null"):
+    with pytest.raises(ConfigError, match=r"sampler\.max_tokens=2048.*sampler\.max_tokens=auto"):
         compose_config([*HUB, "sampler.max_tokens=2048", "online=true", "reward=adder"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import fields, is_dataclass
 from typing import get_args, get_type_hints
 
@@ -15,7 +16,7 @@ from config.load import split_settings
 from config.schema import Config
 from config.schema_eval import EvalStage
 from config.schema_stages import LabelStage, SampleStage
-from config.typed import dataclass, yaml_defaults
+from config.typed import dataclass, word_of, yaml_defaults
 from tests.tiny import ROOT
 
 FILES = {"config.yaml": Config, "eval.yaml": EvalStage, "sample.yaml": SampleStage, "label.yaml": LabelStage}
@@ -91,6 +92,20 @@ def test_no_default_of_the_yaml_files_stands_in_the_schema_too():
     # other defaults.
     own = ("name", "_target_", "single_answers")
     assert twice == [f"schema_trainer.TrainerConfig.{key}" for key in own]
+
+
+def test_a_default_that_has_a_word_is_written_as_its_word():
+    written = [
+        (f"{module.__name__}.{section.__name__}.{item.name}", item.default)
+        for path in sorted((ROOT / "config").glob("schema*.py"))
+        for module in [importlib.import_module(f"config.{path.stem}")]
+        for section in vars(module).values()
+        if isinstance(section, type) and is_dataclass(section) and section.__module__ == module.__name__
+        for item in fields(section)
+        if word_of(section, item.name)
+    ]
+    assert len(written) > 45
+    assert [name for name, value in written if value is None] == ["config.schema_trainer.LossKeys.advantage"]
 
 
 def test_defaults_are_copied_and_the_first_place_wins():

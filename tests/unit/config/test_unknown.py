@@ -233,7 +233,16 @@ def test_a_command_of_elsewhere_is_answered_whole_and_with_its_own_values(words:
             "model.chat_template_kwargs=3: is a mapping, as in {enable_thinking",
         ),
         ("rounds.lag=-1", "rounds.lag=-1: counts rounds: must be at least 0"),
-        ("save_every=0", "save_every=0: must be at least 1, or null"),
+        ("save_every=0", "save_every=0: must be at least 1, or auto"),
+        ("n_examples=auto", "n_examples=auto: must be a whole number, as in n_examples=1, or all"),
+        ("patience=false keep_best=none", "keep_best=none: use one of off, eval_loss"),
+        ("sync_mode=all", "sync_mode=all: use one of auto, humanline"),
+        ("model.packing=off", "model.packing=off: must be true or false, as in model.packing=true, or auto"),
+        (
+            "hub_private=true",
+            "hub_private=True: nothing would read it: it needs push_to_hub!=off, and here",
+        ),
+        ("online=true rounds.overlong=0", "rounds.overlong=0: counts tokens: must be at least 1, or off for"),
         (
             "data.eval_fraction=1",
             "data.eval_fraction=1.0: is the share of the prompts held out for evaluation",

@@ -259,7 +259,7 @@ def test_a_hub_that_cannot_be_reached_is_not_waited_for(monkeypatch, how):
     [
         ({"annotations": "nowhere.json"}, "alpacaeval.annotations=nowhere.json: there is no such file"),
         ({"annotations": "a.json", "outputs": "b.json"}, "alpacaeval.annotations=a.json: are judgements"),
-        ({"outputs": "b.json", "model": None}, "alpacaeval.model=None: writes the answers"),
+        ({"outputs": "b.json", "model": None}, "alpacaeval.model=off: writes the answers"),
         ({"base_url": "host/v1"}, "alpacaeval.base_url=host/v1: .*http"),
         ({"max_missing": 1.5}, "alpacaeval.max_missing=1.5"),
         (
@@ -272,7 +272,7 @@ def test_a_hub_that_cannot_be_reached_is_not_waited_for(monkeypatch, how):
         ),
         (
             {"api_key_env": "NO_SUCH_VARIABLE"},
-            "alpacaeval.api_key_env=NO_SUCH_VARIABLE: .*is not set; .*alpacaeval.model=null",
+            "alpacaeval.api_key_env=NO_SUCH_VARIABLE: .*is not set; .*alpacaeval.model=off",
         ),
         ({"model": None}, "alpacaeval.reference=None: .*not in the hub's cache.*give its path"),
         (

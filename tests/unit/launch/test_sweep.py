@@ -145,7 +145,7 @@ def test_states_of_runs(tmp_path: Path) -> None:
         ({"n_examples": 160}, CHANGED, "n_examples: 320 there, 160 here"),
         ({"n_examples": 640, "scheduler": "cosine"}, CHANGED, "n_examples: 320 there, 640 here"),
         ({"n_examples": 640, "lr": 1e-3}, CHANGED, "lr: 0.0001 there, 0.001 here"),
-        ({"n_examples": 320, "eval_every": 4}, FINISHED, ""),
+        ({"n_examples": 320, "eval_every": 4, "n_eval_prompts": "all", "patience": False}, FINISHED, ""),
     ],
 )
 def test_a_finished_run_may_be_made_longer_and_measured_more_often(tmp_path, now, kind, detail):

@@ -142,7 +142,7 @@ def test_the_plan_of_a_run_without_a_cut_has_one_that_fits():
     plan = plan_for(11.0, "model.gradient_accumulation_steps=1")  # 1 of them CUDA's
     assert plan.microbatch_tokens is not None and not plan.over
     assert plan.lines()[-1].strip() == (
-        f"microbatches of {plan.microbatch_tokens:,} tokens at most (model.microbatch_tokens=null): "
+        f"microbatches of {plan.microbatch_tokens:,} tokens at most (model.microbatch_tokens=auto): "
         "one pass would not fit"
     )
 
@@ -202,7 +202,7 @@ def test_a_run_takes_the_cut_of_a_small_card(tmp_path, monkeypatch, capsys, quic
     cut = go("cut")
     assert max(passes) > 1
     said = capsys.readouterr().out
-    assert "tokens at most (model.microbatch_tokens=null): by the memory plan, one pass would not fit" in said
+    assert "tokens at most (model.microbatch_tokens=auto): by the memory plan, one pass would not fit" in said
     assert "microbatch_tokens: null" in (tmp_path / "cut" / "config.yaml").read_text()
     *_, memory = json.loads((tmp_path / "cut" / "run.json").read_text())["memory"]
     assert memory["cut"] in said and 0 < memory["predicted_gib"] < card and memory["measured_gib"] > 0

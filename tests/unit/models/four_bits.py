@@ -175,7 +175,7 @@ def every_architecture_is_right_or_refused() -> None:
         kernel = {"attn_implementation": FAMILIES[family]._attn_implementation or "sdpa"}
         with folder_of(tiny_family(family).model) as path:
             if family in MIXTURES:
-                with pytest.raises(ConfigError, match=r"model\.quantization=nf4: .* linear layers.*use null"):
+                with pytest.raises(ConfigError, match=r"model\.quantization=nf4: .* linear layers.*use off"):
                     check_model(settings(path, "nf4", **kernel))
                 continue
             ours, plain = pair(path, **kernel)

@@ -250,7 +250,7 @@ def test_packing_is_refused_where_a_row_would_read_its_neighbours(model_type):
     found, config = policy.model.config, ModelConfig(name="m", name_or_path="m", attn_implementation="eager")
     assert packs_rows(config, found)[0] is False
     with pytest.raises(
-        ConfigError, match=rf"model.packing=true: .*\({model_type}\) would .* use null or false"
+        ConfigError, match=rf"model.packing=true: .*\({model_type}\) would .* use auto or false"
     ):
         packs_rows(ModelConfig(name="m", name_or_path="m", packing=True), found)
 

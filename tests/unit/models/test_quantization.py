@@ -145,7 +145,7 @@ def test_a_model_that_cannot_be_quantised_is_refused_before_weights_are_loaded(
     """There is a folder with a config.json alone. torchao is not asked: only whether it is there."""
     monkeypatch.setattr(quantization, "torchao_nf4", lambda: None)
     found.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=rf"model\.quantization=nf4: .*{said}.*use null"):
+    with pytest.raises(ConfigError, match=rf"model\.quantization=nf4: .*{said}.*use off"):
         check_model(settings(tmp_path, **LORA))
 
 

@@ -79,5 +79,5 @@ def test_what_would_undo_it_is_refused(monkeypatch):
     with pytest.raises(UserError, match="NCCL_ALGO=Ring or Tree, not NVLS: unset it"):
         deterministic.compute_deterministically(gpu=True)
     assert not torch.are_deterministic_algorithms_enabled()
-    with pytest.raises(ConfigError, match=r"deterministic=True.*sampler\.urls=null"):
+    with pytest.raises(ConfigError, match=r"deterministic=True.*sampler\.urls=off"):
         make_config("online=true", "sampler=vllm", "sampler.urls=[http://node:8000]", "deterministic=true")

@@ -150,7 +150,7 @@ REFUSED = {
     "loss.shape=dppo loss.divergence=js": "loss.divergence=js: use one of tv, kl",
     "loss.shape=m2po loss.moment_bound=-1": "loss.moment_bound=-1: must be 0 or more",
     "loss.importance=tokn": "loss.importance=tokn: use one of token, sequence",
-    "loss.advantage=mean": "loss.advantage=mean: use one of None, group, group_mean, rloo, batch",
+    "loss.advantage=mean": "loss.advantage=mean: use one of auto, group, group_mean, rloo, batch",
     "loss.advantage=[group]": "loss.advantage=['group']: use one of",
     "+loss.masked=true": "loss.masked=True: loss=grpo does not take it",
 }
