@@ -225,7 +225,7 @@ class Config:
             self,
             self.patience is None or (self.keep_best is not None and self.eval_every != 0),
             "patience",
-            "counts evaluations of one number: give keep_best, and an eval_every that is not 0",
+            "counts evaluations (eval_every, not 0) of one number (keep_best): give both",
         )
         need(
             self,

@@ -9,18 +9,7 @@ from pydantic import AfterValidator
 from common.errors import require
 from config.files import of_project
 from config.schema_instruct import StoriesConfig
-from config.typed import (
-    All,
-    NotNegative,
-    Positive,
-    Share,
-    SmallShare,
-    Text,
-    dataclass,
-    must,
-    need,
-    yaml_defaults,
-)
+from config.typed import All, NotNegative, Positive, Share, SmallShare, Text, dataclass, must, yaml_defaults
 
 OfProject = Annotated[Text, AfterValidator(of_project)]
 RANGE = (
@@ -86,4 +75,4 @@ class DataConfig:
         require(stories, "data.instruct", self.name, "is for data=instruct")
         mixes = self.source == "data.mix.mixed"
         example = "name the sets, as in 'data.mix=[{name: hh, weight: 0.7}, {name: shp, weight: 0.3}]'"
-        need(self, bool(self.mix) == mixes, "mix", example if mixes else "is for data=mix")
+        require(bool(self.mix) == mixes, "data.mix", self.mix, example if mixes else "is for data=mix")

@@ -248,7 +248,7 @@ def _remedy(error: Any, key: str, schema: Any, place: str) -> str:
         alone = f"is a section, not a setting; {section_says(key, names(schema, start))}"
         return listed if isinstance(error["loc"][-1], int) else alone
     parts = list(_parts(type_hints(section, extras=True)[name]))
-    word = next((part.word for part in parts if isinstance(part, Word)), None)
+    word = word_of(section, name)
     blank = word or ("null" if NoneType in parts else None)
     *base, said = ["", *(part for part in parts if isinstance(part, str))]
     if kind.startswith(("greater", "less")):
