@@ -6,18 +6,16 @@ from __future__ import annotations
 import json
 import socket
 import time
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from huggingface_hub import constants
 from omegaconf import OmegaConf
 
 from common.errors import ConfigError, DataError
-from config.schema_eval import AlpacaEvalConfig, EvalStage, LmEvalConfig
+from config.schema_eval import EvalStage
 from config.typed import typed
 from evals import alpaca_files, alpacaeval
 from evals.base import Target
@@ -314,12 +312,6 @@ def test_a_difficulty_file_that_is_none(tmp_path):
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ConfigError, match=r"alpacaeval.difficulty=.*has no column model, preference"):
         rates(tmp_path, [row(0, 1.2), row(1, 1.4)], difficulty=str(tmp_path / "other.csv"))
-
-
-def test_the_yaml_and_the_schema_have_the_same_defaults():
-    settings = yaml.safe_load((ROOT / "config" / "eval.yaml").read_text())
-    assert settings["alpacaeval"] == asdict(AlpacaEvalConfig())
-    assert settings["lm_eval"] == asdict(LmEvalConfig())
 
 
 # -- all stages ------------------------------------------------------------------------------------
