@@ -14,6 +14,8 @@ from config.typed import without_words
 
 COMPOSITION = ("defaults", "hydra")
 """Keys of config.yaml that are not settings."""
+BASES = {"model": "base", "data": "_base", "correction": "none", "environment": "none"}
+"""Group -> its file that has every key. With the file none, a run may have been without the group."""
 
 
 def as_today(tree: dict[str, Any]) -> dict[str, Any]:
@@ -31,15 +33,13 @@ def as_today(tree: dict[str, Any]) -> dict[str, Any]:
             trainer = trainer | {"loss_keys": file["loss_keys"]}
         # what a trainer accepts changes nothing of what is computed
         accepts = {"feedback": file["feedback"]} if "feedback" in file else {}
-        tree["trainer"] = {"corrections": file.get("corrections", [])} | trainer | accepts
+        tree["trainer"] = {"corrections": [], "single_answers": True} | file | trainer | accepts
     if "loss" in tree:
         tree = _with_keys_since(tree, section("config.yaml"))
-        if isinstance(model := tree.get("model"), dict):
-            tree["model"] = _with_keys_since(model, section("model/base.yaml"))
-        given = tree.get("correction")
-        none = dict(section("correction/none.yaml"))
-        tree["correction"] = {"reads_collision": False} | given if isinstance(given, dict) else none
-        tree.setdefault("environment", dict(section("environment/none.yaml")))
+        for group, base in BASES.items():
+            given = tree.get(group) or ({} if base == "none" else None)
+            if isinstance(given, dict):
+                tree[group] = _with_keys_since(given, section(f"{group}/{base}.yaml"))
     if isinstance(reward := tree.get("reward"), dict) and "_target_" not in reward:
         given = {key: value for key, value in reward.items() if value is not None}
         kind = next((key for key in given if key not in ("name", "max_missing")), None)

@@ -15,6 +15,8 @@ from common.errors import ConfigError
 from config.files import section
 from config.load import changed, dump, load_saved, run_name, settings_of
 from config.schema import Config
+from config.schema_data import DataConfig
+from config.schema_environment import EnvironmentConfig
 from config.schema_model import ModelConfig
 from config.typed import without_words, word_of
 from config.unknown import names
@@ -24,6 +26,9 @@ from trainers.losses.shapes import READS
 
 CONFIG = without_words(section("config.yaml"), Config)
 MODEL = without_words(section("model/base.yaml"), ModelConfig)
+DATA = without_words(section("data/_base.yaml"), DataConfig)
+ENVIRONMENT = without_words(section("environment/none.yaml"), EnvironmentConfig)
+CORRECTION = section("correction/none.yaml")
 EXPERIMENTS = sorted(
     path.stem
     for path in (Path(__file__).parents[3] / "config" / "experiment").glob("*.yaml")
@@ -82,7 +87,7 @@ def test_a_record_from_before_shapes_and_advantages_is_gone_on_with(loss: str) -
 
 
 def test_a_record_from_before_a_key_is_gone_on_with() -> None:
-    """Every key of config.yaml and of a model that is at its default, one at a time."""
+    """Every key that is at its default, one at a time."""
     config = compose_config(["loss=dpo", "online=true"])
     whole = OmegaConf.to_container(OmegaConf.create(dump(config)))
     tried = 0
@@ -92,6 +97,10 @@ def test_a_record_from_before_a_key_is_gone_on_with() -> None:
         ("retention", CONFIG["retention"]),
         ("plan", CONFIG["plan"]),
         ("model", MODEL),
+        ("data", DATA),
+        ("trainer", {"single_answers": False}),
+        ("environment", ENVIRONMENT),
+        ("correction", CORRECTION),
     ):
         for key in default:
             before = copy.deepcopy(whole)
@@ -100,7 +109,7 @@ def test_a_record_from_before_a_key_is_gone_on_with() -> None:
                 del section[key]
                 assert changed(settings_of(OmegaConf.to_yaml(before)), config) == [], f"{place} {key}"
                 tried += 1
-    assert tried > 50
+    assert tried > 90
     for place in ("rounds", "retention", "plan"):
         before = {key: value for key, value in whole.items() if key != place}
         for found in changed(settings_of(OmegaConf.to_yaml(before)), config):
