@@ -106,6 +106,8 @@ def main(words: Sequence[str] | None = None) -> None:
     given = parser.parse_args(words)
 
     def work() -> None:
+        pushed = given.push_to_hub is not None
+        require(pushed or not given.public, "--public", True, "is a part of --push-to-hub")
         done = given.step is None and given.to is None and (given.run / "model" / "config.json").is_file()
         exported = None
         if given.push_to_hub is None or not done:

@@ -54,8 +54,10 @@ OF_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 """TRL's settings whose product is its batch of an update, on one rank."""
 OF_ROUNDS = ("rounds.", "sampler", "reward")
 """What words begin with that online runs alone read."""
-OTHER_THING = (errno.EISDIR, errno.ENOTDIR, errno.EINVAL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
+_PLACE = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
+OTHER_THING = (*_PLACE, errno.EINVAL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
 """Errors of a file that may not be read or written, or in whose place something else stands (a folder)."""
+INTERRUPTED = "interrupted; what is done is kept, the same command goes on"
 EMBEDDED = ("adder", "instruct")
 """The embedded tasks; the first one is the default. The names of their files in config/data and config/model
 begin with these words."""
@@ -121,30 +123,39 @@ def refuse_default_data(config: Config, overrides: Sequence[str]) -> None:
     )
 
 
-def guarded(work: Callable[[], object]) -> None:
-    """Call ``work``. An error that the user can correct ends the program with one message instead of a
-    traceback."""
+def answered(work: Callable[[], int | None]) -> int:
+    """Call ``work`` and return the program's exit code: its own (None is 0), or that of an error which the
+    user can correct, or of Ctrl-C, with one message instead of a traceback."""
     guard_output()
     try:
-        work()
+        return work() or 0
+    except KeyboardInterrupt:
+        return complain(INTERRUPTED, 130)
     except StoppedError as error:
-        sys.exit(complain(str(error), STOPPED))
+        return complain(str(error), STOPPED)
     except UserError as error:
-        sys.exit(complain(str(error), REFUSED))
+        return complain(str(error), REFUSED)
     except OSError as error:
         if error.strerror == LINK:
-            sys.exit(complain(f"{error.filename} {LINK}", REFUSED))
+            return complain(f"{error.filename} {LINK}", REFUSED)
         if error.errno in OTHER_THING and isinstance(error.filename, str | Path):
             said = f"{error.filename}: {error.strerror}; put back what was there, or move it away"
-            sys.exit(complain(said, REFUSED))
+            return complain(said, REFUSED)
         if not no_room(error):
             raise
         disk = f" {on_disk(error.filename)}" if isinstance(error.filename, str | Path) else ""
-        sys.exit(
-            complain(
-                f"{error}{disk}; make room and start the same command again (a run with resume=true)", STOPPED
-            )
-        )
+        said = f"{error}{disk}; make room and start the same command again (a run with resume=true)"
+        return complain(said, STOPPED)
+
+
+def guarded(work: Callable[[], object]) -> None:
+    """Call ``work``, and end the program where it is not done (``answered``)."""
+
+    def done() -> None:
+        work()
+
+    if code := answered(done):
+        sys.exit(code)
 
 
 def cli(main: Callable[[], object]) -> None:
@@ -168,11 +179,9 @@ def cli(main: Callable[[], object]) -> None:
         with phase(f"{program()}.py"):  # shown where nothing within says what is under way
             main()
     except KeyboardInterrupt:
-        sys.exit(
-            complain("interrupted; answers and scores that are done are kept, the same command goes on", 130)
-        )
+        sys.exit(complain(INTERRUPTED, 130))
     except (HydraException, OmegaConfBaseException) as error:
-        sys.exit(complain(_in_our_words(error, sys.argv[1:]), REFUSED))
+        sys.exit(complain(in_our_words(error, sys.argv[1:]), REFUSED))
 
 
 def _leave() -> None:
@@ -200,13 +209,13 @@ def compose(*words: str) -> tuple[Config, str]:
         with initialize_config_dir(str(FOLDER), version_base="1.3"):
             config = _loaded(hydra_compose("config", overrides=overrides), overrides)
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_in_our_words(error, overrides)) from None
+        raise UserError(in_our_words(error, overrides)) from None
     refuse_default_data(config, overrides)
     say(check_idle(config, overrides))
     return config, run_name(config, overrides)
 
 
-def _in_our_words(error: Exception, overrides: Sequence[str]) -> str:
+def in_our_words(error: Exception, overrides: Sequence[str]) -> str:
     """Return the key, the value and the remedy for an override that Hydra refused."""
     text = str(error)
     if found := re.search(r"Ambiguous value for argument '([^=']+)=([^']*)'", text):
@@ -234,7 +243,7 @@ def _in_our_words(error: Exception, overrides: Sequence[str]) -> str:
         listed = re.findall(r"^\t(\S+)$", text.split("Config search path")[0], re.MULTILINE)
         options = [name for name in listed if not name.startswith("_")]
         return str(ConfigError(found[1], found[2], no_file(found[1], found[2], options)))
-    return " ".join(line.strip() for line in text.splitlines() if line.strip())
+    return " ".join(f"{text} {error.__cause__ or ''}".split())
 
 
 def all_unknown(error: ConfigError, overrides: Sequence[str]) -> UserError:

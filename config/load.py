@@ -85,7 +85,9 @@ def load_run(run: Path, trust_remote_code: bool) -> Config:
     ConfigError."""
     record = run / "config.yaml"
     require(record.is_file(), "run", run, "is not the folder of a run: it has no config.yaml")
-    config = load_saved(record.read_text(encoding="utf-8"))
+    text = record.read_text(encoding="utf-8", errors="replace")
+    require(bool(settings_of(text)), "run", run, f"has no settings: {record} is damaged; put it back")
+    config = load_saved(text)
     require(
         trust_remote_code or not config.model.trust_remote_code,
         "model.trust_remote_code",

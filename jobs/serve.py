@@ -17,6 +17,7 @@ import fcntl
 import os
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -26,9 +27,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from common.errors import StoppedError, require
+from common.errors import ConfigError, StoppedError, require
 from common.files import write_whole
 from common.ports import free_port
+from common.progress import phase, pulse
 from common.worker_process import ROOT
 from config.cli import compose, guarded
 from config.schema import Config
@@ -161,24 +163,30 @@ def serve(words: Sequence[str], ready: Path | None, host: str | None) -> None:
 
     Raises ConfigError for settings whose run would not sample with the servers, and StoppedError when one
     ends."""
-    from rollouts.vllm_sampler import require_installed
-    from rollouts.vllm_server import alive
-
+    if ready is not None:
+        there = ready.absolute().parent.is_dir() and not ready.is_dir()
+        require(there, "--ready", ready, "is in no folder that is there, or is one: make it first")
     run, _ = compose(*words)
     require(run.online, "online", run.online, "samples nothing: give online=true")
     require(run.sampler.separate, "sampler", run.sampler.name, "samples in the run itself: give sampler=vllm")
     config, _ = compose(*words, f"sampler.urls=[{ANY}]")
+    from rollouts.vllm_sampler import require_installed  # torch, which wrong settings are spared
+    from rollouts.vllm_server import alive
+
     require_installed()
-    if ready is not None:
-        require(
-            ready.absolute().parent.is_dir(), "--ready", ready, "is in no folder that is there: make it first"
-        )
+    if host is not None:
+        try:
+            socket.create_server((host, 0)).close()
+        except OSError as error:
+            said = f"is no address of this machine at which a server may listen ({error.strerror})"
+            raise ConfigError("--host", host, said) from error
     with servers(config, host) as started:
         waiting = list(started)
-        while waiting:
-            refuse_ended(started)
-            time.sleep(PAUSE_S)
-            waiting = [url for url in waiting if not alive(url)]
+        with phase("the vLLM servers start"):
+            while waiting:
+                refuse_ended(started)
+                time.sleep(PAUSE_S)
+                waiting = [url for url in waiting if not alive(url)]
         print(f"sampler.urls=[{','.join(started)}]", flush=True)
         if ready is not None:
             write_whole(ready, "".join(f"{url}\n" for url in started))
@@ -204,11 +212,14 @@ def main(words: Sequence[str] | None = None) -> None:
     where.add_argument("--trainer", metavar="HOST", help="listen at ports of the address that HOST reaches")
     given = parser.parse_intermixed_args(words)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    try:
-        guarded(lambda: serve(given.settings, given.ready, given.host or towards(given.trainer)))
-    except KeyboardInterrupt:
-        sys.exit(0)
+
+    def work() -> None:
+        with suppress(KeyboardInterrupt):  # the way to end it
+            serve(given.settings, given.ready, given.host or towards(given.trainer))
+
+    guarded(work)
 
 
 if __name__ == "__main__":
+    pulse()
     main()

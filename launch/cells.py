@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from common.errors import require
 from launch.collect import Result
 from launch.grid import label
 from reports.outcome import FINISHED
@@ -55,7 +57,7 @@ def cells_of(results: Sequence[Result], select: Sequence[str], validation: str) 
     mean of ``validation``.
 
     The choice uses the validation metric of finished runs and nothing else. A setting with fewer finished
-    seeds than another is not chosen over it.
+    seeds than another is not chosen over it. Raises ConfigError for two runs that would be one.
     """
     by_cell: dict[tuple[str, str], dict[str, list[Result]]] = {}
     for run in results:
@@ -65,6 +67,9 @@ def cells_of(results: Sequence[Result], select: Sequence[str], validation: str) 
     found = []
     for (_, identity), settings in by_cell.items():
         tried = list(settings.values())
+        for run, other in (pair for runs in tried for pair in itertools.combinations(runs, 2)):
+            twice = f"and {other.name} have the same settings, seed {run.seed} too: leave one of them out"
+            require(run.seed != other.seed, "runs", run.name, twice)
         chosen = max(tried, key=lambda runs: merit(runs, validation))
         selected = {key: chosen[0].settings.get(key) for key in select}
         name = chosen[0].cell

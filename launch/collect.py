@@ -84,13 +84,17 @@ def of_folders(paths: Iterable[Path], logs: Path = ROOT / "logs") -> list[Result
     ``logs``: the folder with the log folders of sweeps; a run's first tag names its sweep. Raises ConfigError
     if a path holds no run.
     """
-    found = []
+    found: list[Result] = []
+    seen: set[Path] = set()
     of = cache(lambda sweep: Statuses(logs / sweep))
     for path in paths:
         records = [path / RECORD] if (path / RECORD).exists() else sorted(path.glob("*/config.yaml"))
         require(bool(records), "runs", path, "is no run folder and holds none")
         for record in records:
-            run = read_run(record.parent)
+            if (folder := record.parent.resolve()) in seen:
+                continue
+            seen.add(folder)
+            run = read_run(record.parent.absolute())  # "." has no name
             if run.cell in run.tags[1:2]:  # a run of a sweep, as launch.grid tags them
                 run = replace(run, about=of(run.tags[0]).of(run.name, record.parent))
             found.append(run)
@@ -120,10 +124,8 @@ def read_run(folder: Path, cell: str | None = None) -> Result:
     done = (folder / "summary.json").exists()
     if done:
         summary = read_json(folder / "summary.json")
-        after = {key: value for key, value in (summary.get("after") or {}).items() if value is not None}
-        values = after | {
-            key: summary[key] for key in ("tokens_per_second", "seconds") if summary.get(key) is not None
-        }
+        after: dict[str, Any] = dict(numbers(summary.get("after")))
+        values = after | dict(numbers({key: summary.get(key) for key in ("tokens_per_second", "seconds")}))
         last = lines[-1] if lines else last_line(folder)
         lines = [*lines, after | {"step": last.get("step", -1) + 1, "examples": summary.get("examples", 0)}]
     for path in sorted((folder / "evals").glob("*.json")):

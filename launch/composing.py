@@ -17,7 +17,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from common.errors import ConfigError
+from common.errors import ConfigError, UserError
+from config.cli import in_our_words
 from config.load import load
 from config.schema import Config
 from launch.grid import CONFIG_DIR, Run, override
@@ -28,13 +29,11 @@ _READ_AS_MORE = re.compile(r"\$|[+-]?\.inf$")
 
 
 def compose_config(overrides: list[str]) -> Config:
-    """Return the settings that ``python train.py <overrides>`` would have. Raises ConfigError."""
+    """Return the settings that ``python train.py <overrides>`` would have. Raises UserError."""
     try:
         return load(_composed(overrides))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(
-            "override", " ".join(overrides), " ".join(f"{error} {error.__cause__ or ''}".split())
-        ) from error
+        raise UserError(in_our_words(error, overrides)) from error
 
 
 class Composer:
@@ -49,7 +48,7 @@ class Composer:
         self._bases: dict[tuple[str, ...], tuple[dict[str, Any], set[str], bool]] = {}
 
     def config(self, run: Run) -> Config:
-        """Return the settings of ``run``. Raises ConfigError."""
+        """Return the settings of ``run``. Raises UserError."""
         if all(map(_is_plain, run.given.values())):
             try:
                 return self._filled(run)

@@ -23,9 +23,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import UserError
-from common.output import guard_output
-from config.cli import compose
+from common.progress import phase, pulse
+from config.cli import answered, compose
 from config.schema import Config
 from launch.hub import sources
 from launch.slurm import ROOT
@@ -103,7 +102,7 @@ def examine(config: Config, overrides: Sequence[str], steps: bool = True) -> Ite
 
 def look(config: Config) -> Devices:
     """Check GPUs, their free memory and bf16."""
-    code, out = run([sys.executable, "-c", DEVICES], PROBE_SECONDS)
+    code, out = run("devices", [sys.executable, "-c", DEVICES], PROBE_SECONDS)
     if code:
         return Devices(
             (), (Finding("devices", BAD, f"torch cannot be asked: {last(out)}", "reinstall it: make venv"),)
@@ -195,7 +194,7 @@ def reach(url: str) -> str | None:
 def talk(ranks: int, backend: str) -> Finding:
     """Check whether ranks on this machine reach each other."""
     words = [*torchrun(ranks), "--no-python", sys.executable, "-c", RANKS]
-    code, out = run(words, PROBE_SECONDS)
+    code, out = run("ranks", words, PROBE_SECONDS)
     if code:
         return Finding(
             "ranks",
@@ -209,7 +208,7 @@ def talk(ranks: int, backend: str) -> Finding:
 def data(overrides: Sequence[str]) -> tuple[Finding, float | None]:
     """Make a dry run, which checks data, tokenizer and the combination of settings; return its finding and
     the number of parameters, None if it printed none."""
-    code, out = run([sys.executable, "train.py", *overrides, "dry_run=true"], DRY_SECONDS)
+    code, out = run("dry run", [sys.executable, "train.py", *overrides, "dry_run=true"], DRY_SECONDS)
     if code:
         return Finding("dry run", BAD, last(out), "python train.py … dry_run=true shows all of it"), None
     found = _PARAMETERS.search(out)
@@ -226,6 +225,8 @@ def disk(config: Config, parameters: float) -> Finding:
     folder = ROOT / config.runs_dir
     while not folder.exists():
         folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        return Finding("disk", BAD, f"{folder} is no folder that can be written to", "runs_dir=… elsewhere")
     free = shutil.disk_usage(folder).free
     text = f"{free / 1e9:,.0f} GB free at {folder}, a run needs about {need / 1e9:,.1f}"
     return Finding(
@@ -254,7 +255,7 @@ def two_steps(config: Config, overrides: Sequence[str], ranks: int) -> Finding:
             "idle_settings=note",
         ]
         launcher = torchrun(ranks) if ranks > 1 else [sys.executable]
-        code, out = run([*launcher, "train.py", *overrides, *short, *own], RUN_SECONDS)
+        code, out = run("two steps", [*launcher, "train.py", *overrides, *short, *own], RUN_SECONDS)
         # 2 with its results written: two steps taught it nothing, which many steps may
         if code not in (0, 2) or not (Path(folder) / "doctor" / "summary.json").exists():
             return Finding(
@@ -272,19 +273,21 @@ def torchrun(ranks: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
 
 
-def run(words: Sequence[str], seconds: int) -> tuple[int, str]:
-    """Run a process and return (exit code, all its output); (124, a message) if it took too long."""
+def run(what: str, words: Sequence[str], seconds: int) -> tuple[int, str]:
+    """Run a process and return (exit code, all its output); (124, a message) if it took too long. ``what`` is
+    shown to be under way."""
     given = os.environ.get("PYTHONPATH")
     try:
-        done = subprocess.run(
-            words,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=seconds,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), given)))},
-        )
+        with phase(what):
+            done = subprocess.run(
+                words,
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=seconds,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), given)))},
+            )
     except subprocess.TimeoutExpired:
         return 124, f"no end after {seconds} seconds"
     return done.returncode, done.stdout
@@ -304,19 +307,19 @@ def main(words: Sequence[str] | None = None) -> int:
     about.add_argument("overrides", nargs="*", help="the settings of the run, as for train.py")
     about.add_argument("--no-steps", action="store_true", help="leave out the two steps")
     options = about.parse_intermixed_args(words)
-    try:
+
+    def work() -> int:
         config, _ = compose(*options.overrides)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    bad = 0
-    for finding in examine(config, options.overrides, steps=not options.no_steps):
-        print(finding, flush=True)
-        bad += finding.level == BAD
-    print(f"\n{bad} thing{'s' * (bad != 1)} would stop this run" if bad else "\nfit for this run")
-    return 1 if bad else 0
+        bad = 0
+        for finding in examine(config, options.overrides, steps=not options.no_steps):
+            print(finding, flush=True)
+            bad += finding.level == BAD
+        print(f"\n{bad} thing{'s' * (bad != 1)} would stop this run" if bad else "\nfit for this run")
+        return 1 if bad else 0
+
+    return answered(work)
 
 
 if __name__ == "__main__":
-    guard_output()
+    pulse()
     sys.exit(main())

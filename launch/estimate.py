@@ -3,7 +3,6 @@ in tokens a second."""
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -11,8 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from common.errors import StoppedError
+from launch.collect import read_json
 from launch.slurm import ROOT, Job, command
 from launch.state import FINISHED, State
+from reports.metrics import numbers
 
 _PLAN = re.compile(r"([\d,]+) [a-z ]+, ([\d,]+) steps of")
 _TOKENS = re.compile(r"([\d,]+) tokens to train on")
@@ -36,7 +38,7 @@ OPERATIONS = 8
 """Operations on each weight for a token: 2 in the forward, 4 in the backward, 2 in the reference's."""
 
 
-class EstimateError(RuntimeError):
+class EstimateError(StoppedError):
     """A dry run failed; the message is its last output."""
 
 
@@ -46,10 +48,10 @@ def hours_of(states: Sequence[State]) -> dict[str, float]:
     measured: dict[str, list[float]] = {}
     for state in states:
         if state.kind == FINISHED:
-            summary = json.loads((state.folder / "summary.json").read_text())
-            measured.setdefault(state.run.cell, []).append(summary["seconds"] / 3600)
+            taken = numbers(read_json(state.folder / "summary.json").get("seconds"))
+            measured.setdefault(state.run.cell, []).extend(seconds / 3600 for _, seconds in taken)
     known = {
-        state.run.name: fmean(measured[state.run.cell]) if state.run.cell in measured else state.run.hours
+        state.run.name: fmean(hours) if (hours := measured.get(state.run.cell)) else state.run.hours
         for state in states
     }
     return {name: hours for name, hours in known.items() if hours is not None}

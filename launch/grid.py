@@ -49,6 +49,8 @@ Settings = dict[str, Any]
 CONFIG_DIR = Path(__file__).parent.parent / "config"
 OWN_KEYS = ("seed", "exp_name", "resume", "overwrite", "dry_run", "idle_settings", "wandb.tags")
 """Settings that the sweep itself gives to every run."""
+MOST_RUNS = 10_000
+_TOO_MANY = f"above {MOST_RUNS:,}, the most that a sweep may have"
 LONGEST_TAG = 64
 """Characters that wandb allows in a tag, and so also the longest name of a cell."""
 _PLAIN = re.compile(r"[A-Za-z_/.][A-Za-z0-9_/.:\-]*")
@@ -136,6 +138,12 @@ class Sweep:
         for name in self.cells:
             check_name("cells", name)
         runs = []
+        count = math.prod([len(self.cells) or 1, len(self.seeds), *map(len, self.grid)])
+        require(count <= MOST_RUNS, "grid", count, f"are the combinations of {self.name}, {_TOO_MANY}")
+        rules = [*(("skip", rule) for rule in self.skip), *(("hours", rule) for rule, _ in self.hours.rules)]
+        for key, rule in rules:
+            fits = any(matches(rule, self.base | point) for _, point in self._points())
+            require(fits, key, rule, f"fits no run of sweep {self.name}: check its keys and values")
         for cell, point in self._points():
             settings = self.base | point
             if any(matches(rule, settings) for rule in self.skip):
@@ -201,12 +209,8 @@ def read_sweep(path: Path, extra: Mapping[str, Any] | None = None) -> Sweep:
     """
     there = Path("sweeps") / path.name
     said = f"; did you mean {there}?" if there.is_file() else "; sweeps/ has those of the paper"
-    require(path.is_file(), "sweep", path, f"is not a file{said}")
-    try:
-        raw = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError("sweep", path, f"is not a yaml file: {' '.join(str(error).split())}") from error
-    parts = dict(_mapping("sweep", raw))
+    parts = read_yaml("sweep", path, f"is not a file{said}")
+    require(bool(parts), "sweep", path, "is empty; sweeps/adder.yaml is a small one")
     known = {f.name for f in fields(Sweep)}
     for key in parts:
         require(
@@ -233,6 +237,17 @@ def read_sweep(path: Path, extra: Mapping[str, Any] | None = None) -> Sweep:
     return sweep
 
 
+def read_yaml(key: str, path: Path, missing: str, resolve: bool = True) -> Settings:
+    """Return the mapping in a yaml file, {} for an empty one. Raises ConfigError."""
+    require(path.is_file(), key, path, missing)
+    try:
+        raw = OmegaConf.to_container(OmegaConf.load(path), resolve=resolve)
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ConfigError(key, path, f"is not a yaml file: {' '.join(str(error).split())}") from error
+    require(isinstance(raw, dict), key, path, "must be a mapping of settings to values")
+    return _mapping(key, raw)
+
+
 def matches(rule: Settings, settings: Settings) -> bool:
     """Whether ``settings`` has every value of ``rule``; a list in a rule stands for any of its values."""
     return all(
@@ -253,7 +268,8 @@ def parse_overrides(words: list[str]) -> Settings:
     settings: Settings = {}
     for word in words:
         key, equals, value = word.partition("=")
-        require(bool(equals and key), "override", word, "must be key=value, as for train.py")
+        require(bool(equals and key), "setting", word, "must be NAME=VALUE, as in lr=1e-5")
+        require(key not in settings, key, value, "is given twice")
         try:
             read = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))["value"]  # type: ignore[index,call-overload]
         except (YAMLError, OmegaConfBaseException) as error:
@@ -318,10 +334,12 @@ def _range(key: str, spec: Settings) -> list[float]:
     if "plus" in spec:
         require(spec["plus"] > 0 and end >= start, f"grid.{key}", spec, form)
         count = math.floor((end - start) / spec["plus"] + 1e-9) + 1
+        require(count <= MOST_RUNS, f"grid.{key}", spec, f"has {count:,} values, {_TOO_MANY}")
         values = [start + i * spec["plus"] for i in range(count)]
     else:
         require(spec["times"] > 1 and end >= start > 0, f"grid.{key}", spec, form)
         count = math.floor(math.log(end / start, spec["times"]) + 1e-9) + 1
+        require(count <= MOST_RUNS, f"grid.{key}", spec, f"has {count:,} values, {_TOO_MANY}")
         values = [start * spec["times"] ** i for i in range(count)]
     return [
         value if isinstance(value, int) else float(f"{value:.12g}") for value in values
@@ -343,8 +361,9 @@ def _check(sweep: Sweep, extra: Mapping[str, Any]) -> None:
 
 
 def _seeds(value: Any) -> tuple[int, ...]:
-    seeds = list(range(1, value + 1)) if isinstance(value, int) else _list("seeds", value)
-    good = bool(seeds) and all(isinstance(seed, int) for seed in seeds) and len(set(seeds)) == len(seeds)
+    seeds = range(1, value + 1) if type(value) is int else value if isinstance(value, list) else ()
+    good = len(seeds) > 0 and all(type(seed) is int for seed in seeds[:MOST_RUNS])
+    good = good and len(set(seeds[:MOST_RUNS])) == len(seeds)
     require(good, "seeds", value, "must be a list of different whole numbers, or how many (5: 1 to 5)")
     return tuple(seeds)
 
@@ -385,5 +404,5 @@ def _mapping(key: str, value: Any) -> Settings:
 
 
 def _list(key: str, value: Any) -> list[Any]:
-    require(isinstance(value, list), key, value, "must be a list")
+    require(isinstance(value, list), key, value, f"must be a list, as in [{value}]")
     return list(value)

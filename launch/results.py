@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -28,9 +29,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from common.errors import UserError, require
-from common.files import write_whole
-from common.output import guard_output
+from common.errors import require
+from common.files import check_name, write_whole
+from config.cli import answered
 from launch.cells import Cell, cells_of
 from launch.collect import Result, of_folders, of_sweep
 from launch.effects import Crossing
@@ -142,8 +143,8 @@ def numeric_rows(cells: Sequence[Cell], metrics: Sequence[str]) -> list[list[obj
 def run_rows(results: Sequence[Result], cells: Sequence[Cell]) -> list[list[object]]:
     """Return a row for every run, chosen or not, with its wandb group and tags."""
     metrics = sorted({key for run in results for key in run.values})
-    of = {run.name: cell for cell in cells for runs in cell.tried for run in runs}
-    chosen = {run.name for cell in cells for run in cell.chosen}
+    of = {id(run): cell for cell in cells for runs in cell.tried for run in runs}  # names may stand twice
+    chosen = {id(run) for cell in cells for run in cell.chosen}
     head: list[object] = [
         "run",
         "cell",
@@ -162,13 +163,13 @@ def run_rows(results: Sequence[Result], cells: Sequence[Cell]) -> list[list[obje
         tags = " ".join(run.tags)
         about: list[object] = [
             run.name,
-            of[run.name].name,
+            of[id(run)].name,
             run.seed,
             run.status,
             run.about.detail,
             run.about.log or "",
             run.step,
-            run.name in chosen,
+            id(run) in chosen,
             run.group,
             tags,
         ]
@@ -223,12 +224,7 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     about.add_argument("--out", type=Path, help="where to write; results/<name> if not given")
     options = about.parse_intermixed_args(words)
-    try:
-        print(report(options))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return answered(lambda: print(report(options)))
 
 
 def report(options: argparse.Namespace) -> str:
@@ -247,6 +243,7 @@ def report(options: argparse.Namespace) -> str:
         "is no validation metric (eval_…); test data choose nothing",
     )
     metric = options.metric or validation
+    refuse_unknown(options, results)
     cells = cells_of(results, select, validation)
     names = [cell.name for cell in cells]
     require(
@@ -289,6 +286,15 @@ def report(options: argparse.Namespace) -> str:
     return f"{text}\n\nwritten to {folder}/: index.html, table.md, table.csv, tests.csv, runs.csv"
 
 
+def refuse_unknown(options: argparse.Namespace, results: Sequence[Result]) -> None:
+    """Raise ConfigError for a metric that no finished run has."""
+    known = sorted({key for run in results for key in run.values})
+    for option in ("metric", "validation"):
+        given = getattr(options, option)
+        good = not known or given is None or given in known
+        require(good, f"--{option}", given, f"is a number of no finished run; there are {', '.join(known)}")
+
+
 class Compared(NamedTuple):
     """What the tests compare: the tests, a table of means, notes on both, and the arms drawn."""
 
@@ -321,7 +327,7 @@ def refuse_together(options: argparse.Namespace, sweep: Sweep | None) -> None:
     alone = "compares cells: leave {} out"
     for good, key, value, remedy in (
         (crossed or options.within is None, "--within", options.within, "is a part of --effects: give both"),
-        (power is None or power > 0, "--power", power, "is a difference above 0"),
+        (power is None or 0 < power < math.inf, "--power", power, "is a difference above 0"),
         (tests is None or power is not None, "--tests", tests, "is a part of --power"),
         (tests is None or tests > 0, "--tests", tests, "must be 1 or more"),
         (not (crossed and arms), "--frontier", "--effects", "are two ways to compare: give one"),
@@ -367,20 +373,30 @@ FRONTIER = (
 
 
 def load(options: argparse.Namespace) -> tuple[list[Result], str, list[str], Sweep | None]:
-    """Return (results, name, keys to select over, sweep) for the command line."""
+    """Return (results, name, keys to select over, sweep) for the command line. Raises ConfigError."""
     select = [key for key in options.select.split(",") if key]
+    if options.name is not None:
+        check_name("--name", options.name)
     files = [path for path in options.sources if path.suffix in (".yaml", ".yml")]
     if not files:
-        found = of_folders(options.sources, ROOT / options.logs)
-        return found, options.name or options.sources[0].name.rstrip("*-"), select, None
-    require(len(options.sources) == 1, "sources", files[0], "one sweep file, or run folders")
-    sweep = read_sweep(files[0])
-    name = options.name or sweep.name
-    sweep = replace(sweep, name=name)
-    results = of_sweep(sweep.runs(), (ROOT / options.logs / name).resolve())
-    return results, name, select or list(sweep.select), sweep
+        sweep = None
+        results = of_folders(options.sources, ROOT / options.logs)
+        name = options.name or options.sources[0].resolve().name.rstrip("*-")
+    else:
+        alone = len(options.sources) == 1
+        said = "stands alone: give one sweep file, or run folders"
+        require(alone, "sources", files[0], said)
+        sweep = read_sweep(files[0])
+        name = options.name or sweep.name
+        sweep = replace(sweep, name=name)
+        results = of_sweep(sweep.runs(), (ROOT / options.logs / name).resolve())
+        select = select or list(sweep.select)
+    settings = {key for run in results for key in run.settings}
+    for key in set(select) - settings:
+        near = ", ".join(sorted(one for one in settings if one.startswith(f"{key}.")))
+        require(False, "--select", key, f"is a setting of no run{near and f'; there are {near}'}")
+    return results, name, select, sweep
 
 
 if __name__ == "__main__":
-    guard_output()
     sys.exit(main())

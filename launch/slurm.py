@@ -20,21 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]
 
-from common.errors import ConfigError, require
+from common.errors import ConfigError, StoppedError, require
 from common.files import lines_of, write_whole
 from config.schema_plan import card_memory
-from launch.grid import Run, Settings
+from launch.grid import Run, Settings, read_yaml
 
 ROOT = Path(__file__).parent.parent
 RECORD = "submitted.jsonl"
 """File in a sweep's log folder with one line per submission, which maps each task of the array to its run."""
 
 
-class SlurmError(RuntimeError):
+class SlurmError(StoppedError):
     """Slurm refused or could not be asked; the message is its own."""
 
 
@@ -172,13 +169,7 @@ def read_site(path: Path | None) -> Settings:
     """Return the settings of a site file; none without one. Raises ConfigError if it cannot be read."""
     if path is None:
         return {}
-    require(path.is_file(), "--site", path, "is not a file; copy launch/sites/example.yaml and fill it in")
-    try:
-        raw = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError("--site", path, f"is not a yaml file: {' '.join(str(error).split())}") from error
-    require(isinstance(raw, dict), "--site", path, "must be a mapping of settings to values")
-    return {str(key): value for key, value in raw.items()} if isinstance(raw, dict) else {}
+    return read_yaml("--site", path, "is not a file; copy launch/sites/example.yaml and fill it in")
 
 
 def make_job(settings: Settings) -> Job:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError
+from common.errors import ConfigError, UserError
 from config.load import Change
 from config.record import LENGTH, changes, refused_changes, started
 from config.schema import Config
@@ -57,12 +57,14 @@ def check_ranks(config: Config, run: Run, ranks: int) -> None:
 def inspect(run: Run, composer: Composer | None = None) -> State:
     """Return the state of ``run``; for many runs, pass the same ``composer`` to all calls.
 
-    Raises ConfigError if the run's settings are not valid.
+    Raises UserError if the run's settings are not valid.
     """
     try:
         config = (composer or Composer()).config(run)
     except ConfigError as error:
         raise ConfigError(f"{run.name}: {error.key}", error.value, error.remedy) from error
+    except UserError as error:
+        raise UserError(f"{run.name}: {error}") from error
     folder = folder_of(config, run)
     begun = started(folder)
     found = changes(folder, config) if begun else []
@@ -74,7 +76,7 @@ def inspect(run: Run, composer: Composer | None = None) -> State:
     if (folder / "summary.json").exists():
         return State(run, config, FINISHED)
     last = last_line(folder)
-    return State(run, config, PARTIAL if begun else NEW, f"step {last['step']}" if last else "")
+    return State(run, config, PARTIAL if begun else NEW, f"step {last['step']}" if "step" in last else "")
 
 
 def told(other: Change) -> str:
@@ -96,9 +98,10 @@ def last_line(folder: Path) -> dict[str, Any]:
         file.seek(max(0, path.stat().st_size - 65536))
         whole = file.read().rpartition(b"\n")[0].splitlines()
     try:
-        return json.loads(whole[-1]) if whole else {}
+        found = json.loads(whole[-1]) if whole else {}
     except ValueError:  # damaged: the run itself will report it when it goes on
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def tail(path: Path, lines: int = 15) -> list[str]:

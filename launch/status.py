@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.errors import UserError
-from common.output import guard_output
+from config.cli import answered
 from launch.results import load
 
 
@@ -26,19 +25,18 @@ def main(words: Sequence[str] | None = None) -> int:
     about.add_argument(
         "--logs", type=Path, default=Path("logs"), help="where the logs of sweeps lie, as for launch.sweep"
     )
-    try:
-        found = load(about.parse_args(words, argparse.Namespace(select="")))[0]
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    width = max((len(run.name) for run in found), default=0)
-    for run in found:
-        print(f"{run.name:{width}}  {run.about}")
-    counts = Counter(run.status for run in found)
-    print(f"{len(found)} runs: " + ", ".join(f"{n} {kind}" for kind, n in counts.items()))
-    return 0
+    options = about.parse_args(words, argparse.Namespace(select=""))
+
+    def work() -> None:
+        found = load(options)[0]
+        width = max((len(run.name) for run in found), default=0)
+        for run in found:
+            print(f"{run.name:{width}}  {run.about}")
+        counts = Counter(run.status for run in found)
+        print(f"{len(found)} runs: " + ", ".join(f"{n} {kind}" for kind, n in counts.items()))
+
+    return answered(work)
 
 
 if __name__ == "__main__":
-    guard_output()
     sys.exit(main())

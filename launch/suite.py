@@ -22,14 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]
-
-from common.errors import ConfigError, UserError, require
+from common.errors import require
 from common.files import check_name, write_whole
-from common.output import guard_output
+from config.cli import answered
 from launch.collect import read_run
+from launch.grid import read_yaml
 from launch.slurm import ROOT
 
 SUITES = Path(__file__).parent / "suites"
@@ -54,15 +51,10 @@ class Suite:
 
 def read_suite(named: str) -> Suite:
     """Return the suite of this name, or in this yaml file. Raises ConfigError."""
-    own = Path(named).suffix == ".yaml"
+    own = Path(named).suffix in (".yaml", ".yml")
     path = Path(named) if own else SUITES / f"{named}.yaml"
     known = ", ".join(sorted(file.stem for file in SUITES.glob("*.yaml")))
-    require(path.is_file(), "suite", named, f"is no suite; there is {known}, or give a yaml file")
-    try:
-        found = OmegaConf.to_container(OmegaConf.load(path))
-    except (YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError("suite", path, f"is not a yaml file: {' '.join(str(error).split())}") from error
-    parts: dict[Any, Any] = found if isinstance(found, dict) else {}
+    parts = read_yaml("suite", path, f"is no suite; there is {known}, or give a yaml file", resolve=False)
     commands: Any = parts.get("evaluations")
     average: Any = parts.get("average")
     good = set(parts) == {"evaluations", "average"}
@@ -121,21 +113,21 @@ def main(words: Sequence[str] | None = None) -> int:
     about.add_argument("runs", nargs="+", type=Path, help="folders of finished runs")
     about.add_argument("--print", action="store_true", dest="shown", help="print the commands alone")
     options = about.parse_args(words)
-    try:
+
+    def work() -> int:
         suite = read_suite(options.suite)
         for run in options.runs:
             done = (run / "summary.json").exists()
             require(done, "runs", run, "is no finished run: a suite measures runs that have ended")
-        if options.shown:
-            lines = [f"python {shlex.join(made)}" for run in options.runs for made in commands(suite, run)]
-            print("\n".join(lines))
-            return 0
-        return measure_all(suite, [run.resolve() for run in options.runs])
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        if not options.shown:
+            return measure_all(suite, [run.resolve() for run in options.runs])
+        for run in options.runs:
+            for made in commands(suite, run):
+                print(f"python {shlex.join(made)}")
+        return 0
+
+    return answered(work)
 
 
 if __name__ == "__main__":
-    guard_output()
     sys.exit(main())

@@ -23,11 +23,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from common.errors import ConfigError, require
-from common.output import guard_output
 from common.progress import SOON, progress, pulse
+from config.cli import answered
 from config.schema import Config
 from launch.composing import Composer
-from launch.estimate import PEAK, SHARE_OF_PEAK, EstimateError, dry_run, hours_at, hours_of, usual_rate
+from launch.estimate import PEAK, SHARE_OF_PEAK, dry_run, hours_at, hours_of, usual_rate
 from launch.grid import Run, Sweep, parse_overrides, read_sweep
 from launch.local import DONE, STOPPED, Pool, failures
 from launch.memory import cell_plans
@@ -58,7 +58,8 @@ USUAL = -1.0
 
 def main(words: Sequence[str] | None = None) -> int:
     options, left = parser().parse_known_intermixed_args(words)
-    try:
+
+    def work() -> int:
         for name in (word.lstrip("-").partition("=")[0] for word in left):
             of_job = f"is one of a job's settings, typed as --set {name}=…"
             raise ConfigError(
@@ -67,12 +68,8 @@ def main(words: Sequence[str] | None = None) -> int:
                 of_job if name in JOB else "is no option; --help has them all",
             )
         return act(options)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (SlurmError, EstimateError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+
+    return answered(work)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -97,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
     )
     about.add_argument("--gpus", default="", help="with --local: GPU indices to share out, such as 0,1,2,3")
     about.add_argument(
-        "--retries", type=int, default=1, help="with --local: how often a failed run is started again"
+        "--retries", type=int, help="with --local: how often a failed run is started again, 1 if not given"
     )
     about.add_argument("--site", type=Path, help="your cluster's defaults; copy launch/sites/example.yaml")
     about.add_argument(
@@ -121,15 +118,48 @@ def parser() -> argparse.ArgumentParser:
     return about
 
 
+def refuse_together(options: argparse.Namespace) -> list[str]:
+    """Return the GPUs of --gpus. Raises ConfigError for a value out of range, and for an option of something
+    that is not asked for."""
+    local, retries, rate = options.local, options.retries, options.rate
+    gpus = [gpu for gpu in options.gpus.split(",") if gpu]
+    shared = local is None or (len(gpus) >= local and len(gpus) % max(local, 1) == 0)
+    of_job = local is None or rate is not None or options.memory
+    for good, key, value, remedy in (
+        (local is None or local >= 1, "--local", local, "must be at least 1"),
+        (retries is None or retries >= 0, "--retries", retries, "must be at least 0"),
+        (retries is None or local is not None, "--retries", retries, "is a part of --local N"),
+        (not gpus or local is not None, "--gpus", options.gpus, "is a part of --local N"),
+        (not gpus or shared, "--gpus", options.gpus, f"cannot be shared out to {local} runs at a time"),
+        (not options.over or options.submit, "--over", True, "is a part of --submit"),
+        (of_job or not options.set, "--set", options.set, "is of a Slurm job, not of --local"),
+        (of_job or options.site is None, "--site", options.site, "is of a Slurm job, not of --local"),
+        (
+            rate is None or rate > 0 or rate is USUAL,
+            "--rate",
+            rate,
+            "must be above 0: tokens a second on a rank",
+        ),
+    ):
+        require(good, key, value, remedy)
+    return gpus
+
+
 def act(options: argparse.Namespace) -> int:
+    gpus = refuse_together(options)
     sweep = read_sweep(options.sweep, parse_overrides(options.settings))
-    sweep = replace(sweep, name=options.name) if options.name else sweep
+    sweep = sweep if options.name is None else replace(sweep, name=options.name)
     suite = None if sweep.suite is None else read_suite(sweep.suite)
     logs = (ROOT / options.logs / sweep.name).resolve()
     job = make_job(read_site(options.site) | sweep.slurm | parse_overrides(options.set))
+    cards = ", ".join(PEAK)
+    require(
+        bool(job.card) or not options.memory, "slurm.card", None, f"is not known: --set card= one of {cards}"
+    )
     composer = Composer()
-    states = [inspect(run, composer) for run in sweep.runs() if fnmatch.fnmatch(run.name, options.only)]
-    require(bool(states), "--only", options.only, "fits the name of no run")
+    runs = [run for run in sweep.runs() if fnmatch.fnmatch(run.name, options.only)]
+    require(bool(runs), "--only", options.only, "fits the name of no run")
+    states = [inspect(run, composer) for run in progress(runs, "settings", unit="run", delay=SOON)]
     for state in states if options.local is None else ():
         check_ranks(state.config, state.run, job.world_size)
         check_servers(state.config, state.run, job)
@@ -146,15 +176,8 @@ def act(options: argparse.Namespace) -> int:
         refuse_too_large(todo, job, acting=options.submit and not options.over)
     refuse_changed(sweep, states, acting=options.submit or options.script or options.local is not None)
     if options.local is not None:
-        require(options.local >= 1, "--local", options.local, "must be at least 1")
-        gpus = [gpu for gpu in options.gpus.split(",") if gpu]
-        require(
-            not gpus or len(gpus) >= options.local,
-            "--gpus",
-            options.gpus,
-            f"are fewer than {options.local} runs at a time",
-        )
-        code = run_here(Pool(todo, logs, options.local, gpus, options.retries))
+        retries = 1 if options.retries is None else options.retries
+        code = run_here(Pool(todo, logs, options.local, gpus, retries))
         return code if code or suite is None else measure_all(suite, [state.folder for state in states])
     if options.script:
         print_scripts(job, sweep.name, [state.run for state in todo or states], logs)
@@ -176,7 +199,6 @@ def check_servers(config: Config, run: Run, job: Job) -> None:
 
 def dry_hours(states: Sequence[State], rate: float, job: Job) -> dict[str, float]:
     """Return run name -> hours, from one dry run per cell. ``rate``: tokens a second on a rank, or USUAL."""
-    require(rate > 0 or rate == USUAL, "--rate", rate, "must be above 0: tokens a second on a rank")
     require(
         rate > 0 or job.card in PEAK,
         "slurm.card",
@@ -319,6 +341,5 @@ def print_scripts(job: Job, sweep: str, runs: Sequence[Run], logs: Path) -> None
 
 
 if __name__ == "__main__":
-    guard_output()
     pulse()
     sys.exit(main())

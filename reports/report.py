@@ -21,15 +21,15 @@ from typing import Any
 import jinja2
 import yaml  # type: ignore[import-untyped]
 
-from common.errors import ConfigError, UserError, require
+from common.errors import ConfigError, require
 from common.files import write_whole
 from common.secrets import scrub
-from config.cli import REFUSED, complain
+from config.cli import answered
 from config.schema_trainer import loss_numbers
 from reports import data_tables
 from reports.answers import before_and_after
 from reports.evaluations import names_of, of_name
-from reports.metrics import read_metrics
+from reports.metrics import numbers, read_metrics
 from reports.outcome import told
 from reports.provenance import variant
 
@@ -127,6 +127,7 @@ def write_report(run_dir: Path) -> Path:
 
     config = scrub(_read(run_dir / "config.yaml"))
     summary = scrub(_read(run_dir / "summary.json"))
+    summary |= {end: dict(numbers(summary[end])) for end in ("before", "after") if end in summary}
     data = _data(run_dir / "data_report.json")
     records = read_metrics(run_dir / "metrics.jsonl")
     diagnostics = read_metrics(run_dir / "diagnostics.jsonl")
@@ -263,16 +264,15 @@ def main(words: Sequence[str]) -> int:
     form = argparse.RawDescriptionHelpFormatter
     about = argparse.ArgumentParser("python -m reports.report", description=__doc__, formatter_class=form)
     about.add_argument("runs", nargs="+", type=Path, help="the folders of runs")
-    try:
-        for folder in about.parse_args(words).runs:
+    folders = about.parse_args(words).runs
+
+    def work() -> None:
+        for folder in folders:
             there = (folder / "run.json").is_file()
             require(there, "RUN", folder, "is no run's folder; name one, as in runs/NAME")
             print(write_report(folder))
-    except UserError as error:
-        return complain(str(error), REFUSED)
-    except OSError as error:
-        return complain(f"{error.filename}: {error.strerror}", REFUSED)
-    return 0
+
+    return answered(work)
 
 
 if __name__ == "__main__":

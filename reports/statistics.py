@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
-from scipy import stats
-
 FEWEST_PAIRS = 2
 SIGNIFICANT = 0.05
 
@@ -94,6 +92,8 @@ def with_holm(found: Sequence[Comparison]) -> list[Comparison]:
 def paired(a: str, b: str, differences: Sequence[float]) -> Comparison:
     """Return one comparison. If all differences are 0, p = 1; if they are equal but not 0, there is no
     t-test."""
+    from scipy import stats  # two seconds, which a table without tests is spared
+
     middle = mean(differences)
     assert middle is not None
     if not any(differences):
@@ -124,6 +124,8 @@ def paired_power(effect: float, deviation: float, n: int, level: float) -> float
     differences have the mean ``effect`` and the standard deviation ``deviation``."""
     if n < FEWEST_PAIRS or deviation <= 0:
         return float(effect != 0)
+    from scipy import stats
+
     critical = stats.t.isf(level / 2, n - 1)
     shift = effect / deviation * math.sqrt(n)
     return float(stats.nct.sf(critical, n - 1, shift) + stats.nct.cdf(-critical, n - 1, shift))

@@ -24,8 +24,7 @@ from pathlib import Path
 
 from common.errors import ConfigError, StoppedError, require
 from common.files import check_name
-from common.output import guard_output
-from config.cli import REFUSED, STOPPED, complain
+from config.cli import answered
 from launch.grid import Run, Settings
 from study.claims import Findings
 from study.plan import CHOSEN, FULL, QUICK, TASKS, Plan, read_chosen, read_plan
@@ -64,13 +63,7 @@ class Done:
 
 def main(words: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
-    try:
-        (evidence if options.mode in (EVIDENCE, EVIDENCE_REPORT) else act)(options)
-    except ConfigError as error:
-        return complain(str(error), REFUSED)
-    except StoppedError as error:
-        return complain(str(error), STOPPED)
-    return 0
+    return answered(lambda: (evidence if options.mode in (EVIDENCE, EVIDENCE_REPORT) else act)(options))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -299,5 +292,4 @@ def seeds_of(text: str) -> list[int] | None:
 
 
 if __name__ == "__main__":
-    guard_output()
     sys.exit(main())

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 
 from common.errors import require
 from config.cli import guarded
-from config.load import load_saved
+from config.load import load_run
 from config.schema import Config
 from config.schema_model import ModelConfig
 from data import views
@@ -126,14 +126,9 @@ def sampled(
 def of_run(run: Path, prompts: int) -> Figure:
     """Return the figure of a finished run, from the completions of ``prompts`` of its prompts. Raises
     ConfigError, DataError."""
-    record, exported = run / "config.yaml", run / "model" / "config.json"
-    require(
-        record.is_file() and exported.is_file(),
-        "run",
-        run,
-        "is not the folder of a finished run: it needs config.yaml and model/",
-    )
-    config = load_saved(record.read_text(encoding="utf-8"))
+    config = load_run(run, trust_remote_code=True)
+    exported = run / "model" / "config.json"
+    require(exported.is_file(), "run", run, "is not the folder of a finished run: it has no model/")
     require(
         config.model.head != "reward",
         "run",

@@ -40,13 +40,18 @@ def main(words: Sequence[str]) -> int:
     about.add_argument("--compare", nargs=2, type=Path, metavar=("OLD.json", "NEW.json"))
     given = about.parse_args(words)
     if given.compare is not None:
-        lines = list(differences(*(json.loads(path.read_text()) for path in given.compare)))
+        try:
+            lines = list(differences(*(json.loads(path.read_text()) for path in given.compare)))
+        except (OSError, ValueError) as error:
+            about.error(f"--compare takes two records: {error}")
         print("\n".join(lines) or "no difference")
         return int(bool(lines))
     if given.out is None:
         about.error("name the record to write, OUT.json, or --compare two")
     out, names = given.out, given.names
     asked = yaml.safe_load((ROOT / "tools" / "recorded.yaml").read_text())
+    if unknown := sorted(set(names) - {*asked["runs"], "wrong"}):
+        about.error(f"{', '.join(unknown)}: is no run; there are {', '.join(asked['runs'])}, and wrong")
     small = asked["small"].split()
     found: dict[str, Any] = {"runs": {}, "wrong": {}}
     with tempfile.TemporaryDirectory() as folder:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
+import export
 from common.errors import ConfigError, UserError
 from common.files import LINK, open_own, write_whole
 from common.secrets import scrub_text
-from config.cli import REFUSED, complain, compose, guarded, refuse_foreign
+from config.cli import REFUSED, answered, complain, compose, guarded, refuse_foreign
 from reports.metrics import read_metrics
 from tests.programs import HANG
 from tests.tiny import ROOT, make_config
@@ -69,11 +71,21 @@ def test_something_else_in_the_place_of_a_file_ends_a_program_with_one_message(t
         (lambda: write_whole(folder, ""), folder),
         (lambda: read_metrics(folder), folder),
         (lambda: read_metrics(pipe), pipe),
+        (folder.mkdir, folder),
     ):
-        with pytest.raises(SystemExit) as ended:
-            guarded(work)
-        said = capsys.readouterr().err
-        assert ended.value.code == REFUSED and said.startswith(f"error: {path}: ") and said.count("\n") == 1
+        code, said = answered(work), capsys.readouterr().err
+        assert code == REFUSED and said.startswith(f"error: {path}: ") and said.count("\n") == 1
+
+
+def test_a_public_repository_that_nothing_is_pushed_to_is_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        export.main(["runs/any", "--public"])
+    assert "--public=True: is a part of --push-to-hub" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_every_program_with_one_message(capsys):
+    assert answered(lambda: signal.raise_signal(signal.SIGINT)) == 130
+    assert capsys.readouterr().err.startswith("error: interrupted; ")
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,11 @@ def test_a_file_that_cannot_be_written_is_refused_before_servers_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve, "servers", lambda *_: pytest.fail("servers were started"))
-    with pytest.raises(ConfigError, match=r"--ready=.*nowhere/file: is in no folder that is there"):
-        serve.serve(["online=true", "sampler=vllm"], tmp_path / "nowhere" / "file", "localhost")
+    for ready in (tmp_path / "nowhere" / "file", tmp_path):
+        with pytest.raises(ConfigError, match=f"--ready={ready}: is in no folder that is there, or is one"):
+            serve.serve(["online=true", "sampler=vllm"], ready, "localhost")
+    with pytest.raises(ConfigError, match=r"--host=192\.0\.2\.1: is no address of this machine"):
+        serve.serve(["online=true", "sampler=vllm"], None, "192.0.2.1")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
-from common.errors import ConfigError
+from common.errors import UserError
 from config.schema import Config
 from launch import composing
 from launch.composing import Composer, compose_config
@@ -18,7 +18,7 @@ from launch.grid import Run, Sweep
 def outcome(made: Any, *arguments: Any) -> Config | str:
     try:
         return made(*arguments)
-    except ConfigError as error:
+    except UserError as error:
         return str(error)
 
 

@@ -129,7 +129,7 @@ def test_a_reward_model_and_data_that_are_not_on_the_hub_are_named(
 def test_what_a_process_said_last() -> None:
     assert last("a\nTraceback\n[rank1]: ValueError: this\nChildFailedError:\n=====\n") == "ValueError: this"
     assert last("x\n----\n") == "x" and last("") == "no output"
-    assert run(["sleep", "5"], 1) == (124, "no end after 1 seconds")
+    assert run("x", ["sleep", "5"], 1) == (124, "no end after 1 seconds")
 
 
 def test_settings_that_cannot_be_honoured(capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,6 +120,13 @@ def test_floats_written_as_people_write_them(tmp_path: Path) -> None:
         ({"cells": {"../a": {}}}, "letters"),
         ({"cells": {"a\nb": {}}}, "letters"),
         ({"grid": {"+a b": [1]}}, "exp_name=.*letters"),
+        ({}, "is empty"),
+        ({"seeds": True}, "different"),
+        ({"grid": {"loss": "dpo"}}, r"as in \[dpo\]"),
+        ({"grid": {"lr": [1]}, "skip": [{"lrr": 1}]}, "skip=.*fits no run"),
+        ({"hours": {"rules": [{"when": {"lr": 2}, "hours": 1}]}}, "hours=.*fits no run"),
+        ({"grid": {"lr": {"from": 1e-12, "to": 1, "plus": 1e-12}}}, "1,000,000,000,000 values"),
+        ({"grid": {"lr": {"from": 1, "to": 101, "plus": 1}}, "seeds": 100}, "10100: are the combinations"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(tmp_path: Path, parts: dict[str, Any], said: str) -> None:
@@ -156,8 +163,10 @@ def _plain(value: Any) -> Any:
 def test_parse_overrides() -> None:
     read = parse_overrides(["lr=1e-5", "loss=dpo", "online=true", "wandb.entity=null", "a=[1,2]", "x=a=b"])
     assert read == {"lr": 1e-5, "loss": "dpo", "online": True, "wandb.entity": None, "a": [1, 2], "x": "a=b"}
-    with pytest.raises(ConfigError, match="key=value"):
+    with pytest.raises(ConfigError, match="NAME=VALUE"):
         parse_overrides(["lr"])
+    with pytest.raises(ConfigError, match="lr=2: is given twice"):
+        parse_overrides(["lr=1", "lr=2"])
 
 
 def test_hours_by_the_first_rule() -> None:

@@ -165,6 +165,38 @@ def test_unfinished_and_unstarted_runs_are_shown(tmp_path: Path, capsys: pytest.
     assert lines[6:] == ["6 runs: 1 finished, 1 interrupted, 3 not started, 1 failed"]
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    {
+        "runs --metric nosuch": "--metric=nosuch: is a number of no finished run; there are eval_acc",
+        "runs --validation eval_nosuch": "--validation=eval_nosuch: is a number of no",
+        "runs --select loss": "--select=loss: is a setting of no run; there are loss.",
+        "runs --select nosuch": "--select=nosuch: is a setting of no run\n",
+        "runs --power inf": "--power=inf: is a difference above 0",
+        "runs --name ../x": "--name=../x: becomes",
+        "runs again": "runs=a-s1: and a-s1 have the same settings, seed 1 too",
+        "runs --out file": "file: File exists",
+        "runs --out file/x": "file/x: Not a directory",
+    }.items(),
+)
+def test_a_table_that_would_say_less_than_asked_is_refused(tmp_path, monkeypatch, capsys, words, said):
+    for folder in ("runs", "again"):
+        finish(tmp_path / folder, "a-s1", 0.5, "loss=dpo", "seed=1")
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    assert results.main(words.split()) == 2
+    assert said in (told := capsys.readouterr()).err and not told.out
+
+
+def test_a_run_that_is_named_twice_counts_once_and_damaged_numbers_do_not(tmp_path, monkeypatch, capsys):
+    finish(tmp_path, "a-s1", 0.5, "loss=dpo", "seed=1")
+    odd = finish(tmp_path, "a-s2", 0.5, "loss=dpo", "seed=2") / "summary.json"
+    odd.write_text(json.dumps({"after": {METRIC: "x"}, "seconds": None}))
+    monkeypatch.chdir(tmp_path / "a-s1")
+    assert results.main([".", "..", str(tmp_path), "--out", str(tmp_path / "o")]) == 0
+    assert "# a-s1\n" in (said := capsys.readouterr().out) and "| a | 2/2 | 0.5 |" in said
+
+
 @pytest.mark.parametrize("letter", "=+-@")
 def test_no_cell_of_a_csv_file_is_a_formula(tmp_path: Path, letter: str) -> None:
     """Numbers stay numbers; and the page says below "Tests" how it tested."""

@@ -203,6 +203,33 @@ def test_wrong_settings_are_refused_in_the_plan(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    {
+        "--gpus 0": "--gpus=0: is a part of --local N",
+        "--local 2 --gpus 0,1,2": "--gpus=0,1,2: cannot be shared out to 2",
+        "--retries 3": "--retries=3: is a part of --local N",
+        "--local 1 --retries -1": "--retries=-1: must be at least 0",
+        "--over": "--over=True: is a part of --submit",
+        "--local 1 --set nodes=2": "is of a Slurm job",
+        "--rate -1": "--rate=-1.0: must be above 0",
+        "--memory": "slurm.card=None: is not known",
+        "--name=": "name=: becomes",
+        "learning_rate=1": "s-s1: learning_rate=1: is TRL's name",
+    }.items(),
+)
+def test_an_option_that_nothing_would_read_is_refused_before_the_plan(tmp_path, capsys, words, said):
+    assert sweep.main([made(tmp_path), *words.split()]) == 2
+    assert said in (told := capsys.readouterr()).err and not told.out
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path, capsys):
+    (tmp_path / "s.yaml").write_bytes(b"name: caf\xe9")
+    assert sweep.main([str(tmp_path / "s.yaml")]) == 2
+    assert sweep.main([made(tmp_path), "--site", str(tmp_path / "s.yaml")]) == 2
+    assert capsys.readouterr().err.startswith(f"error: sweep={tmp_path / 's.yaml'}: is not a yaml file: ")
+
+
 def test_batches_that_do_not_divide_over_the_ranks_are_refused_before_the_cluster_is_asked(
     tmp_path: Path,
 ) -> None:

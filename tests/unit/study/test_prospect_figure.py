@@ -51,5 +51,5 @@ def test_data_of_one_kind_or_out_of_range_are_drawn_too():
 
 
 def test_what_is_no_run_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="finished run"):
+    with pytest.raises(ConfigError, match="is not the folder of a run"):
         of_run(tmp_path, 8)
