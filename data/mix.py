@@ -69,14 +69,15 @@ def part_config(part: MixPart) -> DataConfig:
             "needs a path of its own, and is no mix itself: "
             "give {name: local, path: pairs.jsonl, weight: 1}, or another set",
         )
-    if settings.get("logprob_range") is not None:
+    made = DataConfig(**settings | own)
+    if made.logprob_range is not None:
         raise ConfigError(
             "data.mix.name",
             part.name,
             f"config/data/{part.name}.yaml sets logprob_range, which orders a whole mix: "
             "take it out there and give data.logprob_range",
         )
-    return DataConfig(**settings | own)
+    return made
 
 
 def by_weight(sets: Sequence[Groups], weights: Sequence[float]) -> list[Groups]:
