@@ -183,7 +183,9 @@ MINE = (
     "exp_name=mine "
     f"diagnostics=false log_drift=false {EVERY}"
 )
-COPIES = "for name in NAME a b mine-s1 mine-s2; do cp -r runs/mine runs/$name; done"
+COPIES = "for name in NAME a b mine-s1 mine-s2; do cp -r runs/mine runs/$name; done; " + "; ".join(
+    f"sed -i 's/^seed: 1/seed: {seed}/' runs/mine-s{seed - 1}/config.yaml" for seed in (2, 3)
+)
 MADE = {
     r"runs/(mine|NAME|a|b)\b": ("runs/mine-s2", [MINE, COPIES]),
     r"runs/my-sft": (

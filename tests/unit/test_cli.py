@@ -84,7 +84,11 @@ def test_a_public_repository_that_nothing_is_pushed_to_is_refused(capsys):
 
 
 def test_ctrl_c_ends_every_program_with_one_message(capsys):
-    assert answered(lambda: signal.raise_signal(signal.SIGINT)) == 130
+    ours = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
+    try:
+        assert answered(lambda: signal.raise_signal(signal.SIGINT)) == 130
+    finally:
+        signal.signal(signal.SIGINT, ours)
     assert capsys.readouterr().err.startswith("error: interrupted; ")
 
 

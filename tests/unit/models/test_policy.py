@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from common.errors import ConfigError
 from config.schema_model import ModelConfig
-from config.typed import typed
+from config.typed import typed, without_words
 from data.batches import FILL, collate
 from models import policy as policy_module
 from models.distributed import shard, start
@@ -327,7 +327,7 @@ def test_every_model_file_composes_into_a_typed_config(name):
 def test_every_setting_of_a_model_has_its_line_and_comment_in_base():
     text = (ROOT / "config" / "model" / "base.yaml").read_text()
     values = OmegaConf.to_container(OmegaConf.create(text)) | {"name": "x", "name_or_path": "y"}
-    assert values == asdict(ModelConfig(name="x", name_or_path="y"))
+    assert without_words(values, ModelConfig) == asdict(ModelConfig(name="x", name_or_path="y"))
     lines = [
         line for line in text.splitlines() if ":" in line and not line.startswith("#") and line != "peft:"
     ]
