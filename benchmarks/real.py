@@ -252,7 +252,7 @@ def main() -> None:
         except BaseException:  # a failed run, or Ctrl-C: no other is begun
             pool.shutdown(cancel_futures=True)
             raise
-    gates.sort(key=lambda gate: not gate.name.startswith("step"))
+    gates.sort(key=lambda gate: (not gate.name.startswith("step"), gate.name))
     told = table(["gate", "wanted", "found", ""], [gate.row for gate in gates])
     (args.out / "gates.md").write_text(told + "\n")
     picture(gates, args.out / "gates.svg")
