@@ -1,4 +1,4 @@
-"""Gates on a real model, in the manner of nightly suites. ``make real`` takes more than 42 CPU minutes.
+"""Gates on a real model, in the manner of nightly suites. ``make real`` takes about 70 CPU minutes.
 
     python -m benchmarks.real                 # ends with a table and a picture
     python -m benchmarks.real --full          # the sanity set for each loss and variant: hours
