@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+from benchmarks.real import Suite, engine
 from common.errors import ConfigError, StoppedError
 from config.load import load_run
 from jobs.audit import audit
@@ -55,6 +56,7 @@ def test_two_rounds_with_an_engine_killed_in_the_second(tmp_path, monkeypatch, c
         assert all(".lora_" in name for name in tensors)
         moved = [bool(tensor.any()) for name, tensor in tensors.items() if ".lora_B" in name]
         assert all(moved) if folder.path.name == "001" else not any(moved)
+    assert engine(Suite(tmp_path, []), run).passed  # the gate of make real, on what a run wrote
     for index in (0, 1):  # what the engine sampled from is the policy of the round's first step
         first, *_, last = [line for line in lines(run) if line["round"] == index]
         assert abs(first["engine_gap"]) < 1e-5 < abs(last["engine_gap"])
