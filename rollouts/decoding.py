@@ -160,7 +160,43 @@ def selectable_cache(policy: Policy) -> DynamicCache | None:
         return None
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     kinds = {type(layer) for layer in cache.layers}
-    return cache if kinds <= {DynamicLayer, DynamicSlidingWindowLayer} else None
+    if not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
+        return None
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+class GrowingLayer(DynamicLayer):
+    """A layer of a cache with room for tokens to come. Without it each token would copy the keys and values
+    of all before it, which took two fifths of sampling's time on a CPU."""
+
+    ROOM = 1.5  # of what is there when there is no more
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rooms: dict[str, Tensor] = {}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append keys and values [B, H, new, D]; return all of them [B, H, S, D], views of larger tensors."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        before = self.get_seq_length()
+        self.keys = self._appended("keys", self.keys, before, key_states)
+        self.values = self._appended("values", self.values, before, value_states)
+        return self.keys, self.values
+
+    def _appended(self, name: str, old: Tensor, before: int, new: Tensor) -> Tensor:
+        room, after = self._rooms.get(name), before + new.shape[-2]
+        # rows that were picked out lie elsewhere
+        if room is None or room.data_ptr() != old.data_ptr() or room.shape[-2] < after:
+            room = new.new_empty(*new.shape[:-2], max(after, int(self.ROOM * before)), new.shape[-1])
+            if before:
+                room[..., :before, :] = old
+            self._rooms[name] = room
+        room[..., before:after, :] = new
+        return room[..., :after, :]
 
 
 def leaving(

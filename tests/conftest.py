@@ -81,6 +81,7 @@ def charts_of_whole_runs(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.hookimpl(optionalhook=True)  # make test-quick has no xdist
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One process more than there are cores (``-n auto``): a test that waits for a program, or for a time to
     pass, leaves its core to another."""
