@@ -65,7 +65,7 @@ real: smollm2    ## gates on a real model: step 0 of each cell, training on a se
 real-full: smollm2  ## make real with every loss and variant on the set that must be learned (hours)
 	@OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive} $(PY) -m benchmarks.real --full $(ARGS)
 
-study: venv      ## the paper's comparisons in miniature: MODE=quick (default, minutes), MODE=full (hours) or MODE=evidence (days; both go on where they were)
+study: venv      ## the paper's comparisons in miniature: MODE=quick (default, minutes), MODE=paper (hours) or MODE=evidence (days; both go on where they were)
 	@$(PY) -m study $(or $(MODE),quick) $(ARGS)
 
 $(INSTALLED): requirements.txt requirements/cpu.txt

@@ -22,6 +22,16 @@ class Mean:
     error: float | None
     n: int
 
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % confidence interval (Student's t); infinite for one seed."""
+        if self.error is None:
+            return -math.inf, math.inf
+        from scipy import stats
+
+        half = float(stats.t.isf(0.025, self.n - 1)) * self.error
+        return self.value - half, self.value + half
+
 
 @dataclass(frozen=True)
 class Comparison:

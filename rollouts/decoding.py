@@ -187,7 +187,8 @@ class GrowingLayer(DynamicLayer):
         self.values = self._appended("values", self.values, before, value_states)
         return self.keys, self.values
 
-    def _appended(self, name: str, old: Tensor, before: int, new: Tensor) -> Tensor:
+    def _appended(self, name: str, old: Tensor | None, before: int, new: Tensor) -> Tensor:
+        assert old is not None
         room, after = self._rooms.get(name), before + new.shape[-2]
         # rows that were picked out lie elsewhere
         if room is None or room.data_ptr() != old.data_ptr() or room.shape[-2] < after:

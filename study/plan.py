@@ -1,293 +1,233 @@
-"""The study's plan, read, checked, and turned into runs (``launch.grid.Run``).
+"""The study's plans: sweeps on the two embedded tasks, by part, and confirmatory tests.
 
-Tuning (``study.tuning``) has the same runs in each of the main cells. Every other cell inherits the tuned
-settings of the main cell that it is ``like``.
+``study/evidence.yaml`` and ``study/paper.yaml`` are plans. Nothing about a run is decided elsewhere.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
+from common.errors import require
+from launch.grid import Run, Settings, Sweep
+from reports.statistics import SIGNIFICANT
+from study.records import Record, collect
+from study.tasks import FOLDERS, TITLES, Task, number, parts, read_task, read_yaml
 
-from common.errors import ConfigError, require
-from config.files import Loader
-from launch.grid import Run, Settings
-
-TASKS = {name: Path(__file__).parent / name / "plan.yaml" for name in ("adder", "instruct")}
-"""The plans that come with the project, one for each embedded task."""
-PLAN, CHOSEN = TASKS["adder"], "chosen.yaml"
-"""The default plan, and the name of the file beside a plan that has the result of its tuning."""
-FULL, QUICK = "full", "quick"
+PLANS = {name: Path(__file__).with_name(f"{name}.yaml") for name in ("paper", "evidence")}
+_DOCS = Path(__file__).parents[1] / "docs" / "study"
+PUBLISHED = {
+    "paper": [_DOCS / "paper" / f"{title}.jsonl" for title in TITLES.values()],
+    "evidence": [_DOCS / "evidence" / "runs.jsonl"],
+}
 MAIN = "main"
+DIFFERENT, SAME = "different", "same"
+FRESH = 1001
+"""The first of the confirmatory tests' seeds, which no other run has."""
+
+Values = Mapping[str, Mapping[int, float]]
+"""Cell -> seed -> points of 100: sampled accuracy, or true reward."""
 
 
 @dataclass(frozen=True)
-class Experiment:
-    """A question and its cells (name -> settings beyond those of the main cell that it is like)."""
+class Test:
+    """A confirmatory test of the second cell of its block against the first, two-sided and paired by seed.
 
-    name: str
-    modes: tuple[str, ...]
-    cells: dict[str, Settings]
-    like: dict[str, str]
+    ``kind``: whether it asks if they are ``different``, or the ``same`` within ±``effect``. ``effect``: the
+    smallest interesting difference, in points of 100. ``deviation``: the standard deviation of paired
+    differences that the number of seeds was planned with, ``measured`` between these two cells of the
+    published study.
+    """
+
+    claim: str
+    held: str
+    kind: str
+    effect: float
+    deviation: float
+    measured: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A sweep of one loss on one task; a confirmatory test's has two cells. ``like``: cell -> the cell of its
+    task whose settings it has but for its changes."""
+
+    part: str
+    task: str
+    loss: str
+    sweep: Sweep
+    like: Mapping[str, str]
+    test: Test | None
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        return self.sweep.runs()
+
+    @property
+    def kind(self) -> str:
+        """The first word of its name, ``surface``, ``lag`` …, by which the page knows what to show."""
+        return self.sweep.name.partition("-")[0]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A study's plan, read."""
+    """A plan, read. ``hours``: part -> CPU hours after which it starts no run. ``seconds``: task ->
+    approximate CPU seconds of an ``offline`` and an ``online`` run."""
 
-    title: str
-    about: str
-    """The data and the model, for the report's reader."""
-    measure: str
-    """The metric in words."""
-    base: Settings
-    main: dict[str, Settings]
-    """The main cells, ``dpo-offline`` …, with all their settings but the tuned ones."""
-    losses: dict[str, str]
-    """Main cell -> its loss."""
-    experiments: tuple[Experiment, ...]
-    tuning_seeds: tuple[int, ...]
-    metric: str
-    lrs: tuple[float, ...]
-    then: dict[str, tuple[str, float]]
-    """Main cell -> the setting that is tuned at the best learning rate, and its value until then."""
-    then_name: str
-    factors: tuple[float, ...]
-    """Multiples of that value that are tried, beside 1."""
-    tuning_settings: Settings
-    """Settings of tuning's runs beyond those of their cell."""
-    extend: int
-    """How often a grid is extended if its best value is at its edge."""
-    seeds: dict[str, dict[str, int]]
-    quick: tuple[str, ...]
-    """The main cells of ``quick``."""
-    seconds: dict[str, float]
-    """Approximate seconds of one core that an ``offline`` and an ``online`` run take."""
+    blocks: tuple[Block, ...]
+    hours: Mapping[str, float]
+    seconds: Mapping[str, Mapping[str, float]]
 
-    # -- runs --------------------------------------------------------------------------------------
+    @property
+    def tests(self) -> list[Block]:
+        return [block for block in self.blocks if block.test is not None]
 
-    def tuned(self, cell: str) -> tuple[str, str]:
-        """The two settings of a main cell that tuning chooses."""
-        return "lr", self.then[cell][0]
+    @property
+    def level(self) -> float:
+        """Holm's first threshold over all confirmatory tests."""
+        return SIGNIFICANT / max(1, len(self.tests))
 
-    def tuning_run(self, cell: str, lr: float, value: float, seed: int) -> Run:
-        """Return a run of tuning. ``value``: that of the second tuned setting."""
-        name = f"tune-{cell}-lr{lr:g}-{self.then_name}{value:g}"
-        tried = self.tuning_settings | {"data.eval_split": "validation", "lr": lr, self.then[cell][0]: value}
-        return Run("study", name, seed, self.settings(cell) | tried, None)
-
-    def runs(
-        self, mode: str, chosen: Mapping[str, Settings], seeds: Sequence[int] | None = None
-    ) -> list[Run]:
-        """Return the runs of ``full`` or ``quick`` with the settings that tuning chose (``cell -> {setting:
-        value}``).
-
-        The first three seeds of everything come first, then the rest, so that early results cover every
-        question. ``seeds``: used instead of 1, 2, …; all of them are run.
-        """
-        found: list[tuple[int, int, Run]] = []
-        for order, (name, cells) in enumerate(self.cells(mode).items()):
-            count = self.seeds[mode]["main" if name == MAIN else "other"]
-            for position, seed in enumerate(list(seeds) if seeds else range(1, count + 1)):
-                for cell in cells:
-                    settings = self.settings(cell, chosen[self.parent(cell)])
-                    found.append((max(0, position - 2), order, Run("study", cell, seed, settings, None)))
-        return [run for _, _, run in sorted(found, key=lambda item: item[:2])]
-
-    def cells(self, mode: str) -> dict[str, list[str]]:
-        """Experiment -> its cells, the main ones first."""
-        main = {MAIN: list(self.quick if mode == QUICK else self.main)}
-        return main | {e.name: list(e.cells) for e in self.experiments if mode in e.modes}
-
-    def cost(self, run: Run) -> float:
-        """Return the approximate seconds of one core that the run takes."""
-        return self.seconds["online" if run.settings.get("online") else "offline"]
-
-    def all_runs(self, mode: str) -> list[Run]:
-        """Return runs that equal those of the mode in number and cost, as if every grid's first values were
-        best. ``full`` includes the runs of tuning, without extended grids."""
-        first = {cell: {"lr": self.lrs[0], self.then[cell][0]: self.then[cell][1]} for cell in self.main}
-        tried = [
-            self.tuning_run(cell, lr, self.then[cell][1] * factor, seed)
-            for cell in self.main
-            for lr, factor in [*((lr, 1.0) for lr in self.lrs), *((self.lrs[0], f) for f in self.factors)]
-            for seed in self.tuning_seeds
+    def runs(self) -> list[tuple[Block, Run]]:
+        """Return every run in the order in which they are done: part after part, in each all blocks with one
+        seed, then with the next; a test's block is done whole."""
+        places = list(self.hours)
+        found = [
+            ((places.index(block.part), at if block.test else run.seed), block, run)
+            for at, block in enumerate(self.blocks)
+            for run in sorted(block.runs, key=lambda run: run.seed)
         ]
-        return (tried if mode == FULL else []) + self.runs(mode, first)
+        return [(block, run) for _, block, run in sorted(found, key=lambda one: one[0])]
 
-    def parent(self, cell: str) -> str:
-        """The main cell whose tuned settings ``cell`` has."""
-        return cell if cell in self.main else next(e.like[cell] for e in self.experiments if cell in e.cells)
-
-    def settings(self, cell: str, chosen: Settings | None = None) -> Settings:
-        """All settings of a cell but the seed. ``chosen``: the tuned ones of the main cell that it is like; a
-        setting that the cell itself changes wins."""
-        own: Settings = (
-            {} if cell in self.main else next(e.cells[cell] for e in self.experiments if cell in e.cells)
-        )
-        tuned = {key: value for key, value in (chosen or {}).items() if key not in own}
-        return self.base | self.main[self.parent(cell)] | own | tuned
-
-
-def read_plan(path: Path = PLAN) -> Plan:
-    """Return the plan in a file. Raises ConfigError for a part that is missing, unknown or of the wrong type,
-    and for an experiment's cell that is like none of the main ones or is named twice."""
-    raw, tuning = _read(path)
-    main: dict[str, Settings] = {}
-    losses: dict[str, str] = {}
-    for loss, variant in itertools.product(raw["losses"], raw["variants"]):
-        settings: Settings = dict(raw["losses"][loss]) | dict(raw["variants"][variant])
-        if settings.get("online"):
-            settings["rounds.examples"] = raw["losses"][loss]["n_examples"]
-        main[f"{loss}-{variant}"] = settings | raw["exceptions"].get(f"{loss}-{variant}", {})
-        losses[f"{loss}-{variant}"] = loss
-    experiments = [_experiment(name, part, main) for name, part in raw["experiments"].items()]
-    names = [*main, *(cell for e in experiments for cell in e.cells)]
-    for name in names:
-        require(names.count(name) == 1, "experiments", name, "names two cells")
-    return Plan(
-        raw["title"],
-        raw["about"],
-        raw["measure"],
-        raw["base"],
-        main,
-        losses,
-        tuple(experiments),
-        tuple(tuning["seeds"]),
-        tuning["metric"],
-        tuple(number("tuning: lr", lr) for lr in tuning["lr"]),
-        {cell: _then(tuning["then"]["settings"], loss, main[cell]) for cell, loss in losses.items()},
-        tuning["then"]["name"],
-        tuple(number("tuning.then: factors", factor) for factor in tuning["then"]["factors"]),
-        tuning["settings"],
-        tuning["extend"],
-        raw["seeds"],
-        tuple(f"{loss}-{variant}" for loss in raw["losses"] for variant in raw["quick"]),
-        raw["seconds"],
-    )
-
-
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (a plan's file with all of its parts, its tuning part with all of its parts). Raises
-    ConfigError."""
-    raw = read_yaml("--plan", path, "is not a file")
-    require(isinstance(raw, dict), f"{path}", raw, "must be a mapping: see study/adder/plan.yaml")
-    raw = {
-        "title": path.parent.name,
-        "about": "",
-        "measure": "sampled accuracy",
-        "quick": list(raw["variants"]) if isinstance(raw.get("variants"), dict) else [],
-        "seconds": {"offline": 20, "online": 50},
-    } | raw
-    parts(
-        f"{path}",
-        raw,
-        {
-            "title": str,
-            "about": str,
-            "measure": str,
-            "base": dict,
-            "losses": dict,
-            "variants": dict,
-            "exceptions": dict,
-            "tuning": dict,
-            "quick": list,
-            "seconds": dict,
-            "seeds": dict,
-            "experiments": dict,
-        },
-    )
-    tuning = {"settings": {}} | raw["tuning"]
-    kinds = {"settings": dict, "seeds": list, "metric": str, "lr": list, "then": dict, "extend": int}
-    parts("tuning", tuning, kinds)
-    parts("tuning.then", tuning["then"], {"name": str, "settings": dict, "factors": list})
-    parts("seeds", raw["seeds"], {FULL: dict, QUICK: dict})
-    for mode in (FULL, QUICK):
-        parts(f"seeds.{mode}", raw["seeds"][mode], {MAIN: int, "other": int})
-    parts("seconds", raw["seconds"], dict.fromkeys(("offline", "online"), int))
-    for variant in raw["quick"]:
-        require(variant in raw["variants"], "quick", variant, f"is none of {', '.join(raw['variants'])}")
-    for key in ("losses", "variants"):
-        parts(key, raw[key], dict.fromkeys(raw[key], dict))
-    return raw, tuning
-
-
-def _then(settings: Any, loss: str, own: Settings) -> tuple[str, float]:
-    """Return the second tuned setting of a cell and its value before tuning: the cell's own if it has one."""
-    parts("tuning.then.settings", settings, {**dict.fromkeys(settings, dict), loss: dict})
-    require(len(settings[loss]) == 1, f"tuning.then.settings: {loss}", settings[loss], "must be one setting")
-    ((key, value),) = settings[loss].items()
-    return key, number(f"tuning.then.settings: {loss}.{key}", own.get(key, value))
-
-
-def _experiment(name: str, part: dict[str, Any], main: Mapping[str, Settings]) -> Experiment:
-    cells, like = {}, {}
-    parts(f"experiments.{name}", {"base": {}} | part, {"in": list, "base": dict, "cells": dict})
-    parts(f"experiments.{name}.cells", part["cells"], dict.fromkeys(part["cells"], dict))
-    for cell, settings in part["cells"].items():
-        own = dict(part.get("base", {})) | dict(settings)
-        like[cell] = own.pop("like", None)
-        require(
-            like[cell] in main, f"experiments.{name}.{cell}.like", like[cell], f"is none of {', '.join(main)}"
-        )
-        cells[cell] = own
-    return Experiment(name, tuple(part["in"]), cells, like)
-
-
-def read_chosen(path: Path, plan: Plan, cells: Collection[str] | None = None) -> dict[str, Settings]:
-    """Return the settings that tuning chose for ``cells`` (None: all main ones), from its file. Raises
-    ConfigError if tuning was not run, or not for all of them."""
-    wanted = plan.main if cells is None else cells
-    raw = read_yaml("chosen", path, "is not there: run `python -m study full`, which tunes first")
-    parts(f"{path}", raw, {"cells": dict})
-    parts(f"{path}: cells", raw["cells"], dict.fromkeys(wanted, dict))
-    for cell in wanted:
-        parts(f"{path}: cells.{cell}", raw["cells"][cell], dict.fromkeys(plan.tuned(cell), object))
-    return {
-        cell: {
-            key: number(f"{path}: cells.{cell}: {key}", raw["cells"][cell][key]) for key in plan.tuned(cell)
+    def only(self, names: Sequence[str]) -> Plan:
+        """Return the plan with the blocks of these names, parts or tasks alone. Raises ConfigError for
+        another word."""
+        words = {
+            block.sweep.name: {block.part, TITLES[block.task], block.sweep.name} for block in self.blocks
         }
-        for cell in wanted
+        there = sorted(set().union(*words.values()))
+        for name in names:
+            require(name in there, "--only", name, f"is no part, task or block; there are {', '.join(there)}")
+        return replace(self, blocks=tuple(b for b in self.blocks if words[b.sweep.name] & set(names)))
+
+    def with_seeds(self, seeds: Sequence[int]) -> Plan:
+        """Return the plan with other seeds. Raises ConfigError for a test, whose seeds were planned."""
+        tests = ", ".join(block.sweep.name for block in self.tests)
+        require(
+            not tests,
+            "--seeds",
+            list(seeds),
+            f"is not for {tests}, whose seeds are planned: leave it out (--only)",
+        )
+        blocks = (replace(b, sweep=replace(b.sweep, seeds=tuple(seeds))) for b in self.blocks)
+        return replace(self, blocks=tuple(blocks))
+
+    def of_kind(self, kind: str) -> list[Block]:
+        return [block for block in self.blocks if block.kind == kind and block.test is None]
+
+    def base(self, block: Block, at: Sequence[str]) -> str:
+        """Return the cell with which the block's cell ``at`` (its place on each axis) is compared: what it is
+        like in the part ``main`` (``offline-hl`` for ``offline-hl-k4``), or else the block's first one at the
+        same point of the grid."""
+        for main in self.of_kind(MAIN):
+            if block.kind != MAIN and (main.task, main.loss) == (block.task, block.loss):
+                like = block.like[at[0]]
+                return f"{main.sweep.name}-{max(filter(like.startswith, main.sweep.cells), key=len)}"
+        return "-".join((block.sweep.name, next(iter(block.sweep.cells)), *at[1:]))
+
+    def cost(self, block: Block, run: Run) -> float:
+        return self.seconds[block.task]["online" if run.settings.get("online") else "offline"]
+
+
+def read_plan(path: Path) -> Plan:
+    """Raises ConfigError for a part that is missing, unknown or of the wrong type."""
+    raw = read_yaml("plan", path, "is neither a plan of the study nor a file")
+    parts(f"{path}", raw, {"seconds": dict, "parts": dict})
+    tasks = {task: read_task(folder) for task, folder in FOLDERS.items()}
+    blocks: list[Block] = []
+    for name, part in raw["parts"].items():
+        given = {"settings": {}, "seeds": [], "tuned": False} | part
+        kinds = {"hours": object, "settings": dict, "seeds": list, "tuned": bool, "blocks": dict}
+        parts(f"parts.{name}", given, kinds)
+        blocks += [
+            _block(name, key, {"seeds": given["seeds"]} | block, given, tasks)
+            for key, block in given["blocks"].items()
+        ]
+    hours = {name: number(f"parts.{name}.hours", part["hours"]) for name, part in raw["parts"].items()}
+    return Plan(tuple(blocks), hours, raw["seconds"])
+
+
+def _block(part: str, name: str, raw: Any, shared: Settings, tasks: Mapping[str, Task]) -> Block:
+    """Return a block. ``shared``: its part's ``settings``, and whether its cells have ``tuned`` ones.
+    ``test`` has the number of seeds of a confirmatory test, beside what ``Test`` says."""
+    whole = {"settings": {}, "grid": {}, "test": {}} | raw
+    kinds = {
+        "task": str,
+        "loss": str,
+        "settings": dict,
+        "cells": dict,
+        "grid": dict,
+        "seeds": list,
+        "test": dict,
     }
+    parts(f"{part}.{name}", whole, kinds)
+    require(whole["task"] in tasks, f"{name}: task", whole["task"], f"is none of {', '.join(tasks)}")
+    task, loss = tasks[whole["task"]], whole["loss"]
+    test, seeds, cells, like = dict(whole["test"]), whole["seeds"], {}, {}
+    if test:
+        seeds = range(FRESH, FRESH + test.pop("seeds"))
+        require(test["kind"] in (DIFFERENT, SAME), f"{name}: kind", test["kind"], f"is {DIFFERENT} or {SAME}")
+        require(len(whole["cells"]) == 2, f"{name}: cells", list(whole["cells"]), "must be two")
+    for cell, own in whole["cells"].items():
+        like[cell] = own.get("like", cell if f"{loss}-{cell}" in task.cells else "offline")
+        whose = f"{loss}-{like[cell]}"
+        require(whose in task.cells, f"{name}.{cell}: like", whose, f"is none of {', '.join(task.cells)}")
+        changes = {key: value for key, value in own.items() if key != "like"}
+        changed = shared["settings"] | whole["settings"] | changes
+        cells[cell] = task.settings(whose, shared["tuned"]) | changed
+    grid = tuple(tuple({key: value} for value in values) for key, values in whole["grid"].items())
+    sweep = Sweep(name, cells=cells, grid=grid, seeds=tuple(seeds))
+    asked = Test(**test | {"measured": tuple(test["measured"])}) if test else None
+    return Block(part, whole["task"], loss, sweep, like, asked)
 
 
-def read_yaml(key: str, path: Path, missing: str) -> Any:
-    """Return the content of a YAML file. Raises ConfigError if it does not exist or cannot be read."""
-    require(path.is_file(), key, path, missing)
-    try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader)
-    except (yaml.YAMLError, ValueError, TypeError) as error:
-        raise ConfigError(key, path, f"is no YAML: {' '.join(str(error).split())}") from error
+def known(plan: Plan, runs_dir: Path, files: Sequence[Path]) -> dict[str, Record]:
+    """Return the records of the plan's runs by name. Raises ConfigError for one with other settings."""
+    runs = [run for _, run in plan.runs()]
+    return {r.name: r for file in files if file.is_file() for r in collect(runs, runs_dir, file)}
 
 
-def number(key: str, value: Any) -> float:
-    """Return the value as a number, even if YAML reads it as a text (1e-4). Raises ConfigError."""
-    try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(key, value, "must be a number") from error
+def spent_hours(plan: Plan, there: Mapping[str, Record]) -> dict[str, float]:
+    """Return part -> CPU hours of its records."""
+    spent = dict.fromkeys(plan.hours, 0.0)
+    for block, run in plan.runs():
+        if run.name in there:
+            spent[block.part] += there[run.name].seconds["cpu"] / 3600
+    return spent
 
 
-def parts(key: str, found: Any, wanted: Mapping[str, type]) -> None:
-    """Raise ConfigError unless ``found`` is a mapping with exactly the parts of ``wanted``, each of its
-    type."""
-    require(isinstance(found, dict), key, found, f"must be a mapping with {', '.join(wanted)}")
-    for name, kind in wanted.items():
-        require(
-            name in found and isinstance(found[name], kind),
-            f"{key}: {name}",
-            found.get(name),
-            f"must be there, as a {kind.__name__}",
+def pace(plan: Plan, there: Mapping[str, Record]) -> float:
+    """Return how many times the planned CPU seconds the runs have taken so far; 1 before the first."""
+    done = [
+        (plan.cost(b, run), there[run.name].seconds["cpu"]) for b, run in plan.runs() if run.name in there
+    ]
+    return sum(taken for _, taken in done) / sum(planned for planned, _ in done) if done else 1.0
+
+
+def told(plan: Plan, there: Mapping[str, Record], failed: Sequence[str] = ()) -> str:
+    """Return how far the runs are, by part, with the CPU time left: what the plan expects, at most the part's
+    hours."""
+    spent, slower, lines, left = spent_hours(plan, there), pace(plan, there), [], 0.0
+    for part, hours in plan.hours.items():
+        runs = [(block, run) for block, run in plan.runs() if block.part == part]
+        missing = slower * sum(plan.cost(block, run) for block, run in runs if run.name not in there) / 3600
+        left += (now := max(0.0, min(missing, hours - spent[part])))
+        done = sum(run.name in there for _, run in runs)
+        lines.append(
+            f"{part} {done} of {len(runs)} runs, {spent[part]:.2f} of at most {hours:g} CPU hours, "
+            f"{now:.1f} left"
         )
-    for name in found:
-        require(
-            name in wanted,
-            f"{key}: {name}",
-            found[name],
-            f"is nothing that is read here; there are {', '.join(wanted)}",
-        )
+    without = f"; failed: {', '.join(failed)}" if failed else ""
+    return f"About {left:.1f} CPU hours left: {'; '.join(lines)}{without}"

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, require
-from common.files import write_whole
 from launch.collect import read_run
 from launch.grid import Run, override
 
 FACTS = "study.json"
+SAMPLED, KL = "eval_accuracy_sampled", "eval_kl_initial"
 
 
 @dataclass(frozen=True)
@@ -127,25 +127,29 @@ def numbers(values: dict[str, Any]) -> dict[str, float]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def collect(runs: Sequence[Run], runs_dir: Path, earlier: Path | None = None) -> list[Record]:
-    """Return the records of the finished ones of ``runs``, from their folders or else from the file
-    ``earlier``.
+def collect(runs: Sequence[Run], runs_dir: Path, earlier: Path) -> list[Record]:
+    """Return the records of those of ``runs`` that are finished, from their folders or else from the file
+    ``earlier``, where a run with the same settings may have another name.
 
     Raises ConfigError if ``earlier`` has a run of this name with other settings.
     """
-    known = {record.name: record for record in read_records(earlier)} if earlier is not None else {}
+    records = list(read_records(earlier))
+    named = {record.name: record for record in records}
+    known = {frozenset(record.command): record for record in records}
     found = []
     for run in runs:
+        words = command(run)
         if finished(runs_dir / run.name):
             found.append(read_record(run, runs_dir / run.name))
-        elif run.name in known:
+        elif (record := known.get(frozenset(words))) is not None:
+            found.append(replace(record, name=run.name, cell=run.cell))
+        else:
             require(
-                known[run.name].command == command(run),
+                run.name not in named,
                 "records",
                 earlier,
                 f"has {run.name} with other settings; run it again, or leave this file out",
             )
-            found.append(known[run.name])
     return found
 
 
@@ -161,10 +165,6 @@ def read_records(path: Path) -> Iterator[Record]:
             raise ConfigError(
                 "records", path, f"line {number} is no record of a run ({type(error).__name__}: {error})"
             ) from error
-
-
-def write_records(path: Path, records: Sequence[Record]) -> None:
-    write_whole(path, "".join(map(line_of, records)))
 
 
 def append_record(path: Path, record: Record) -> None:

@@ -2,7 +2,7 @@
 importing anything again.
 
 A run is exactly what ``python train.py`` with its settings does, in its own folder. If it is killed at any
-instant, the same study continues it. A finished run keeps all of its folder but the checkpoints.
+instant, the same study continues it. A finished run becomes a record, and its folder is deleted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -28,7 +28,8 @@ from common.progress import progress
 from common.worker_process import live_while
 from launch.grid import CONFIG_DIR, Run
 from reports.provenance import git_commit, machine
-from study.records import FACTS, finished
+from study.plan import Plan, known, pace, spent_hours, told
+from study.records import FACTS, Record, append_record, finished, read_record
 
 RUNS_OF_A_PROCESS = 40
 """Runs that a process does, approximately, before it is replaced, so that memory kept by libraries does not
@@ -47,6 +48,57 @@ class RunsFailedError(StoppedError):
     def __init__(self, names: Sequence[str], said: str) -> None:
         super().__init__(said)
         self.names = names
+
+
+def run_plan(
+    plan: Plan,
+    runs_dir: Path,
+    out: Path,
+    published: Sequence[Path],
+    jobs: int,
+    say: Callable[[str], None],
+) -> list[str]:
+    """Do what is missing, in order, and return the names of runs that failed. Records are appended to
+    ``out``/runs.jsonl one by one; those of ``published`` are known too."""
+    file = out / "runs.jsonl"
+    out.mkdir(parents=True, exist_ok=True)
+    runs = plan.runs()
+    of = {run.name: run for _, run in runs}
+    costs = {run.name: plan.cost(block, run) for block, run in runs}
+
+    def keep(name: str) -> None:
+        append_record(file, read_record(of[name], runs_dir / name))
+        shutil.rmtree(runs_dir / name)
+
+    for name in of:  # finished just before an earlier start was killed
+        if finished(runs_dir / name):
+            keep(name)
+    failed: list[str] = []
+    while chunk := _next(plan, there := known(plan, runs_dir, (*published, file)), failed, jobs):
+        say(told(plan, there, failed))
+        try:
+            run_all(chunk, runs_dir, jobs, lambda run: costs[run.name], keep)
+        except RunsFailedError as error:
+            failed += error.names
+    say(told(plan, there, failed))
+    return failed
+
+
+def _next(plan: Plan, there: Mapping[str, Record], failed: Sequence[str], jobs: int) -> list[Run]:
+    """Return the next runs: as many as a process does, of one part, within its hours."""
+    spent, slower = spent_hours(plan, there), pace(plan, there)
+    found: list[Run] = []
+    part = ""
+    for block, run in plan.runs():
+        hours = slower * plan.cost(block, run) / 3600
+        if run.name in there or run.name in failed or spent[block.part] + hours > plan.hours[block.part]:
+            continue
+        if len(found) == jobs * RUNS_OF_A_PROCESS or block.part != (part or block.part):
+            break
+        part = block.part
+        spent[part] += hours
+        found.append(run)
+    return found
 
 
 def run_all(

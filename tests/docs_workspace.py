@@ -118,12 +118,7 @@ def write_all(here: Path) -> None:
     tasks(here / "tasks")
     (here / "my.yaml").write_text("partition: gpu\naccount: lab\ntime: '12:00:00'\n")
     write_other(here / "kitchen.yaml")
-    (here / "plan.yaml").write_text(json.dumps(PLAN))
-    (here / "evidence.yaml").write_text(json.dumps(EVIDENCE))
-    chosen = {"lr": 1e-4, "model.max_grad_norm": 1.0}
-    (here / "chosen.yaml").write_text(
-        json.dumps({"cells": {"dpo-offline": chosen, "dpo-offline-hl": chosen}})
-    )
+    (here / "mine.yaml").write_text(json.dumps(PLAN))
 
 
 def models(here: Path) -> None:
@@ -301,26 +296,6 @@ def tasks(folder: Path) -> None:
         (folder / f"{task['task']}.yaml").write_text(json.dumps(task))
 
 
-THEN = {"name": "norm", "settings": {"dpo": {"model.max_grad_norm": 1.0}}, "factors": []}
-PLAN = {
-    "base": {
-        "model": "adder",
-        "data": "adder",
-        "data.eval_split": "test",
-        "n_eval_prompts": 4,
-        "n_eval_examples": 4,
-        "log_drift": False,
-        "diagnostics": False,
-        "wandb.enabled": False,
-    },
-    "losses": {"dpo": {"loss": "dpo", "n_examples": 8, "model.batch_size": 8}},
-    "variants": {"offline": {}, "offline-hl": {"humanline": True, "sync_freq": 1}},
-    "exceptions": {},
-    "tuning": {"seeds": [100], "metric": "eval_accuracy_sampled", "lr": [1e-4], "then": THEN, "extend": 0},
-    "seeds": {"full": {"main": 1, "other": 1}, "quick": {"main": 1, "other": 1}},
-    "experiments": {},
-}
-"""The study's plan with two cells of one step."""
 SHORT = {"n_examples": 8, "n_eval_prompts": 4, "n_eval_examples": 4}
 ARMS = {"plain": {}, "k1": {"humanline": True, "sync_freq": 1}}
 ONE_STEP = {
@@ -330,11 +305,11 @@ ONE_STEP = {
     "grid": {"lr": [1e-5, 2e-5], "loss.beta": [0.1]},
     "seeds": [1],
 }
-EVIDENCE = {
+PLAN = {
     "seconds": {"adder": {"offline": 10, "online": 10}},
     "parts": {"surface": {"hours": 1, "settings": SHORT, "blocks": {"surface-sums-dpo": ONE_STEP}}},
 }
-"""The second plan with four runs of one step."""
+"""A plan of the study with four runs of one step."""
 
 
 if __name__ == "__main__":

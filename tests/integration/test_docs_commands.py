@@ -46,7 +46,6 @@ OFFLINE, ONLINE = f"n_examples=8 {EVERY}", f"rounds.contexts=2 rounds.contexts_p
 VALUES = r"(loss|loss\.\w+|lr|humanline|sync_\w+|log_epsilon_\w+|correction|model\.logit_temperature)=\S+"
 ROUND = r"(online=true|reward=adder|rounds\.(feedback|passes|lag)=\S+|sampler\.(temperature|top_p)=\S+)"
 SWEPT = f"{OFFLINE} --only '*-dpo-*-s1'"
-STUDY = "--plan plan.yaml --jobs 1"
 FEW = "limit=4 resamples=100"
 JUDGED = "alpacaeval.reference=alpaca_eval.json alpacaeval.base_url=$ENDPOINT"
 PICTURES = {FIRST: ""}
@@ -76,7 +75,7 @@ RULES = [
     Rule(r"make eval-tools$"),
     Rule(r"make docs$"),
     Rule(r"make venv( GPU=1| PYTHON=python3)?$", swapped={"GPU=1": "GPU=0"}),  # gigabytes for a GPU
-    Rule(r"make study", f"ARGS='{STUDY}'"),
+    Rule(r"make study", "MODE=mine.yaml ARGS='--jobs 1'"),
     # Its server ends with a signal alone: what it would show is listed
     Rule(r"tensorboard ", "--inspect", {r"^tensorboard": "python -m tensorboard.main"}),
     # Programs that are only named
@@ -164,9 +163,8 @@ RULES = [
     Rule(r"python -m launch\.doctor "),
     Rule(r"python -m reports\.report "),
     # The study, benchmarks
-    Rule(r"python -m study full --task adder --records docs/study/adder/runs\.jsonl$", "--name published"),
-    Rule(r"python -m study evidence", "--plan evidence.yaml --jobs 1"),
-    Rule(r"python -m study ", STUDY, {r" --task instruct": ""}),
+    Rule(r"python -m study (evidence|paper) --report$"),
+    Rule(r"python -m study ", "--jobs 1", {r" (quick|paper|evidence)\b": " mine.yaml", r" --only \S+": ""}),
     Rule(r"python -m study\.prospect_figure ", "--prompts 4"),
     Rule(r"python -m benchmarks\.gpu_check", "--device cpu --only paths"),
     Rule(r"python -m benchmarks\.balance", "--data adder --ranks 2 --shapes 4x1 --batches 2"),

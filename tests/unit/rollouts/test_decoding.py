@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from transformers import Phi3ForCausalLM
+from transformers.cache_utils import DynamicLayer
 
 from models.distributed import start
 from models.policy import Policy
-from rollouts.decoding import ENDED, FEWEST, Decoder, ManyEnded, selectable_cache
+from rollouts.decoding import ENDED, FEWEST, Decoder, GrowingLayer, ManyEnded, selectable_cache
 from rollouts.samplers import uniforms
 from tests.tiny import tiny_policy
 from tests.unit.models.test_families import FAMILIES, tiny
@@ -44,6 +45,23 @@ def ends(tokens: np.ndarray, limits: list[int]) -> list[int]:
         min(limit, int(first[0]) + 1 if len(first) else limit)
         for first, limit in zip(firsts, limits, strict=True)
     ]
+
+
+def test_a_layer_with_room_holds_what_one_without_holds():
+    generator, rows = torch.Generator().manual_seed(1), 7
+    roomy, plain, copied = GrowingLayer(), DynamicLayer(), 0
+    for step in range(60):
+        new = torch.randn(2, rows, 2, 5 if step in (0, 30) else 1, 3, generator=generator)
+        before = roomy._rooms.get("keys")
+        found, wanted = roomy.update(*new), plain.update(*new)
+        copied += roomy._rooms["keys"] is not before
+        assert all(map(torch.equal, found, wanted)) and roomy.get_seq_length() == plain.get_seq_length()
+        if step in (12, 13, 40):
+            kept = torch.arange(rows)[torch.rand(rows, generator=generator) < 0.8]
+            roomy.batch_select_indices(kept)
+            plain.batch_select_indices(kept)
+            rows = len(kept)
+    assert copied < 15, "most tokens copy none before them"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,5 +1,5 @@
-"""The second plan: said before its runs, within its hours, with the power that it promises; it goes on where
-it was, and its page decides nothing before the end."""
+"""The plan of the evidence: said before its runs, within its hours, with the power that it promises; it goes
+on where it was, and its page decides nothing before the end."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from scipy import stats
 from common.errors import ConfigError
 from data.adder import accuracy
 from launch.composing import Composer, compose_config
-from study import evidence
+from study import runner
 from study.__main__ import main
-from study.evidence import PUBLISHED, known, read_evidence, run_evidence
-from study.evidence_page import decide, planned_power, write_page
 from study.factors import CHANGES, REVERSED, pairs
+from study.page import decide, planned_power, write_page
+from study.plan import PLANS, PUBLISHED, known, read_plan
 from study.records import Record, append_record, command, read_records
-from tests.tiny import ROOT
+from study.runner import run_plan
+from study.tasks import TITLES
 
-PLAN = read_evidence()
+FILE = PLANS["evidence"]
+PLAN = read_plan(FILE)
+(RECORDS,) = PUBLISHED["evidence"]
 
 
 def record(run, score=0.5, cpu=36.0):
@@ -48,7 +51,7 @@ def test_the_spreads_that_seeds_were_planned_with_are_those_of_the_published_rec
     for block in PLAN.tests:
         task, (b, a) = published.setdefault(block.task, {}), block.test.measured
         if not task:
-            for one in read_records(ROOT / "docs" / "study" / block.task / "runs.jsonl"):
+            for one in read_records(RECORDS.parents[1] / "paper" / f"{TITLES[block.task]}.jsonl"):
                 task.setdefault(one.cell, {})[one.seed] = 100 * one.after["eval_accuracy_sampled"]
         apart = np.array([task[b][seed] - task[a][seed] for seed in task[b].keys() & task[a].keys()])
         upper = apart.std(ddof=1) * ((len(apart) - 1) / stats.chi2.ppf(0.2, len(apart) - 1)) ** 0.5
@@ -118,22 +121,22 @@ def test_a_killed_study_goes_on_repeats_nothing_and_stops_at_its_hours(tmp_path,
             after(run.name)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(evidence, "run_all", some)
-    monkeypatch.setattr(evidence, "read_record", lambda run, folder: record(of[folder.name]))
+    monkeypatch.setattr(runner, "run_all", some)
+    monkeypatch.setattr(runner, "read_record", lambda run, folder: record(of[folder.name]))
     files: list = []
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
-            run_evidence(plan, tmp_path / "runs", tmp_path, files, 1, told.append)
+            run_plan(plan, tmp_path / "runs", tmp_path, files, 1, told.append)
     lines = [json.loads(line)["name"] for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
     assert lines == done and len(set(done)) == len(done) and not list((tmp_path / "runs").iterdir())
     assert [name.startswith("factors") for name in done] == [True] * 12 + [False] * 7
     shutil.move(tmp_path / "runs.jsonl", tmp_path / "published.jsonl")  # another checkout knows them too
     files.append(tmp_path / "published.jsonl")
     with pytest.raises(KeyboardInterrupt):
-        run_evidence(plan, tmp_path / "runs", tmp_path, files, 1, told.append)
+        run_plan(plan, tmp_path / "runs", tmp_path, files, 1, told.append)
     assert done[-1] not in lines and len(done) <= 12 + 0.1 * 3600 / 36
-    assert run_evidence(plan, tmp_path / "runs", tmp_path, files, 1, told.append) == []
-    assert "confirm 10 of" in told[-1] and "about 0.0 CPU hours left" in told[-1]
+    assert run_plan(plan, tmp_path / "runs", tmp_path, files, 1, told.append) == []
+    assert "confirm 10 of" in told[-1] and "About 0.0 CPU hours left" in told[-1]
 
 
 def scores(apart):
@@ -168,7 +171,7 @@ def test_decisions_are_of_whole_tests_alone_and_of_the_whole_family(tmp_path):
     missing = {name: one for name, one in records.items() if name != last}
     by_name = {d.block.sweep.name: d for d in decide(PLAN, values(missing))}
     assert by_name["confirm-low-rate"].effect is None and by_name["confirm-low-rate"].word.startswith("not")
-    write_page(PLAN, missing, tmp_path)
+    write_page("evidence", FILE, PLAN, missing, tmp_path)
     (row,) = (
         line
         for line in (tmp_path / "report.md").read_text().splitlines()
@@ -184,12 +187,12 @@ def test_wide_differences_decide_nothing():
 
 
 def test_the_published_page_is_made_of_the_published_records(tmp_path, monkeypatch):
-    monkeypatch.setattr(evidence, "run_all", lambda *rest: pytest.fail("ran something"))
-    assert main(["evidence-report", "--out", str(tmp_path)]) == 0
-    assert (tmp_path / "report.md").read_bytes() == PUBLISHED.with_name("report.md").read_bytes()
-    if PUBLISHED.is_file():
-        there = known(PLAN, tmp_path / "none", [PUBLISHED])
-        assert set(there) == {one.name for one in read_records(PUBLISHED)}, "every record is of the plan"
+    monkeypatch.setattr(runner, "run_all", lambda *rest: pytest.fail("ran something"))
+    assert main(["evidence", "--report", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "report.md").read_bytes() == RECORDS.with_name("report.md").read_bytes()
+    if RECORDS.is_file():
+        there = known(PLAN, tmp_path / "none", [RECORDS])
+        assert set(there) >= {one.name for one in read_records(RECORDS)}, "every record is of the plan"
 
 
 def test_the_page_shows_a_surface_a_law_and_the_lag_as_soon_as_they_are_there(tmp_path):
@@ -200,10 +203,10 @@ def test_the_page_shows_a_surface_a_law_and_the_lag_as_soon_as_they_are_there(tm
             rate = run.settings["lr"] * (3 if run.settings.get("humanline") else 1)
             after = {"eval_accuracy_sampled": 0.2 - 0.05 * np.log(rate), "eval_kl_initial": 1000 * rate}
             records[run.name] = replace(record(run), after=after)
-    write_page(PLAN, records, tmp_path)
+    write_page("evidence", FILE, PLAN, records, tmp_path)
     page = (tmp_path / "report.md").read_text()
     few = {name: one for i, (name, one) in enumerate(records.items()) if i % 3}
-    write_page(PLAN, few, tmp_path / "few")
+    write_page("evidence", FILE, PLAN, few, tmp_path / "few")
     assert "not decided, " in (tmp_path / "few" / "report.md").read_text()
     assert (
         "**a law**" in page
@@ -222,7 +225,11 @@ def test_a_record_is_added_whole(tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "key"),
-    [(["--task", "adder"], "--task"), (["--seeds", "3"], "--seeds"), (["--only", "surfaces"], "--only")],
+    [
+        (["--seeds", "3"], "--seeds"),
+        (["--only", "surfaces"], "--only"),
+        (["--only", "confirm", "--seeds", "3"], "--seeds"),
+    ],
 )
 def test_what_the_plan_says_is_not_said_again(words, key, tmp_path, capsys):
     assert (

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launch.results import markdown
+from reports.statistics import Mean
 
 Table = list[list[str]]
 
@@ -30,3 +31,10 @@ def as_markdown(title: str, sections: Sequence[Section]) -> str:
         if section.figure:
             parts.append(f"![{section.figure[1]}]({section.figure[0]}.svg)\n\n*{section.figure[1]}*")
     return "\n\n".join(parts) + "\n"
+
+
+def shown(value: Mean) -> list[str]:
+    """Return an effect's cells: value, 95 % interval, number of seeds."""
+    low, high = value.interval
+    inside = f"[{low:+.1f}, {high:+.1f}]" if value.error is not None else "–"
+    return [f"{value.value:+.1f}", inside, str(value.n)]
