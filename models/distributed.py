@@ -74,8 +74,6 @@ def start(replicas: int = 1, deterministic: bool = False, lends: bool = False) -
         torch.cuda.set_device(device)
         if not lends:
             let_segments_grow()
-    else:
-        return_freed_blocks()
     global _patient
     if not dist.is_initialized():
         _patient = None
@@ -103,12 +101,13 @@ def let_segments_grow() -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
-def return_freed_blocks(least: int = 1 << 20) -> None:
+def return_freed_blocks(weights: int, least: int = 1 << 20) -> None:
     """Let glibc return freed blocks of ``least`` bytes or more to the system at once. Unasked it keeps those
     of up to 32 MiB in its heap, between those that live: in training on a CPU a seventh to a fifth of the
-    peak. Does nothing with another C library."""
+    peak. Does nothing with another C library, nor for a model of fewer than 64 MiB (``weights``, bytes),
+    whose steps would take up to a sixth more time, as the system clears every page that it lends."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+    if mallopt is not None and weights >= 1 << 26 and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         mallopt(-3, least)  # M_MMAP_THRESHOLD of malloc.h
 
 

@@ -35,6 +35,7 @@ from config.files import section
 from config.machine import speaks
 from config.schema_model import AUTO, ModelConfig
 from data.templates import chosen_template
+from models.distributed import return_freed_blocks
 from models.gguf import check_gguf, check_split, dequantised, is_gguf, source, split_as_stored
 from models.heads import RewardModel, ValuePolicy
 from models.new_tokens import add_tokens, grow, rows_for, with_rows
@@ -352,6 +353,8 @@ def load_policy(
         if config.use_peft:
             model = _with_lora(model, config)
     policy = WRAPPERS[config.head](model.to(device))
+    if device.type == "cpu":
+        return_freed_blocks(sum(p.nbytes for p in policy.parameters()))
     with in_float32(output_head(policy.model)) if stored else nullcontext():
         policy.check_head()  # in 16 bits it would have to allow more
     return _finished(policy, config)

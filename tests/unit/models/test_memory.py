@@ -55,7 +55,7 @@ from pathlib import Path
 from models.distributed import return_freed_blocks
 
 if sys.argv[1] == "returned":
-    return_freed_blocks()
+    return_freed_blocks(int(sys.argv[2]))
 resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) / 256
 del (larger := [torch.ones(1 << 22)])[:]   # 16 MiB: from its return on glibc keeps blocks of this size
 kept = [torch.ones(1 << 19) for _ in range(64)]
@@ -66,9 +66,12 @@ print(before - resident())
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
-@pytest.mark.parametrize("how", ["returned", "kept"])
-def test_freed_blocks_between_living_ones_are_returned(how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "weights", "returned"),
+    [("returned", 1 << 26, True), ("returned", 1 << 25, False), ("kept", 0, False)],
+)
+def test_freed_blocks_between_living_ones_are_returned(how: str, weights: int, returned: bool) -> None:
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", FREED, how]
+    command = [sys.executable, "-c", FREED, how, str(weights)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True, env=environment)
-    assert (float(done.stdout) > 60) == (how == "returned"), done.stdout  # 32 of 2 MiB
+    assert (float(done.stdout) > 60) == returned, done.stdout  # 32 of 2 MiB
