@@ -17,7 +17,7 @@ setting is chosen by the numbers that are compared, so tuned arms look a little 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING
@@ -111,8 +111,12 @@ class Frontier:
     def contrasts(self) -> list[Comparison]:
         """Return each arm minus the first one in every contrast, paired by seed, with Holm's correction over
         all of them."""
+        first = next(iter(self.arms))
+        return with_holm([paired(first, name, d) for name, d in self.differences() if len(d) >= FEWEST_PAIRS])
+
+    def differences(self) -> Iterator[tuple[str, list[float]]]:
+        """Yield (contrast and arm, the arm minus the first one for each seed)."""
         first, *others = self.arms
-        found = []
         for arm in others:
             common = self.common
             pairs = {f"each tuned: {arm}": (self.best(first), self.best(arm))}
@@ -120,13 +124,9 @@ class Frontier:
                 pairs = {f"common setting {', '.join(common)}: {arm}": (common, common)} | pairs
             for name, (a, b) in pairs.items():
                 score, other = self.arms[first][a].score, self.arms[arm][b].score
-                differences = [other[seed] - score[seed] for seed in sorted(score.keys() & other.keys())]
-                if len(differences) >= FEWEST_PAIRS:
-                    found.append(paired(first, name, differences))
+                yield name, [other[seed] - score[seed] for seed in sorted(score.keys() & other.keys())]
             apart = [d for seed in self.seeds if (d := self.at_equal_kl(first, arm, seed)) is not None]
-            if len(apart) >= FEWEST_PAIRS:
-                found.append(paired(first, f"equal KL: {arm}", apart))
-        return with_holm(found)
+            yield f"equal KL: {arm}", apart
 
     @property
     def seeds(self) -> list[int]:

@@ -121,6 +121,7 @@ def lag_figure(blocks: Sequence[Block], values: Values) -> Figure | None:
             ax.plot((1, 2, 4, 8), scores, "o-", color=color, label=schedule, markersize=3)
         ax.axhline(middle(f"{name}-fixed"), color=RED, linestyle=":")
         ax.set_xscale("log", base=2)
+        ax.set_xlim(0.9, 9)  # also where no run is there yet
         ax.set_xlabel("mean lag of the reference, steps")
         ax.set_ylabel(POINTS)
     axes[0][0].legend(fontsize=7.5)

@@ -16,6 +16,7 @@ from launch.collect import Result
 from launch.frontier import Frontier
 from launch.outcomes import Status
 from reports.outcome import FINISHED
+from reports.statistics import mean
 from study.markdown import Table, shown
 from study.plan import Block, Plan
 from study.records import KL, SAMPLED, Record
@@ -41,11 +42,13 @@ def frontier(block: Block, records: Mapping[str, Record]) -> Frontier | None:
 def surface_table(arms: Mapping[str, tuple[Block, Frontier]]) -> Table:
     rows = [["loss, task", "arm − plain", "held equal", "effect", "95 % interval", "seeds", "edge"]]
     for block, found in arms.values():
-        for c in found.contrasts():
-            kind, _, arm = c.b.rpartition(": ")
+        for name, apart in found.differences():
+            kind, _, arm = name.rpartition(": ")
+            if (effect := mean(apart)) is None:
+                continue
             edges = {a: ", ".join(found.edges(found.best(a))) or "none" for a in ("plain", arm)}
             at = f"plain {edges['plain']}; {arm} {edges[arm]}" if kind == "each tuned" else "–"
-            rows.append([f"{block.loss.upper()}, {TITLES[block.task]}", arm, kind, *shown(c.difference), at])
+            rows.append([f"{block.loss.upper()}, {TITLES[block.task]}", arm, kind, *shown(effect), at])
     return rows
 
 
