@@ -133,8 +133,9 @@ class Plan:
         same point of the grid."""
         for main in self.of_kind(MAIN):
             if block.kind != MAIN and (main.task, main.loss) == (block.task, block.loss):
-                like = block.like[at[0]]
-                return f"{main.sweep.name}-{max(filter(like.startswith, main.sweep.cells), key=len)}"
+                alike = [cell for cell in main.sweep.cells if block.like[at[0]].startswith(cell)]
+                if alike:
+                    return f"{main.sweep.name}-{max(alike, key=len)}"
         return "-".join((block.sweep.name, next(iter(block.sweep.cells)), *at[1:]))
 
     def cost(self, block: Block, run: Run) -> float:
