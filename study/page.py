@@ -224,7 +224,7 @@ def state(name: str, file: Path, plan: Plan, records: Mapping[str, Record]) -> s
         "start (ten tokens longer answers, or more than 1 nat a token)."
         + (f" Made by `python -m study {name}`: {made}; {at}. " if records else " ")
         + "Each line of a file of records is a run: `python train.py` with its `command` and "
-        "`idle_settings=note` repeats it, to the last digit where the processor is of the same kind. The plan "
+        "`idle_settings=note` repeats it, to the last digit on a processor of the same kind. The plan "
         f"is `study/{file.name}`."
     )
 
