@@ -2,8 +2,8 @@
 
     python -m launch.doctor loss=dpo humanline=true model=llama3-8b-instruct     # the settings that the run will have
 
-The doctor checks settings, GPUs, the connection between ranks, data (a dry run), disk space for the
-checkpoints to come and the hub, and takes two steps. Exit codes: 0 fit; 1 something would stop the run; 2 the
+The doctor checks settings, GPUs, the connection between ranks, models and data (a dry run), and disk space for
+the checkpoints to come, and takes two steps. Exit codes: 0 fit; 1 something would stop the run; 2 the
 settings are not valid.
 """  # noqa: E501
 
@@ -17,8 +17,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +24,11 @@ from pathlib import Path
 from common.progress import phase, pulse
 from config.cli import answered, compose
 from config.schema import Config
-from launch.hub import sources
 from launch.slurm import ROOT
 
 OK, NOTE, BAD = "ok", "note", "BAD"
 PARAMETER_BYTES = 12
 """Bytes of a checkpoint per parameter: float32 weights and AdamW's two moments."""
-NETWORK_SECONDS = 5
 PROBE_SECONDS, DRY_SECONDS, RUN_SECONDS = 180, 900, 1800
 _PARAMETERS = re.compile(r"([\d,.]+) M parameters")
 
@@ -90,7 +86,6 @@ def examine(config: Config, overrides: Sequence[str], steps: bool = True) -> Ite
     )
     devices = look(config)
     yield from devices.findings
-    yield from hub(config)
     yield talk(max(2, devices.ranks), "NCCL" if devices.gpus else "gloo")
     finding, parameters = data(overrides)
     yield finding
@@ -138,59 +133,6 @@ def look(config: Config) -> Devices:
     return Devices(gpus, tuple(found))
 
 
-def hub(config: Config) -> Iterator[Finding]:
-    """Check that the models, reward model and data that the settings name are available: each is a file of
-    this machine, in the cache, or on the hub."""
-    remote = [source for source in sources(config) if not (ROOT / source.name).exists()]
-    wanted = [source for source in remote if not source.cached()]
-    names = ", ".join(source.name for source in wanted)
-    if not remote:
-        yield Finding("hub", OK, "models and data are files of this machine")
-    elif not wanted:
-        yield Finding("hub", OK, f"{', '.join(source.name for source in remote)}: in the cache")
-    elif os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
-        for source in wanted:
-            yield Finding(
-                "hub",
-                NOTE
-                if source.kind == "dataset"
-                else BAD,  # data have another cache, which is not checked here
-                f"HF_HUB_OFFLINE is set: what is in the cache is all there is, and {source} is not seen there",  # noqa: E501
-                "fetch it where there is a network (hf download …), then HF_HOME=…",
-            )
-    elif problem := reach(endpoint := os.environ.get("HF_ENDPOINT", "https://huggingface.co")):
-        yield Finding(
-            "hub",
-            BAD,
-            f"{problem}; needed for {names}",
-            "fetch them where there is a network (hf download …), then HF_HOME=… HF_HUB_OFFLINE=1",
-        )
-    else:
-        problems = [
-            (source, problem) for source in wanted if (problem := source.problem(endpoint, NETWORK_SECONDS))
-        ]
-        for source, problem in problems:
-            yield Finding(
-                "hub",
-                BAD,
-                f"{source} cannot be had: {problem}",
-                "give a folder that exists, or a name on the hub (check the spelling; gated: hf auth login)",
-            )
-        if not problems:
-            yield Finding("hub", OK, f"reached, and has {names}")
-
-
-def reach(url: str) -> str | None:
-    """Return an error message for ``url``; None if something answers there."""
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=NETWORK_SECONDS):
-            return None
-    except urllib.error.HTTPError:
-        return None  # the server answered, even if not with a page
-    except (OSError, ValueError) as error:
-        return f"{url} is not reached ({error})"
-
-
 def talk(ranks: int, backend: str) -> Finding:
     """Check whether ranks on this machine reach each other."""
     words = [*torchrun(ranks), "--no-python", sys.executable, "-c", RANKS]
@@ -206,7 +148,7 @@ def talk(ranks: int, backend: str) -> Finding:
 
 
 def data(overrides: Sequence[str]) -> tuple[Finding, float | None]:
-    """Make a dry run, which checks data, tokenizer and the combination of settings; return its finding and
+    """Make a dry run, which checks models, data and the combination of settings; return its finding and
     the number of parameters, None if it printed none."""
     code, out = run("dry run", [sys.executable, "train.py", *overrides, "dry_run=true"], DRY_SECONDS)
     if code:
