@@ -98,7 +98,9 @@ class Frontier:
         return fmean(self.arms[arm][setting].score.values())
 
     def best(self, arm: str) -> Setting:
-        return max(sorted(self.arms[arm]), key=lambda setting: self.at(arm, setting))
+        """Return the setting with the best mean score; of equal ones the one on fewest edges, since a grid
+        whose scores are flat there is wide enough."""
+        return max(sorted(self.arms[arm]), key=lambda s: (self.at(arm, s), -len(self.edges(s))))
 
     def edges(self, setting: Setting) -> list[str]:
         """Return the axes on whose edge the setting lies: a wider grid may hold a better one."""
