@@ -44,7 +44,7 @@ def evaluate(cfg: DictConfig, given: list[str]) -> None:
     refuse_unread(given, list(own), bool(stage.run))
     settings = {str(key): value for key, value in composed.items()}
     checkpoints = [
-        found for path in expanded(stage.run) if (found := run_of(path, stage.step))[1] is not None
+        checkpoint for path in expanded(stage.run) if (checkpoint := run_of(path, stage.step))[1] is not None
     ]
     with ExitStack() as stack:
         exported = {}

@@ -121,7 +121,7 @@ def measure(
 ) -> Balance:
     """Measure ``batches`` batches drawn from ``pairs``, each of as many examples as fill every rank in every
     slot; of ``slots`` times 8 a rank where ``size`` counts tokens."""
-    rng, found = np.random.default_rng(0), []
+    rng, measurements = np.random.default_rng(0), []
     work, shared, width = Work.of(COMPUTED, other=1 / 2), loss.endswith("shared"), LOSSES[loss]
     each = slots * (8 if isinstance(size, Tokens) else size)
     for _ in range(batches):
@@ -134,12 +134,12 @@ def measure(
         even, took = busy(after, work, shared)
         possible = allowed(sorted(work.part([example]) for example in batch), ranks, size)
         old = np.nan if before is None else busy(before, work, False)[0]
-        found.append([old, even, possible, took / busy(apart, work, False)[1], len(after), seconds])
-    return Balance(*np.mean(found, axis=0).tolist())
+        measurements.append([old, even, possible, took / busy(apart, work, False)[1], len(after), seconds])
+    return Balance(*np.mean(measurements, axis=0).tolist())
 
 
 def report(
-    found: dict[str, list[Pair]],
+    datasets: dict[str, list[Pair]],
     losses: list[str],
     ranks: list[int],
     shapes: list[str],
@@ -148,7 +148,7 @@ def report(
 ) -> str:
     """Return a table for each data set and loss, with a row for each number of ranks."""
     parts = []
-    for (name, pairs), loss in product(found.items(), losses):
+    for (name, pairs), loss in product(datasets.items(), losses):
         lines = []
         for n in ranks:
             rows = [measure(pairs, loss, n, *sized(shape), longest, batches) for shape in shapes]
@@ -183,9 +183,9 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=5)
     args = parser.parse_args()
     there = [data for data in args.data if data not in KNOWN or KNOWN[data][0].exists()]
-    found = {data: pairs_of(data, args.examples, args.longest) for data in there}
+    datasets = {data: pairs_of(data, args.examples, args.longest) for data in there}
     print(f"{machine()}\n{args.batches} batches a number\n")
-    print(report(found, args.losses, args.ranks, args.shapes, args.longest, args.batches))
+    print(report(datasets, args.losses, args.ranks, args.shapes, args.longest, args.batches))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def main() -> None:
     optimizer.step()
     size = 3 * sum(parameter.numel() * parameter.element_size() for parameter in policy.parameters())
     print(f"{machine()}\n{size / 1e9:.2f} GB a checkpoint\n")
-    found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    timings: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as folder:
         kept = {way: Checkpoints(Path(folder) / way, world, 2, behind) for way, behind in WAYS.items()}
         for step in range(args.rounds + 1):  # the first round does not count
@@ -45,10 +45,10 @@ def main() -> None:
                 checkpoints.save(step, policy, optimizer, {}, {})
                 waited = time.perf_counter() - begun
                 checkpoints.finish()
-                found[way].append((waited, time.perf_counter() - begun))
+                timings[way].append((waited, time.perf_counter() - begun))
     rows = [
         [way, *(str(Spread.of(column)) for column in zip(*times[1:], strict=True))]
-        for way, times in found.items()
+        for way, times in timings.items()
     ]
     print(table(["", "waits, s", "whole, s"], rows))
 

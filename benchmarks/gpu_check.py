@@ -73,7 +73,7 @@ def main(words: Sequence[str] | None = None) -> int:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     ranks = args.ranks or (torch.cuda.device_count() if args.device == "cuda" else 1)
     print(f"{machine()}; {ranks} rank(s) on {args.device}\n", flush=True)
-    found: list[Check] = []
+    all_checks: list[Check] = []
     commands = {part: command(part, args, ranks) for part in args.only}
     facts = about(commands)
 
@@ -82,9 +82,9 @@ def main(words: Sequence[str] | None = None) -> int:
         write_whole(args.out, json.dumps(facts | {"checks": checks}, indent=1) + "\n")
 
     for part, own in commands.items():
-        found += checked(part, own, partial(keep, list(found)), ends)
-        keep(found, [])
-    counts = Counter(check.verdict for check in found)
+        all_checks += checked(part, own, partial(keep, list(all_checks)), ends)
+        keep(all_checks, [])
+    counts = Counter(check.verdict for check in all_checks)
     print(f"\n{', '.join(f'{n} {verdict}' for verdict, n in counts.items())}; all of it: {args.out}")
     return 1 if counts[FAILED] else 0
 
@@ -122,23 +122,23 @@ def checked(
         try:
             while process.poll() is None and time.monotonic() < min(ends, began + SECONDS):
                 time.sleep(POLL)
-                if len(found := read_checks(out)) > kept:
-                    keep(found)
-                    kept = len(found)
+                if len(checks := read_checks(out)) > kept:
+                    keep(checks)
+                    kept = len(checks)
             code = process.poll()
         finally:
             end(process)
-        found = read_checks(out)
+        checks = read_checks(out)
     name, took = f"benchmarks.gpu_{part}", time.monotonic() - began
     if code is None and took < SECONDS:
-        found.append(Check(name, NOTE, f"ended after {took:.0f} s, as --seconds says: not all is checked"))
+        checks.append(Check(name, NOTE, f"ended after {took:.0f} s, as --seconds says: not all is checked"))
     elif code != 0:
         why = f"no end after {SECONDS:.0f} seconds" if code is None else code
-        found.append(Check(name, FAILED, f"ended early: {why}"))
+        checks.append(Check(name, FAILED, f"ended early: {why}"))
     if code != 0:
-        print(found[-1], flush=True)
+        print(checks[-1], flush=True)
     print(f"{part}: {took:.0f} s\n", flush=True)
-    return found
+    return checks
 
 
 def about(commands: dict[str, list[str]]) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def about(commands: dict[str, list[str]]) -> dict[str, Any]:
     return {
         "machine": machine(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "versions": {name: found for name in PACKAGES if (found := installed(name)) is not None},
+        "versions": {name: release for name in PACKAGES if (release := installed(name)) is not None},
         "commit": commit(),
         "commands": {part: " ".join(words) for part, words in commands.items()},
     }

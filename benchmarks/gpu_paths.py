@@ -78,8 +78,8 @@ def checks(device: torch.device) -> Iterator[Check]:
         "the same bits twice": partial(same_bits, device),
     }
     for name, work in works.items():
-        yield (found := attempted(name, work, ConfigError if name in TORCHAO else None))
-        if found.verdict == FAILED and not answers(device):
+        yield (check := attempted(name, work, ConfigError if name in TORCHAO else None))
+        if check.verdict == FAILED and not answers(device):
             yield Check("device", FAILED, f"does not answer any more after {name}; the rest is left out")
             return
 
@@ -92,17 +92,17 @@ def answers(device: torch.device) -> bool:
         return False
 
 
-def relative(found: Tensor, wanted: Tensor) -> float:
+def relative(actual: Tensor, wanted: Tensor) -> float:
     """Return the norm of the difference over the norm of ``wanted``; 0 where both are 0 or empty."""
-    found, wanted = found.detach().double().cpu(), wanted.detach().double().cpu()
-    off = float((found - wanted).norm())
+    actual, wanted = actual.detach().double().cpu(), wanted.detach().double().cpu()
+    off = float((actual - wanted).norm())
     return off and off / float(wanted.norm())
 
 
-def largest(found: Tensor, wanted: Tensor) -> float:
+def largest(actual: Tensor, wanted: Tensor) -> float:
     """Return the largest difference, each relative to its number where that is above 1."""
-    found, wanted = found.detach().double().cpu(), wanted.detach().double().cpu()
-    return float(((found - wanted).abs() / wanted.abs().clamp(min=1.0)).max()) if wanted.numel() else 0.0
+    actual, wanted = actual.detach().double().cpu(), wanted.detach().double().cpu()
+    return float(((actual - wanted).abs() / wanted.abs().clamp(min=1.0)).max()) if wanted.numel() else 0.0
 
 
 # -- the head --------------------------------------------------------------------------------------
@@ -169,8 +169,8 @@ def model(device: torch.device, way: str) -> Check:
     packed = way not in ("padded", "padded, compiled")
     if "compiled" in way:  # what was compiled for other rows has to serve
         fast(microbatch(some_rows()[:3], device, packed, way == "prompts shared").sequences)
-    found, gradient = rows_and_gradient(fast, device, packed, way == "prompts shared")
-    off = (found.double().cpu() - exact).abs()
+    logprobs, gradient = rows_and_gradient(fast, device, packed, way == "prompts shared")
+    off = (logprobs.double().cpu() - exact).abs()
     numbers = {
         "mean gap, nats": float(off.sum() / (exact != 0).sum()),
         "largest gap, nats": float(off.max()),
@@ -288,8 +288,8 @@ def four_bits(device: torch.device) -> Check:
 def fingerprint(device: torch.device) -> Check:
     """The digest of the same weights here and on the CPU."""
     policy = random_policy(SMALL, CPU)
-    found = [weights_fingerprint(policy.to(where).named_parameters()) for where in (CPU, device)]
-    same = found[0] == found[1]
+    digests = [weights_fingerprint(policy.to(where).named_parameters()) for where in (CPU, device)]
+    same = digests[0] == digests[1]
     return Check("fingerprint of weights", OK if same else FAILED, "the CPU's" if same else "not the CPU's")
 
 
@@ -338,13 +338,13 @@ def waits(device: torch.device) -> Check:
     name = "a step waits for the device"
     if device.type != "cuda":
         return Check(name, NOT_HERE, "there is no device beside the host")
-    found = {}
+    sync_calls = {}
     for loss in LOSSES:
         step = stepper(loss, device, 4)
         step()
-        found[loss] = syncs(partial(step.trainer.step, step.segment))
-    waiting = {loss: where for loss, where in found.items() if where != "none"}
-    return Check(name, FAILED if waiting else OK, str(waiting or "never"), found)
+        sync_calls[loss] = syncs(partial(step.trainer.step, step.segment))
+    waiting = {loss: where for loss, where in sync_calls.items() if where != "none"}
+    return Check(name, FAILED if waiting else OK, str(waiting or "never"), sync_calls)
 
 
 ROUNDING = 1e-4
@@ -354,15 +354,15 @@ ROUNDING = 1e-4
 def same_bits(device: torch.device) -> Check:
     """Whether two runs of the same three steps end at the same bits, without which a resumed run cannot
     either."""
-    name, found = "the same bits twice", []
+    name, weights = "the same bits twice", []
     for _ in range(2):
         step = stepper("dpo", device, 3)
         for _ in range(3):
             step()
-        found.append(torch.cat([local(p.detach()).flatten() for p in step.trainer.policy.parameters()]))
-    if torch.equal(found[0], found[1]):
+        weights.append(torch.cat([local(p.detach()).flatten() for p in step.trainer.policy.parameters()]))
+    if torch.equal(weights[0], weights[1]):
         return Check(name, OK, "two runs of three steps end at the same weights")
-    off = relative(found[0], found[1])
+    off = relative(weights[0], weights[1])
     said = f"two runs of three steps end {off:.1e} apart: a kernel adds in an order of its own"
     return Check(name, NOTE if off <= ROUNDING else FAILED, said, {"apart": off})
 

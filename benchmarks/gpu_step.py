@@ -121,9 +121,9 @@ def checks(args: argparse.Namespace, world: World) -> Iterator[Check]:
             for humanline in (False, True):
                 name = f"step, {loss}{' humanline' * humanline}"
                 settings, plan = steps_of(args, world, loss, humanline)
-                found = pool.submit(planned, settings, plan, args, world, idle) if world.is_main else None
-                works[name] = partial(measured, name, args, world, settings, plan, found)
-                awaited += [found] if found else []
+                future = pool.submit(planned, settings, plan, args, world, idle) if world.is_main else None
+                works[name] = partial(measured, name, args, world, settings, plan, future)
+                awaited += [future] if future else []
         wait(awaited)  # what is timed has the host for itself
         for name, work in works.items():
             yield attempted(name, work) if world.size == 1 else together(name, work, args.out)
@@ -201,11 +201,13 @@ def measured(
     awaited: Future[Planned] | None,
 ) -> Check:
     """Take steps and compare them with their plan, for which the main rank waits."""
-    found = on_main(lambda: cast("Future[Planned]", awaited).result())
-    if (needed := step_size(found.answer)) > found.room:
-        said = f"needs {needed:.3g} GiB a rank in the smallest microbatches, and {found.room:.3g} are there"
-        return Check(name, NOT_HERE, said, {"planned_gib": needed, "room_gib": found.room})
-    settings = replace(settings, microbatch_tokens=found.tokens)
+    estimate = on_main(lambda: cast("Future[Planned]", awaited).result())
+    if (needed := step_size(estimate.answer)) > estimate.room:
+        said = (
+            f"needs {needed:.3g} GiB a rank in the smallest microbatches, and {estimate.room:.3g} are there"
+        )
+        return Check(name, NOT_HERE, said, {"planned_gib": needed, "room_gib": estimate.room})
+    settings = replace(settings, microbatch_tokens=estimate.tokens)
     gc.collect()
     policy = random_policy(shape(args.shape), world.device)
     trainer = make_trainer(settings, policy, world)
@@ -221,11 +223,11 @@ def measured(
     operations, tokens = operations_of(args.shape, settings, plan)
     assert step.watch.waiting is not None
     numbers = {
-        "planned_gib": step_size(found.answer),
+        "planned_gib": step_size(estimate.answer),
         "peak_gib": max(peaks),
         "reserved_gib": max(reserved),
         "allocator_retries": max(retries),
-        "microbatch_tokens": found.answer.tokens,
+        "microbatch_tokens": estimate.answer.tokens,
         "seconds": mean,
         "longest_seconds": spread.high,
         "tokens_per_second": tokens / mean,
@@ -307,19 +309,19 @@ def plan_of(
     """Return what the memory plan chooses for the heaviest batch of ``plan``, and what it then says of the
     widest microbatch there is."""
     batch = max(map(plan.batch, range(plan.steps)), key=lambda batch: sum(map(row_tokens, batch)))
-    found, gpu = shape(args.shape), world.device.type == "cuda"
-    asked = Question(settings.config(), batch, [], world.size, gpu, found)
+    hf_config, gpu = shape(args.shape), world.device.type == "cuda"
+    asked = Question(settings.config(), batch, [], world.size, gpu, hf_config)
     here = gpu_here()
     beside = sum(neighbours(asked.config, world.size, here, []).always.values())
     room = args.room or (here.room - beside if here else float("inf"))
-    ask = remembered(simulated, found)
+    ask = remembered(simulated, hf_config)
     longest = max(row_tokens(e) for i in range(plan.steps) for e in plan.batch(i))
-    tokens = planned_tokens(asked, found, room, ask, longest)
+    tokens = planned_tokens(asked, hf_config, room, ask, longest)
     if tokens is not None:
         cut = with_tokens(asked, tokens)
         trainer, size = trainer_class(cut.config), size_of(cut.config.model, world.size)
-        joined = how_rows_are_joined(cut.config, found, gpu)
-        dealt = (world.size, size, trainer.rows_per_example, *joined, trainer.work_of(cut.config, found))
+        joined = how_rows_are_joined(cut.config, hf_config, gpu)
+        dealt = (world.size, size, trainer.rows_per_example, *joined, trainer.work_of(cut.config, hf_config))
         batch = heaviest(plan, lambda batch: widest(batch, *dealt))
         return Planned(tokens, simulated(replace(cut, batch=batch)), room)
     answer = ask(asked)

@@ -98,9 +98,9 @@ def shape(name: str, vocabulary: int | None = None) -> PretrainedConfig:
         ),
         "llama-3-8b": llama(128256, 4096, 32, 32, 8, 14336),
     }
-    found = shapes[name]
-    found.vocab_size = vocabulary or found.vocab_size
-    return found
+    hf_config = shapes[name]
+    hf_config.vocab_size = vocabulary or hf_config.vocab_size
+    return hf_config
 
 
 def random_policy(config: PretrainedConfig, device: torch.device, seed: int = 0) -> Policy:

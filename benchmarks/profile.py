@@ -116,19 +116,19 @@ def attention_of(event: FunctionEvent) -> float:
 def parts(events: list[FunctionEvent]) -> list[dict[str, Part]]:
     """Return the parts of each profiled step: every event's own time; together they are the whole step."""
     steps = {id(e): i for i, e in enumerate(e for e in events if e.name == STEP)}
-    found = [{name: Part() for name in PARTS} for _ in steps]
+    step_parts = [{name: Part() for name in PARTS} for _ in steps]
     for event in events:
         root = event
         while root.cpu_parent is not None:
             root = root.cpu_parent
         if id(root) not in steps:
             continue
-        part = found[steps[id(root)]][part_of(event)]
+        part = step_parts[steps[id(root)]][part_of(event)]
         part.seconds += event.self_cpu_time_total / 1e6
         if (product := product_of(event)) is not None:
             part.products[product] += 1
         part.in_kernels += attention_of(event)
-    return found
+    return step_parts
 
 
 def profiled(trainer: BasicTrainer, plan: Segment, steps: int) -> tuple[list[dict[str, Part]], float]:
@@ -143,11 +143,11 @@ def profiled(trainer: BasicTrainer, plan: Segment, steps: int) -> tuple[list[dic
         trainer.step(plan).pending.read()
 
     cheapest = min([timed(step).cpu for _ in range(2 + steps)][2:])
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         for _ in range(steps):
             with record_function(STEP):
                 step()
-    return parts(list(found.events())), cheapest
+    return parts(list(profiler.events())), cheapest
 
 
 def peak(sizes: tuple[int, ...] = (256, 512, 1024, 2048)) -> float:

@@ -53,10 +53,10 @@ def humanline_cost(loss: str, base: Policy) -> dict[str, float]:
     plan = segment(settings_of("cached", loss, BATCH_PAIRS), pairs, STEPS)
     products = products_alone(floor_of(loss, plan, base).cached / STEPS)
     variants = variants_of(loss, pairs, STEPS, BATCH_PAIRS, base, names=("cached", "scored", "k=1"))
-    found = least(variants | {"products": lambda: [products] * STEPS})
+    seconds = least(variants | {"products": lambda: [products] * STEPS})
     return {
-        f"{loss}: humanline / offline with its own scoring": found["k=1"] / found["scored"],
-        f"{loss}: a step / its products alone": found["cached"] / found["products"],
+        f"{loss}: humanline / offline with its own scoring": seconds["k=1"] / seconds["scored"],
+        f"{loss}: a step / its products alone": seconds["cached"] / seconds["products"],
     }
 
 
@@ -113,9 +113,9 @@ def prepare_padded(
 
 def padding_cost(base: Policy) -> dict[str, float]:
     pairs = drawn_pairs(8, base.model.config.vocab_size)
-    found = least({name: partial(prepare_padded, name, pairs, 512, base, 4) for name in PADDINGS})
+    seconds = least({name: partial(prepare_padded, name, pairs, 512, base, 4) for name in PADDINGS})
     return {
-        f"{name} / padding to the maximum": found[name] / found["to max"] for name in ("padded", "packed")
+        f"{name} / padding to the maximum": seconds[name] / seconds["to max"] for name in ("padded", "packed")
     }
 
 
@@ -142,9 +142,9 @@ def measure() -> dict[str, float]:
     return humanline_cost("dpo", base) | humanline_cost("kto", base) | padding_cost(base) | head_cost()
 
 
-def worse(found: dict[str, float], before: dict[str, float]) -> list[str]:
+def worse(costs: dict[str, float], before: dict[str, float]) -> list[str]:
     """Return the names whose cost is more than WORST times the earlier cost."""
-    return [name for name, cost in before.items() if found[name] > WORST * cost]
+    return [name for name, cost in before.items() if costs[name] > WORST * cost]
 
 
 def main() -> None:
@@ -155,22 +155,22 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(machine())
-    found = measure()
+    costs = measure()
     if args.write:
         BASELINE.write_text(
-            json.dumps({name: round(cost, 3) for name, cost in found.items()}, indent=2) + "\n"
+            json.dumps({name: round(cost, 3) for name, cost in costs.items()}, indent=2) + "\n"
         )
     before = json.loads(BASELINE.read_text())
-    if worse(found, before):
-        print("measured again: " + ", ".join(worse(found, before)))
+    if worse(costs, before):
+        print("measured again: " + ", ".join(worse(costs, before)))
         again = measure()
-        found = {name: min(cost, again[name]) for name, cost in found.items()}
-    bad = worse(found, before)
+        costs = {name: min(cost, again[name]) for name, cost in costs.items()}
+    bad = worse(costs, before)
     print(
         table(
             ["cost", "now", "baseline", ""],
             [
-                [name, f"{found[name]:.3f}", f"{cost:.3f}", "WORSE" if name in bad else ""]
+                [name, f"{costs[name]:.3f}", f"{cost:.3f}", "WORSE" if name in bad else ""]
                 for name, cost in before.items()
             ],
         )

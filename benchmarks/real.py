@@ -55,11 +55,11 @@ BESIDE = 1.5
 
 @dataclass(frozen=True)
 class Gate:
-    """One row of the table. ``passed``: None where it was skipped, and ``found`` says why."""
+    """One row of the table. ``passed``: None where it was skipped, and ``measured`` says why."""
 
     name: str
     wanted: str
-    found: str
+    measured: str
     passed: bool | None
     ends: tuple[float, float] | None = None
     """accuracy before and after, for the picture"""
@@ -67,7 +67,7 @@ class Gate:
     @property
     def row(self) -> list[str]:
         verdict = {True: "passed", False: "FAILED", None: "skipped"}[self.passed]
-        return [self.name, self.wanted, self.found, verdict]
+        return [self.name, self.wanted, self.measured, verdict]
 
 
 class Suite:
@@ -152,8 +152,8 @@ def step0(suite: Suite, loss: str, variant: str) -> Iterator[Gate]:
     largest = max(abs(first.get(key) or 0.0) for key in keys)
     near = loss not in STEP0 or abs(first["loss"] - STEP0[loss]) <= EXACT
     wanted = f"loss {STEP0[loss]:.7f}, " if loss in STEP0 else ""
-    found = f"loss {first['loss']:.7f}, log-ratios at most {largest:g}"
-    yield Gate(f"step 0: {loss} {variant}", f"{wanted}log-ratios 0", found, near and largest == 0)
+    measured = f"loss {first['loss']:.7f}, log-ratios at most {largest:g}"
+    yield Gate(f"step 0: {loss} {variant}", f"{wanted}log-ratios 0", measured, near and largest == 0)
     shutil.rmtree(folder)
 
 
@@ -172,8 +172,10 @@ def sanity(suite: Suite, loss: str, variant: str) -> Iterator[Gate]:
     _, peak = suite.program("train", *given, f"exp_name={folder.name}", "overwrite=true")
     summary = json.loads((folder / "summary.json").read_text())
     ends = tuple(summary[when]["eval_accuracy_sampled"] for when in ("before", "after"))
-    found = f"{ends[0]:.2f} → {ends[1]:.2f}"
-    yield Gate(f"sanity set, {prompts} prompts: {loss} {variant}", f"≥ {NEAR}", found, ends[1] >= NEAR, ends)
+    measured = f"{ends[0]:.2f} → {ends[1]:.2f}"
+    yield Gate(
+        f"sanity set, {prompts} prompts: {loss} {variant}", f"≥ {NEAR}", measured, ends[1] >= NEAR, ends
+    )
     if online:
         yield engine(suite, folder)
     elif (loss, variant) == SANITY[0]:
@@ -201,7 +203,7 @@ def memory(suite: Suite, given: Sequence[str], peak: float) -> Gate:
         return Gate(
             "peak memory", "a simulated plan", "a bound from the shapes fits, nothing is simulated", None
         )
-    planned = max(float(found) for found in re.findall(r": ([\d.]+) GiB =", said))
+    planned = max(float(gib) for gib in re.findall(r": ([\d.]+) GiB =", said))
     wanted = f"plan {planned:.2f} GiB + {BESIDE}"
     return Gate("peak memory", wanted, f"{peak:.2f} GiB", peak <= planned + BESIDE)
 
@@ -247,7 +249,7 @@ def main() -> None:
         try:
             for done in as_completed(work):
                 for gate in done.result():
-                    print(": ".join(gate.row[::3]), "|", gate.found, flush=True)
+                    print(": ".join(gate.row[::3]), "|", gate.measured, flush=True)
                     gates.append(gate)
         except BaseException:  # a failed run, or Ctrl-C: no other is begun
             pool.shutdown(cancel_futures=True)

@@ -83,10 +83,10 @@ def operations_of(config: Config, way: bool | str) -> float:
         batch = mismatched(batch, config.model.max_length)
     rows = [row for example in batch for row in example.rows]
     other = [example.mismatched for example in batch if example.mismatched is not None]
-    found = architecture(config.model)
-    once = forward(found, rows)
+    hf_config = architecture(config.model)
+    once = forward(hf_config, rows)
     again = REPEATED[way] * once.body + (way is True) * once.attention
-    return (floor(found, rows, other).scored + again) / sum(map(row_tokens, batch))
+    return (floor(hf_config, rows, other).scored + again) / sum(map(row_tokens, batch))
 
 
 def planned(config: Config, ranks: int, card: str, ask: Callable[[Question], Answer]) -> Row:
@@ -94,8 +94,8 @@ def planned(config: Config, ranks: int, card: str, ask: Callable[[Question], Ans
     trainer = trainer_class(config)
     sizes = config.model.batch_size, config.model.eval_batch_size
     batch, held = (longest_batch(config, trainer, size) for size in sizes)
-    found, on = architecture(config.model), Card(card, card_memory("--on", card))
-    plan = make_plan(Question(config, batch, held, ranks, True, found), found, on, ask)
+    hf_config, on = architecture(config.model), Card(card, card_memory("--on", card))
+    plan = make_plan(Question(config, batch, held, ranks, True, hf_config), hf_config, on, ask)
     return Row(plan, operations_of(config, plan.checkpointing))
 
 

@@ -75,10 +75,10 @@ def prepare(settings: Settings, groups: Groups, base: Policy) -> list[Work]:
     step = Stepper(trainer, plan)
 
     def finished() -> object:
-        found = step()
+        losses = step()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return found
+        return losses
 
     return [finished] * plan.steps
 

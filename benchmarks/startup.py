@@ -123,16 +123,16 @@ def memory(count: int, made_of: Path, format_: str) -> list[list[str]]:
         for name in ("first", "second"):
             command = [sys.executable, "-m", "benchmarks.startup", "--read", str(path)]
             said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-            found = json.loads(said.splitlines()[-1])
-            more = found["most"] - found["before"]
+            measurement = json.loads(said.splitlines()[-1])
+            more = measurement["most"] - measurement["before"]
             rows.append(
                 [
                     name,
-                    f"{found['tokens']:.0f}",
-                    f"{found['before']:.0f}",
+                    f"{measurement['tokens']:.0f}",
+                    f"{measurement['before']:.0f}",
                     f"{more:.0f}",
                     f"{more * 2**20 / count:.0f}",
-                    f"{found['seconds']:.0f}",
+                    f"{measurement['seconds']:.0f}",
                 ]
             )
     return rows

@@ -99,13 +99,13 @@ def sealed(content: dict[str, Any]) -> str:
 def read_sealed(path: Path) -> Any:
     """Return the content of a file of ``sealed``, or the JSON in a file of an earlier version, which has no
     checksum. Raises OSError, and ValueError where it is not as it was written."""
-    found = read_json(path)
-    if not isinstance(found, dict) or "sha256" not in found:
-        return found
-    seal = found.pop("sha256")
-    if seal != _seal(found):
+    content = read_json(path)
+    if not isinstance(content, dict) or "sha256" not in content:
+        return content
+    seal = content.pop("sha256")
+    if seal != _seal(content):
         raise ValueError("it has another checksum")
-    return found
+    return content
 
 
 def _seal(content: dict[str, Any]) -> str:

@@ -48,12 +48,12 @@ def import_function(key: str, path: str) -> Any:
             "directory or on PYTHONPATH",
         )
     try:
-        found = getattr(importlib.import_module(module), name)
+        function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(key, path, f"cannot be imported ({error}); give it as module.function") from error
-    if not callable(found):
+    if not callable(function):
         raise ConfigError(key, path, "is not a function")
-    return found
+    return function
 
 
 def check_importable(key: str, path: str) -> None:
@@ -61,11 +61,11 @@ def check_importable(key: str, path: str) -> None:
     the name. The module itself is not imported."""
     module, _, name = path.rpartition(".")
     try:
-        found = importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(module)
     except (ImportError, AttributeError, ValueError):
-        found = None
-    source = "" if found is None or found.origin is None else found.origin
-    if found is None or (
+        spec = None
+    source = "" if spec is None or spec.origin is None else spec.origin
+    if spec is None or (
         source.endswith(".py")
         and not re.search(rf"\b({re.escape(name)}|__getattr__|import \*)", Path(source).read_text("utf-8"))
     ):
@@ -76,10 +76,10 @@ def written_signature(path: str) -> inspect.Signature | None:
     """Return the signature of the function ``path`` as the source of its module has it, annotations as texts,
     without an import of the module. None where the source has no such function, or only a decorated one."""
     module, _, name = path.rpartition(".")
-    found = importlib.util.find_spec(module)
-    if found is None or not (found.origin or "").endswith(".py"):
+    spec = importlib.util.find_spec(module)
+    if spec is None or not (spec.origin or "").endswith(".py"):
         return None
-    body = ast.parse(Path(str(found.origin)).read_text("utf-8")).body
+    body = ast.parse(Path(str(spec.origin)).read_text("utf-8")).body
     made = [part for part in body if isinstance(part, ast.FunctionDef) and part.name == name]
     if not made or made[-1].decorator_list:
         return None

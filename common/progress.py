@@ -113,18 +113,18 @@ class Bar(tqdm):
 
     @property
     def format_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = super().format_dict
-        if (found["ncols"] or 1) < 1:
-            found["ncols"] = 100
+        fields: dict[str, Any] = super().format_dict
+        if (fields["ncols"] or 1) < 1:
+            fields["ncols"] = 100
         if not self._waits or self._since is not None:
             now = self._time()
             begun = getattr(self, "start_t", now)  # tqdm draws before it has one
             n, at = self._since or (self.initial, begun)
             seconds = now - at
-            found["rate"] = (found["n"] - n) / seconds if seconds > 0 else 0.0
+            fields["rate"] = (fields["n"] - n) / seconds if seconds > 0 else 0.0
         else:
-            found["rate"] = 0.0  # tqdm shows a question mark
-        return found
+            fields["rate"] = 0.0  # tqdm shows a question mark
+        return fields
 
 
 Bar.set_lock(threading.RLock())  # tqdm's own is for several processes, and starts another one to keep it

@@ -99,25 +99,25 @@ def _is_variable_name(text: str) -> bool:
     return bool(_VARIABLE.fullmatch(text)) and len(text) <= _LONGEST_NAME and not _FORMATS.search(text)
 
 
-def remember(found: Any, key: str = "") -> None:
+def remember(value: Any, key: str = "") -> None:
     """Remember the secrets in nested settings, in arguments, or in the value of the setting ``key``:
     ``scrub_text`` removes them wherever they occur."""
-    if isinstance(found, dict):
-        for name, item in found.items():
+    if isinstance(value, dict):
+        for name, item in value.items():
             remember(item, key if is_secret_name(key) else str(name))
-    elif isinstance(found, list | tuple):
-        for item in found:
+    elif isinstance(value, list | tuple):
+        for item in value:
             remember(item, key)
-    elif is_secret(key, found):
-        _remember(str(found))
-    elif isinstance(found, str):
-        if (word := _assigned(found)) is not None:
+    elif is_secret(key, value):
+        _remember(str(value))
+    elif isinstance(value, str):
+        if (word := _assigned(value)) is not None:
             _remember(word[1].strip("\"'"))
-        for user in _USER.findall(found):
+        for user in _USER.findall(value):
             _remember(user)
             _remember(user.partition(":")[2])
-        for start, end in _named_values(found):
-            _remember(found[start:end].strip("\"'"))
+        for start, end in _named_values(value):
+            _remember(value[start:end].strip("\"'"))
 
 
 def _remember(value: str) -> None:
@@ -167,10 +167,10 @@ def scrub_text(text: str, known: list[str] | None = None) -> str:
     return "".join([*kept, text[end:]])
 
 
-def _but_its_name(found: re.Match[str]) -> str:
+def _but_its_name(match: re.Match[str]) -> str:
     """Return the replacement of a match: the name of a parameter in the query of a URL stays."""
-    name, sign, _ = found[0].partition("=")
-    before = found.string[found.start() - 1 : found.start()]
+    name, sign, _ = match[0].partition("=")
+    before = match.string[match.start() - 1 : match.start()]
     return f"{name}{sign}{REMOVED}" if sign and before in ("?", "&") else REMOVED
 
 
@@ -234,8 +234,8 @@ def scrub_words(words: list[str]) -> list[str]:
     known = known_secrets()
     out = []
     for word in words:
-        found = _assigned(word)
-        out.append(scrub_text(word, known) if found is None else f"{found[0]}={REMOVED}")
+        assignment = _assigned(word)
+        out.append(scrub_text(word, known) if assignment is None else f"{assignment[0]}={REMOVED}")
     return out
 
 

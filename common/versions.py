@@ -26,23 +26,23 @@ def installed(*names: str) -> str | None:
     return None
 
 
-def refusal(package: str, found: str | None = None) -> str | None:
-    """Return why this project does not work with the release ``found`` (None: the installed one) of
-    ``package``, with the remedy; None if it accepts it, or if none is installed."""
-    found = found or installed(*_NAMES[package])
-    if found is None or _release(found) in ACCEPTED[package]:
+def refusal(package: str, release: str | None = None) -> str | None:
+    """Return why this project does not work with ``release`` of ``package`` (None: the
+    installed one), with the remedy; None if it accepts it, or if none is installed."""
+    release = release or installed(*_NAMES[package])
+    if release is None or _release(release) in ACCEPTED[package]:
         return None
-    return f"is {package} {found}; accepted is {ACCEPTED[package]}: install {package}{TESTED[package]}"
+    return f"is {package} {release}; accepted is {ACCEPTED[package]}: install {package}{TESTED[package]}"
 
 
-def warning(package: str, found: str | None = None) -> str | None:
-    """Return a warning where the tests have run on another release than ``found`` (None: the installed one)
-    of ``package``."""
-    found = found or installed(*_NAMES[package])
-    if found is None or _release(found) in TESTED[package]:
+def warning(package: str, release: str | None = None) -> str | None:
+    """Return a warning where the tests have run on another release of ``package`` than ``release``
+    (None: the installed one)."""
+    release = release or installed(*_NAMES[package])
+    if release is None or _release(release) in TESTED[package]:
         return None
-    return f"{package} {found} is accepted, but the tests have run on {package}{TESTED[package]} alone"
+    return f"{package} {release} is accepted, but the tests have run on {package}{TESTED[package]} alone"
 
 
-def _release(found: str) -> str:
-    return Version(found).base_version  # a vendor's build of 2.12.0 calls itself 2.12.0a0+…
+def _release(release: str) -> str:
+    return Version(release).base_version  # a vendor's build of 2.12.0 calls itself 2.12.0a0+…

@@ -330,10 +330,10 @@ def _replies(
 def _parts(number: int, steps: Generator[Any, None, Any]) -> Generator[Any, None, Any]:
     while True:
         try:
-            found = next(steps)
+            part = next(steps)
         except StopIteration as end:
             return end.value
-        yield ForkingPickler.dumps((number, _PART, found))
+        yield ForkingPickler.dumps((number, _PART, part))
 
 
 def _log_to(log: str) -> None:

@@ -57,19 +57,19 @@ def as_settings(arguments: list[str]) -> list[str]:
     while at < len(arguments):
         word = arguments[at]
         at += 1
-        found = _OPTION.fullmatch(word)
+        match = _OPTION.fullmatch(word)
         of_hydra = [own for own in HYDRAS if own.startswith(word.partition("=")[0])]
-        if found is None or len(of_hydra) == 1 or found["name"] == "help":
+        if match is None or len(of_hydra) == 1 or match["name"] == "help":
             words.append(word)
             continue
         values = []
-        while found["value"] is None and at < len(arguments) and _is_value(arguments[at]):
+        while match["value"] is None and at < len(arguments) and _is_value(arguments[at]):
             values.append(arguments[at])
             at += 1
-        value = found["value"] if found["value"] is not None else values[0] if values else "true"
+        value = match["value"] if match["value"] is not None else values[0] if values else "true"
         if len(values) > 1:
             value = f"[{','.join(values)}]"
-        words.append(f"{found['name'].replace('-', '_')}={value}")
+        words.append(f"{match['name'].replace('-', '_')}={value}")
     words = ["~reward" if word in ("reward=none", "reward=null") else word for word in words]
     return [f"++{word}" if _OPEN.match(word) else word for word in words]
 
@@ -92,10 +92,10 @@ def _is_value(word: str) -> bool:
 
 def choices_of(arguments: list[str]) -> list[str]:
     """Return those of the arguments that choose a file of config/."""
-    found = [(word, override) for word in arguments if (override := override_in(word)) is not None]
+    overrides = [(word, override) for word in arguments if (override := override_in(word)) is not None]
     return [
         word
-        for word, override in found
+        for word, override in overrides
         if (FOLDER / override.key_or_group).is_dir() and not override.is_sweep_override()
     ]
 
@@ -147,11 +147,11 @@ def given_twice(arguments: list[str]) -> list[str]:
             if _has_secret(override.key_or_group, override.value()):
                 secret.add(override.key_or_group)
     return [
-        f"{key} is given {len(found)} times: the last one holds"
+        f"{key} is given {len(given_values)} times: the last one holds"
         if key in secret
-        else f"{key} is given {len(found)} times, {', '.join(found)}: {found[-1]} holds"
-        for key, found in values.items()
-        if len(set(found)) > 1
+        else f"{key} is given {len(given_values)} times, {', '.join(given_values)}: {given_values[-1]} holds"
+        for key, given_values in values.items()
+        if len(set(given_values)) > 1
     ]
 
 

@@ -85,8 +85,8 @@ def _loaded(cfg: DictConfig, overrides: Sequence[str]) -> Config:
     for key, value in typed.items():
         head, _, last = key.rpartition(".")
         name = f"{head}.{FOLLOWS.get(last)}"
-        found = OmegaConf.select(cfg, name, throw_on_missing=False) if last in FOLLOWS else None
-        if name not in typed and type(found) is int and type(value) is int and found >= value:
+        current_limit = OmegaConf.select(cfg, name, throw_on_missing=False) if last in FOLLOWS else None
+        if name not in typed and type(current_limit) is int and type(value) is int and current_limit >= value:
             limit = value if last == "contexts" else max(1, value // 2)
             OmegaConf.update(cfg, name, limit)
             say([f"{name}={limit}, because {key}={value} was typed"] if speaks(os.environ) else ())
@@ -218,19 +218,19 @@ def compose(*words: str) -> tuple[Config, str]:
 def in_our_words(error: Exception, overrides: Sequence[str]) -> str:
     """Return the key, the value and the remedy for an override that Hydra refused."""
     text = str(error)
-    if found := re.search(r"Ambiguous value for argument '([^=']+)=([^']*)'", text):
-        right = f"{found[1]}={found[2].replace(',', '.')}"
-        decimal = f"a decimal has a point, as in {right}; " if re.fullmatch(r"\d*,\d+", found[2]) else ""
+    if match := re.search(r"Ambiguous value for argument '([^=']+)=([^']*)'", text):
+        right = f"{match[1]}={match[2].replace(',', '.')}"
+        decimal = f"a decimal has a point, as in {right}; " if re.fullmatch(r"\d*,\d+", match[2]) else ""
         return str(
             ConfigError(
-                found[1], found[2], f"{decimal}several values need -m, and a list brackets: [{found[2]}]"
+                match[1], match[2], f"{decimal}several values need -m, and a list brackets: [{match[2]}]"
             )
         )
-    if found := re.match(r"Could not override '([^']+)'", text):
-        value, known = dict(_given(overrides)).get(found[1], "?"), _settings_there(overrides)
-        return str(all_unknown(ConfigError(found[1], value, remedy(found[1], value, known)), overrides))
-    if found := re.search(r"Could not append to config\. An item is already at '([^']+)'", text):
-        return f"+{found[1]}: is a setting already; write {found[1]}=value, without the +"
+    if match := re.match(r"Could not override '([^']+)'", text):
+        value, known = dict(_given(overrides)).get(match[1], "?"), _settings_there(overrides)
+        return str(all_unknown(ConfigError(match[1], value, remedy(match[1], value, known)), overrides))
+    if match := re.search(r"Could not append to config\. An item is already at '([^']+)'", text):
+        return f"+{match[1]}: is a setting already; write {match[1]}=value, without the +"
     if isinstance(error, OverrideParseException):
         key, sign, value = error.override.partition("=")
         if not sign:
@@ -239,10 +239,10 @@ def in_our_words(error: Exception, overrides: Sequence[str]) -> str:
         why = "cannot be read" if "Exception" in why or "override" in why else why
         quoted = f"a text with a space or one of = , ( ) [ ] {{ }} is quoted twice, as in '{key}=\"a=b\"'"
         return str(ConfigError(key, value, f"{why}; {quoted}"))
-    if found := re.search(r"Could not find '(\w+)/([^']+)'", text):
+    if match := re.search(r"Could not find '(\w+)/([^']+)'", text):
         listed = re.findall(r"^\t(\S+)$", text.split("Config search path")[0], re.MULTILINE)
         options = [name for name in listed if not name.startswith("_")]
-        return str(ConfigError(found[1], found[2], no_file(found[1], found[2], options)))
+        return str(ConfigError(match[1], match[2], no_file(match[1], match[2], options)))
     return " ".join(f"{text} {error.__cause__ or ''}".split())
 
 

@@ -85,18 +85,20 @@ def known_elsewhere(name: str, value: str) -> tuple[str, Row] | None:
     as one.
     """
     rows = ((whose, row) for whose, rows in sources().items() for row in rows if not row.same)
-    found = [(whose, row) for whose, row in rows if name in row.names]
-    if not found:
+    matches = [(whose, row) for whose, row in rows if name in row.names]
+    if not matches:
         return known_elsewhere(name[3:], "false") if name.startswith("no_") else None
     bare = re.sub(r"[\"' ]", "", value)  # as a shell would strip them
-    asked = [(whose, row) for whose, row in found if f'{name}="{bare}"' in row.there]
-    if asked or len(found) == 1 or name in found[0][1].there:
-        return (asked or found)[0]
-    whose, parts = found[0][0], bare.strip("[]").split(",")
-    if several := [at for part in parts for at in found if f'{name}="{part}"' in at[1].there]:
-        found = several
+    asked = [(whose, row) for whose, row in matches if f'{name}="{bare}"' in row.there]
+    if asked or len(matches) == 1 or name in matches[0][1].there:
+        return (asked or matches)[0]
+    whose, parts = matches[0][0], bare.strip("[]").split(",")
+    if several := [at for part in parts for at in matches if f'{name}="{part}"' in at[1].there]:
+        matches = several
     here = tuple(
-        f"{row.here[0]} for {row.there[0].partition('=')[2]}" for by, row in found if by == whose and row.here
+        f"{row.here[0]} for {row.there[0].partition('=')[2]}"
+        for by, row in matches
+        if by == whose and row.here
     )
     note = "several are not summed here" if len(several) > 1 else ""
     return whose, Row((name,), here, note, own=False)

@@ -39,8 +39,8 @@ class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mis
         keys = [key.value for key, _ in node.value]
         if len(set(map(str, keys))) < len(keys):
             raise yaml.YAMLError("a key stands twice")
-        found: dict[Any, Any] = super().construct_mapping(node, deep)
-        return found
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
 
 
 Loader.add_implicit_resolver(
@@ -72,12 +72,12 @@ def group_file(group: str, key: str, name: str) -> dict[str, Any]:
     if not path.is_file():
         names = sorted(p.stem for p in path.parent.glob("*.yaml") if not p.stem.startswith("_"))
         raise ConfigError(key, name, f"there is no such file in config/{group}; there are {', '.join(names)}")
-    found: dict[str, Any] = parsed(path.read_text(encoding="utf-8"))
+    own_settings: dict[str, Any] = parsed(path.read_text(encoding="utf-8"))
     settings: dict[str, Any] = {}
-    for base in found.pop("defaults", []):
+    for base in own_settings.pop("defaults", []):
         if base != "_self_":
             settings |= group_file(group, key, base)
-    return settings | found
+    return settings | own_settings
 
 
 @cache

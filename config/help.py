@@ -89,8 +89,8 @@ def _own(program: str) -> str:
 
 def _key(line: str) -> str:
     """Return the setting that a line of a program's file begins; "" if it begins none of its own."""
-    found = re.match(r"(\w+):", line)
-    return found[1] if found and found[1] not in ("defaults", "hydra") else ""
+    match = re.match(r"(\w+):", line)
+    return match[1] if match and match[1] not in ("defaults", "hydra") else ""
 
 
 def _files(folder: Path) -> list[str]:
@@ -140,8 +140,8 @@ def _block(path: Path, key: str) -> str:
     """Return the lines of a key, with its comments and what is inside it."""
     lines = path.read_text(encoding="utf-8").splitlines()
     for i, line in enumerate(lines):
-        if found := re.match(rf"( *){re.escape(key)}:", line):
-            deeper = rf"{found[1]} +\S"
+        if match := re.match(rf"( *){re.escape(key)}:", line):
+            deeper = rf"{match[1]} +\S"
             end = next((j for j in range(i + 1, len(lines)) if not re.match(deeper, lines[j])), len(lines))
             return "\n".join(lines[i:end])
     return ""

@@ -116,10 +116,10 @@ def _shown(config: Settings, term: str) -> str:
 
 def _value(config: Settings, key: str) -> Any:
     """Return the value of a dotted setting; ABSENT if this run has none of this name."""
-    found: Any = config
+    value: Any = config
     for part in key.split("."):
-        found = found.get(part, ABSENT) if isinstance(found, Mapping) else getattr(found, part, ABSENT)
-    return found
+        value = value.get(part, ABSENT) if isinstance(value, Mapping) else getattr(value, part, ABSENT)
+    return value
 
 
 def _text(key: str, value: Any) -> str:

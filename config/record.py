@@ -98,11 +98,11 @@ def may_be_longer(config: Config) -> bool:
     return not config.online and config.scheduler == "constant" and config.data.logprob_range is None
 
 
-def refused_changes(found: Iterable[Change], config: Config) -> list[Change]:
-    """Return those of ``found`` (from ``changes``) with which the run cannot be resumed. How far the run may
+def refused_changes(made: Iterable[Change], config: Config) -> list[Change]:
+    """Return those of ``made`` (by ``changes``) with which the run cannot be resumed. How far the run may
     be extended is known only once the data are loaded (``jobs.lengths``)."""
     longer = LENGTH if may_be_longer(config) else ()
-    return [other for other in found if other.key not in (*MAY_CHANGE, *longer)]
+    return [other for other in made if other.key not in (*MAY_CHANGE, *longer)]
 
 
 def _record(folder: Path) -> str:

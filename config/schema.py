@@ -207,9 +207,9 @@ class Config:
 
     def __post_init__(self) -> None:
         for key in ("name", "_target_"):
-            found = self.loss.get(key)
-            named = isinstance(found, str) and found != ""
-            require(named, f"loss.{key}", found, "must be a text; loss= sets it")
+            value = self.loss.get(key)
+            named = isinstance(value, str) and value != ""
+            require(named, f"loss.{key}", value, "must be a text; loss= sets it")
         check_keep_best(self.keep_best, self.evaluations)
         evaluation_sets(self.evaluations, self.data)
         self._check_run()

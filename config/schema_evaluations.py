@@ -49,8 +49,8 @@ def named_measure(key: str) -> tuple[str, str] | None:
     rest = key.removeprefix("eval_")
     if rest == key or rest in (*MEASURED, *_ONLY_UNNAMED):
         return None
-    found = next((measure for measure in MEASURED if rest.endswith(f"_{measure}")), None)
-    return None if found is None else (rest.removesuffix(f"_{found}"), found)
+    suffix = next((measure for measure in MEASURED if rest.endswith(f"_{measure}")), None)
+    return None if suffix is None else (rest.removesuffix(f"_{suffix}"), suffix)
 
 
 def check_keep_best(key: str | None, evaluations: Mapping[str, Any]) -> None:
@@ -109,22 +109,25 @@ def _settings(name: str, given: Any, own: DataConfig) -> DataConfig:
     )
     require(source is None or isinstance(source, str), f"{key}.data", source, "is a file of config/data")
     start = asdict(own) if source is None else group_file("data", f"{key}.data", source)
-    found = start | {word: value for word, value in given.items() if word not in ("data", "path", "split")}
-    found |= _place(given)
-    files = found.get("source") in _OF_FILES
+    settings = start | {word: value for word, value in given.items() if word not in ("data", "path", "split")}
+    settings |= _place(given)
+    files = settings.get("source") in _OF_FILES
     if given.get("path") is not None and not files:
         # The settings of a task for its own files do not apply to another file.
-        found |= {"source": _OF_FILES[0], "instruct": None, "mix": given.get("mix")}
+        settings |= {"source": _OF_FILES[0], "instruct": None, "mix": given.get("mix")}
     require(
         given.get("split") is None or given.get("path") is not None or files,
         f"{key}.split",
         given.get("split"),
-        f"data={found.get('name')} has no splits to choose from; give a path",
+        f"data={settings.get('name')} has no splits to choose from; give a path",
     )
     require(
-        found.get("path") != "???", f"{key}.path", None, f"data={source} is a set of your own: name its file"
+        settings.get("path") != "???",
+        f"{key}.path",
+        None,
+        f"data={source} is a set of your own: name its file",
     )
-    return _typed(key, found)
+    return _typed(key, settings)
 
 
 def _place(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,9 +139,9 @@ def _place(given: Mapping[str, Any]) -> dict[str, Any]:
     return {} if path is None else {"path": path, "eval_path": path, "eval_split": None}
 
 
-def _typed(key: str, found: dict[str, Any]) -> DataConfig:
+def _typed(key: str, settings: dict[str, Any]) -> DataConfig:
     try:
-        return typed(found, DataConfig, f"{key}.")
+        return typed(settings, DataConfig, f"{key}.")
     except ConfigError as error:
         raise of_set(key, error) from error
 
@@ -153,5 +156,5 @@ def of_set(key: str, error: ConfigError | DataError) -> UserError:
     if section not in ("", "data"):
         return ConfigError(error.key, error.value, f"for {key}, {error.remedy}")
     word = _OWN_WORD.get(word, word)
-    remedy = _OF_DATA.sub(lambda found: f"{key}.{_OWN_WORD.get(found[1], found[1])}", error.remedy)
+    remedy = _OF_DATA.sub(lambda match: f"{key}.{_OWN_WORD.get(match[1], match[1])}", error.remedy)
     return ConfigError(f"{key}.{word}" if word in KEYS else key, error.value, remedy)

@@ -43,23 +43,23 @@ class WeightedConfig:
             sound = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_]+", name) is not None
             require(sound, KEY, name, "a name is of letters, digits and underscores")
             require(isinstance(settings, dict), f"{KEY}.{name}", settings, example)
-        self.found()
+        self.typed()
 
     @property
     def needs_reference(self) -> bool:
         """Whether any part compares with the prompt's reference answer."""
-        return any(part.reward.needs_reference for part in self.found().values())
+        return any(part.reward.needs_reference for part in self.typed().values())
 
     def models_alone(self) -> WeightedConfig | None:
         """Return the parts that load a model in the run's own processes; None if there are none."""
         parts = {
             name: self.parts[name]
-            for name, part in self.found().items()
+            for name, part in self.typed().items()
             if part.reward.models_alone() is not None
         }
         return WeightedConfig(parts=parts, normalize=self.normalize) if parts else None
 
-    def found(self) -> dict[str, Part]:
+    def typed(self) -> dict[str, Part]:
         """Return each part by its name, with its reward's settings typed. Raises ConfigError."""
         return {name: self._part(name, dict(settings)) for name, settings in self.parts.items()}
 

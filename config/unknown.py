@@ -37,16 +37,16 @@ def remedy(key: str, value: str, known: Iterable[str]) -> str:
     same = [name for name in sorted(known, key=_section) if name.rpartition(".")[2] == last]
     meant = [name for name in same if name in sections]
     same = [name for name in same if name not in sections]
-    if (last != key or key in DIFFERENT) and (found := known_elsewhere(key, value)):
-        return _of(*found, value)
+    if (last != key or key in DIFFERENT) and (foreign_setting := known_elsewhere(key, value)):
+        return _of(*foreign_setting, value)
     if rewards := _rewards_with(key, known):
         return f"{NOTHING} unless {' or '.join(rewards)} is chosen"
     if 0 < len(same) <= MOST_NAMED:
         return f"{NOTHING}; here it is {' or '.join(f'{name}={value}' if value else name for name in same)}"
     if losses := _losses_with(last):
         return f"{NOTHING}; loss.{last} is a setting of loss={', '.join(losses)}"
-    if found := known_elsewhere(last, value):
-        return _of(*found, value)
+    if foreign_setting := known_elsewhere(last, value):
+        return _of(*foreign_setting, value)
     if dotted := [name for name in known if name.replace(".", "_") == key]:
         return f"{NOTHING}; here it is {dotted[0]}{f'={value}' if value else ''}"
     head = key.rpartition(".")[0]
@@ -64,8 +64,8 @@ def translated(key: str, value: str, known: Iterable[str]) -> list[str]:
     same = [name for name in known if name.rpartition(".")[2] == last]
     if len(same) == 1 and key not in DIFFERENT:
         return [f"{same[0]}={value}"]
-    if (found := known_elsewhere(key, value) or known_elsewhere(last, value)) is not None:
-        return found[1].typed(value)
+    if (foreign_setting := known_elsewhere(key, value) or known_elsewhere(last, value)) is not None:
+        return foreign_setting[1].typed(value)
     return [f"{name}={value}" for name in known if name.replace(".", "_") == key]
 
 
@@ -97,8 +97,12 @@ def no_file(folder: str, name: str, there: list[str]) -> str:
     said = f"there is no such file in config/{folder}; "
     if near:
         return f"{said}did you mean {folder}={lowered[near[0]]}?"
-    if folder == "loss" and (found := known_elsewhere("loss_type", name)) and len(found[1].there) == 1:
-        row = found[1]
+    if (
+        folder == "loss"
+        and (foreign_setting := known_elsewhere("loss_type", name))
+        and len(foreign_setting[1].there) == 1
+    ):
+        row = foreign_setting[1]
         if f'loss_type="{name}"' in row.there:
             return f"{said}in TRL it is a loss_type; {'here: ' if row.here else ''}{row.answer(name)}"
     return f"{said}there are {', '.join(there)}{OTHERS.get(folder, '')}"
@@ -123,8 +127,8 @@ def nearest(key: str, known: Iterable[str]) -> str | None:
         )
         for name in known
     ]
-    close = [found for found in scored if found[0] >= NEAR]
-    return max(close, key=lambda found: (found[1], found[0]))[2] if close else None
+    close = [candidate for candidate in scored if candidate[0] >= NEAR]
+    return max(close, key=lambda candidate: (candidate[1], candidate[0]))[2] if close else None
 
 
 def _losses_with(number: str) -> list[str]:

@@ -229,12 +229,12 @@ def evened(
     loads = weights.sum(axis=1)
     while loads.max() * len(shares) > CLOSE * loads.sum():
         heaviest, order = int(loads.argmax()), np.argsort(loads, kind="stable")
-        found = _best_exchange(weights, loads, taken, most, heaviest, order[:LIGHTEST])
-        if found is None:
-            found = _best_exchange(weights, loads, taken, most, heaviest, order[LIGHTEST:])
-        if found is None:
+        exchange = _best_exchange(weights, loads, taken, most, heaviest, order[:LIGHTEST])
+        if exchange is None:
+            exchange = _best_exchange(weights, loads, taken, most, heaviest, order[LIGHTEST:])
+        if exchange is None:
             break
-        here, there = (heaviest, found[0]), found[1:]
+        here, there = (heaviest, exchange[0]), exchange[1:]
         for table in (owners, weights) if taken is None else (owners, weights, taken):
             table[here], table[there] = table[there], table[here]
         loads = weights.sum(axis=1)
@@ -253,7 +253,7 @@ def _best_exchange(
     """Return (place in ``heaviest``, one of the ``others``, place there) of the exchange that leaves the
     heavier of the two parts lightest, and neither with more than ``most`` of ``tokens``; None if no exchange
     improves it."""
-    best, found = int(loads[heaviest]), None
+    best, exchange = int(loads[heaviest]), None
     if not len(others):
         return None
     others = np.sort(others)
@@ -268,8 +268,8 @@ def _best_exchange(
         at = int(after.argmin())
         if after.flat[at] < best:
             other, place = divmod(at, theirs.shape[1])
-            best, found = int(after.flat[at]), (mine, int(others[other]), place)
-    return found
+            best, exchange = int(after.flat[at]), (mine, int(others[other]), place)
+    return exchange
 
 
 def _loads(shares: Shares, costs: Seq[int]) -> list[int]:

@@ -311,11 +311,11 @@ def _on_grid(
     """Return each row's [C] values at the tokens that count, as [R, T]; None if no row has any."""
     if all(known is None for known in values):
         return None
-    found = np.full((len(rows), longest), fill, np.float32)
+    grid = np.full((len(rows), longest), fill, np.float32)
     for r, (row, known) in enumerate(zip(rows, values, strict=True)):
         if known is not None:
-            found[r, : len(row.counted)] = known[row.counted]
-    return found
+            grid[r, : len(row.counted)] = known[row.counted]
+    return grid
 
 
 def microbatch(

@@ -46,7 +46,7 @@ def deal_together(
         whole = [bundle[i : i + most] for bundle in by_prompt(batch) for i in range(0, len(bundle), most)]
     costs = [(bundle, cost(bundle)) for bundle in whole]
     least = sum(of for _, of in costs)
-    found: list[tuple[int, Slots]] = [(_longest(apart, cost), apart)] if apart else []
+    candidates: list[tuple[int, Slots]] = [(_longest(apart, cost), apart)] if apart else []
     slots = max(1, -(-sum(map(measure, whole)) // (ranks * most)))
     while True:
         pieces, tried = costs, 0
@@ -61,20 +61,20 @@ def deal_together(
                 continue
             tried = len(pieces)
             if (made := _dealt(pieces, slots, ranks, cost, measure, most)) is not None:
-                found.append((_longest(made, cost), made))
-                if found[-1][0] * ranks <= NEAR * least:
+                candidates.append((_longest(made, cost), made))
+                if candidates[-1][0] * ranks <= NEAR * least:
                     break
-        if len(found) > bool(apart) or slots >= len(apart) > 0:
-            return min(found, key=lambda one: one[0])[1]
+        if len(candidates) > bool(apart) or slots >= len(apart) > 0:
+            return min(candidates, key=lambda one: one[0])[1]
         slots += 1  # the loop ends: with one share per bundle there is room
 
 
 def by_prompt(batch: Seq[Example]) -> list[Bundle]:
     """Return the examples of each prompt, with the prompts in order of first appearance."""
-    found: dict[bytes, Bundle] = {}
+    bundles: dict[bytes, Bundle] = {}
     for example in batch:
-        found.setdefault(example.rows[0].prompt_ids.tobytes(), []).append(example)
-    return list(found.values())
+        bundles.setdefault(example.rows[0].prompt_ids.tobytes(), []).append(example)
+    return list(bundles.values())
 
 
 def _halved(bundle: Bundle, size: Callable[[Bundle], int], most: float) -> list[Bundle]:

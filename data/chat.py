@@ -155,10 +155,13 @@ class Renderer:
     def too_long(self, prompt: Prompt) -> bool:
         """Return whether a prompt loses turns or words because it exceeds max_prompt_length."""
         before = self.cuts.copy()
-        found = self._prepared(prompt)
+        prepared = self._prepared(prompt)
         self.cuts = before
         try:
-            return not isinstance(found, RenderError) and len(self._open(found).ids) > self.max_prompt_length
+            return (
+                not isinstance(prepared, RenderError)
+                and len(self._open(prepared).ids) > self.max_prompt_length
+            )
         except RenderError:
             return False
 

@@ -93,9 +93,9 @@ _ONE_OF_TWO = re.compile(
 )
 
 
-def is_empty(found: Any) -> bool:
+def is_empty(value: Any) -> bool:
     """Return whether a value says nothing: null, or an empty text, list or object."""
-    return found is None or (isinstance(found, str | list | dict) and len(found) == 0)
+    return value is None or (isinstance(value, str | list | dict) and len(value) == 0)
 
 
 def named(values: Values, part: str) -> str | None:
@@ -110,7 +110,9 @@ def two_answers(has: Iterable[str]) -> tuple[tuple[str, str], tuple[str, str]] |
     for name in has:
         if match := _ONE_OF_TWO.fullmatch(name):
             ends.setdefault(match[1].lower(), {})[match[2].lower()] = name
-    two = [sorted(found.items()) for found in ends.values() if "".join(sorted(found)) in ("ab", "12", "01")]
+    two = [
+        sorted(letters.items()) for letters in ends.values() if "".join(sorted(letters)) in ("ab", "12", "01")
+    ]
     if len(two) != 1 or len(ends) != 1:
         return None
     (a, first), (b, second) = two[0]
@@ -128,8 +130,8 @@ def renamed(values: Values, config: DataConfig) -> Values:
         return values
     mapped = {ours: at(values, theirs) for ours, theirs in (config.columns or {}).items()}
     gone = {*(config.columns or {}).values(), *(config.ignore_columns or ())}
-    rest = {name: found for name, found in values.items() if name not in gone}
-    return rest | {ours: found for ours, (found, there) in mapped.items() if there}
+    rest = {name: value for name, value in values.items() if name not in gone}
+    return rest | {ours: value for ours, (value, there) in mapped.items() if there}
 
 
 def at(values: Any, path: str) -> tuple[Any, bool]:
@@ -326,8 +328,8 @@ class Columns:
     @property
     def used(self) -> tuple[str, ...]:
         """The columns that were read, in their order."""
-        found = {c: None for keys, shape in self.shapes.items() for c in keys if c in shape.read}
-        return tuple(found)
+        columns = {c: None for keys, shape in self.shapes.items() for c in keys if c in shape.read}
+        return tuple(columns)
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -354,8 +356,8 @@ class Columns:
         ignore = f'"data.ignore_columns=[{", ".join(map(_quoted, without))}]"'
         where = f"{row.file} row {row.number}"
         for kind, why in (SEEN, "which no text model reads"), (MADE, "made elsewhere; here a run makes them"):
-            if found := [name for name in names if name.lower() in kind]:
-                said = f"{where} has {', '.join(found)}, {why}: type {ignore} to train on the texts alone"
+            if read := [name for name in names if name.lower() in kind]:
+                said = f"{where} has {', '.join(read)}, {why}: type {ignore} to train on the texts alone"
                 raise ConfigError("data.path", row.file, said)
         if OF_TEMPLATE in names:
             said = json.dumps(row.values[OF_TEMPLATE], ensure_ascii=False).replace('"', "")
@@ -385,12 +387,12 @@ class Columns:
 
 def _lost(values: Values, read: set[str], strict: bool, answers: bool) -> list[str]:
     """Return the columns of a row, or paths into one, that say what no column says that is read."""
-    found = {name: value for name, value in values.items() if name not in read and not is_empty(value)}
+    unread = {name: value for name, value in values.items() if name not in read and not is_empty(value)}
     if strict:
-        for name, value in list(found.items()):
+        for name, value in list(unread.items()):
             if isinstance(value, Mapping) and (inner := value.get("ground_truth")) is not None:
-                found[f"{name}.ground_truth"] = inner
-    names = [name for name in found if name.lower() in SEEN or (strict and _decides(name, answers))]
+                unread[f"{name}.ground_truth"] = inner
+    names = [name for name in unread if name.lower() in SEEN or (strict and _decides(name, answers))]
     if not names:
         return []
     said = {piece for name in read if name in values for piece in _pieces(values[name])}
@@ -399,7 +401,7 @@ def _lost(values: Values, read: set[str], strict: bool, answers: bool) -> list[s
     def repeated(piece: str) -> bool:  # a short text may be part of a longer one by chance
         return piece in said or (len(piece) > 20 and piece in text)
 
-    return [name for name in names if not all(map(repeated, _pieces(found[name])))]
+    return [name for name in names if not all(map(repeated, _pieces(unread[name])))]
 
 
 def _decides(name: str, answers: bool) -> bool:
@@ -411,19 +413,19 @@ def _decides(name: str, answers: bool) -> bool:
     return name in _KNOWN or _ONE_OF_TWO.fullmatch(name) is not None or sounds
 
 
-def _pieces(found: Any) -> Iterator[str]:
+def _pieces(value: Any) -> Iterator[str]:
     """Yield the texts of a value: of messages what they say, not who says it. A number is no text: it yields
     a character that no text has."""
-    if isinstance(found, str):
-        yield found.strip()
-    elif isinstance(found, Mapping):
-        said = [found[key] for key in ("content", "value") if key in found]
-        for inner in said or found.values():
+    if isinstance(value, str):
+        yield value.strip()
+    elif isinstance(value, Mapping):
+        said = [value[key] for key in ("content", "value") if key in value]
+        for inner in said or value.values():
             yield from _pieces(inner)
-    elif isinstance(found, list | tuple):
-        for inner in found:
+    elif isinstance(value, list | tuple):
+        for inner in value:
             yield from _pieces(inner)
-    elif found is not None:
+    elif value is not None:
         yield "\0"
 
 

@@ -143,10 +143,14 @@ def wanted_of(reference: str | None) -> dict[str, Any] | None:
     """Return the constraints that a reference answer names, as kind -> value; None if it names none that are
     known."""
     try:
-        found = json.loads(reference or "")
+        constraints = json.loads(reference or "")
     except ValueError:
         return None
-    return found if isinstance(found, dict) and found and found.keys() <= KINDS.keys() else None
+    return (
+        constraints
+        if isinstance(constraints, dict) and constraints and constraints.keys() <= KINDS.keys()
+        else None
+    )
 
 
 def met(answer: str, wanted: dict[str, Any]) -> dict[str, bool]:

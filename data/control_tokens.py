@@ -37,8 +37,8 @@ class ControlTokens:
         """Return the first control token in a text; None without one."""
         if not any(start in text for start in self._starts):
             return None
-        found = self._pattern.search(text)
-        return None if found is None else found[0]
+        match = self._pattern.search(text)
+        return None if match is None else match[0]
 
     def written(self, text: str) -> str:
         """Return the text as it goes into the template. Raises RenderError for a text that is dropped."""
@@ -49,7 +49,7 @@ class ControlTokens:
             raise RenderError(f"a text holds the control token {token} (data.control_tokens=drop)")
         if "\ue000" in text:
             raise RenderError("a text with control tokens holds U+E000, which stands for one of them")
-        return self._pattern.sub(lambda found: f"\ue000{self._tokens.index(found[0])}\ue001", text)
+        return self._pattern.sub(lambda match: f"\ue000{self._tokens.index(match[0])}\ue001", text)
 
     def encoded(self, text: str, alone: Encode, inside: Encode) -> list[int]:
         """Return the ids of a text that ``written`` made, with its control tokens as plain text. ``alone``

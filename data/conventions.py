@@ -70,8 +70,8 @@ def language_modelling(values: Values, config: DataConfig) -> Group:
             "rows are texts without a prompt (language modelling), which no chat template is for: type "
             "data.apply_chat_template=false to train on them as they are",
         )
-    found = text(values, "text")
-    first = _WORDS.match(found)
-    if first is None or not found[first.end() :].strip():
+    document = text(values, "text")
+    first = _WORDS.match(document)
+    if first is None or not document[first.end() :].strip():
         raise RowError("'text' has fewer than two words")
-    return demonstration(Prompt((Turn("user", found[: first.end()]),)), found[first.end() :])
+    return demonstration(Prompt((Turn("user", document[: first.end()]),)), document[first.end() :])

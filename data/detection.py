@@ -52,8 +52,8 @@ def format_of(config: DataConfig, first: Sequence[Row]) -> tuple[str, Format]:
         raise ConfigError(
             "data.format", name, f"use auto, {', '.join(FORMATS)}, or the import path of a function"
         )
-    found: Format = import_function("data.format", name)
-    return name, found
+    custom_format: Format = import_function("data.format", name)
+    return name, custom_format
 
 
 FORMS: tuple[tuple[str, set[str]], ...] = (
@@ -96,16 +96,16 @@ def detect(first: Sequence[Row], columns: dict[str, str] | None = None) -> str:
 
 def _parts(rows: Sequence[Values]) -> set[str]:
     """Return the columns that any of the rows fills, and the parts of a row that FORMS names."""
-    has = {name for values in rows for name, found in values.items() if found is not None}
-    found = has | {f"<{part}>" for part, names in READ.items() if has & set(names)}
+    has = {name for values in rows for name, parts in values.items() if parts is not None}
+    parts = has | {f"<{part}>" for part, names in READ.items() if has & set(names)}
     of_values = {
         "<feedback>": is_feedback,
         "<rated answers>": _has_responses,
         "<transcripts>": _is_transcript,
         "<answer>": _ends_with_an_answer,
     }
-    found |= {part for part, holds in of_values.items() if 2 * sum(map(holds, rows)) >= len(rows)}
-    return found | ({"<two answers>"} if two_answers(has) else set())
+    parts |= {part for part, holds in of_values.items() if 2 * sum(map(holds, rows)) >= len(rows)}
+    return parts | ({"<two answers>"} if two_answers(has) else set())
 
 
 def is_feedback(values: Values) -> bool:
@@ -120,19 +120,21 @@ def _is_transcript(values: Values) -> bool:
 
 def _has_responses(values: Values) -> bool:
     try:
-        found = formats.unpacked(values.get("completions"))
+        completions = formats.unpacked(values.get("completions"))
     except formats.RowError:
         return False
-    return isinstance(found, list) and all(isinstance(one, dict) and "response" in one for one in found)
+    return isinstance(completions, list) and all(
+        isinstance(one, dict) and "response" in one for one in completions
+    )
 
 
 def _ends_with_an_answer(values: Values) -> bool:
     """Return whether a conversation ends with the assistant's turn, in a row without an answer of its own."""
     column = named(values, "conversation")
     try:
-        found = formats.messages_in(values.get(column or ""), "")
+        messages = formats.messages_in(values.get(column or ""), "")
     except formats.RowError:
         return False
-    last = found[-1] if isinstance(found, list) and found else found
+    last = messages[-1] if isinstance(messages, list) and messages else messages
     role = last.get("role") or last.get("from") if isinstance(last, dict) else None
     return isinstance(role, str) and formats.ROLES.get(role) == "assistant"

@@ -303,9 +303,9 @@ def with_tokens(row: Sequence | str, completion: Completion) -> Sequence | str:
     size = len(row.completion_ids)
 
     def filled(known: Seq[float], rest: float, kind: Any) -> np.ndarray:
-        found = np.full(size, rest, kind)
-        found[: len(known)] = known[:size]
-        return found
+        padded = np.full(size, rest, kind)
+        padded[: len(known)] = known[:size]
+        return padded
 
     if completion.behavior_logprobs is not None:
         row = replace(row, behavior_logprobs=filled(completion.behavior_logprobs, np.nan, np.float32))
@@ -334,14 +334,14 @@ def make_examples(
     rows = len(wanted.completions)
     made: ExampleGroups
     if cache is None or rows < cache.worth:  # kept, and not made again for every batch
-        held = [found for part in wanted.parts(rows + 1) for found in _tokenised(renderer, part)]
-        why = {g: found for g, found in enumerate(held) if isinstance(found, str)}
+        held = [tokenised for part in wanted.parts(rows + 1) for tokenised in _tokenised(renderer, part)]
+        why = {g: tokenised for g, tokenised in enumerate(held) if isinstance(tokenised, str)}
         made = tuple(
             examples_of(
-                wanted.prompt_ids[g].decode(), wanted.specs(g), found, tuple(wanted.numbers[g].tolist())
+                wanted.prompt_ids[g].decode(), wanted.specs(g), tokenised, tuple(wanted.numbers[g].tolist())
             )
-            for g, found in enumerate(held)
-            if not isinstance(found, str)
+            for g, tokenised in enumerate(held)
+            if not isinstance(tokenised, str)
         )
     else:
         file = cache.get(renderer, wanted.words, lambda: wanted.tokenised(renderer))

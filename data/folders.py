@@ -46,14 +46,14 @@ def is_saved(folder: Path) -> bool:
 def shards(folder: Path) -> dict[str, list[Path]]:
     """Return the files of each split, sorted by name. The split is part of the file's name or of its folder's
     name; files without one belong to "train"."""
-    found: dict[str, list[Path]] = {}
+    splits: dict[str, list[Path]] = {}
     for path in sorted(folder.rglob("*")):
         inner = path.relative_to(folder)
         hidden = any(part.startswith((".", "_")) for part in inner.parts)
         hidden = hidden or path.name in _ABOUT
         if not hidden and path.is_file() and path.name.endswith(SUFFIXES):
-            found.setdefault(_split_of(inner), []).append(path)
-    return found
+            splits.setdefault(_split_of(inner), []).append(path)
+    return splits
 
 
 def _split_of(inner: Path) -> str:
@@ -61,8 +61,8 @@ def _split_of(inner: Path) -> str:
     stem = inner.name.partition(".")[0]
     for name in (stem, *reversed(inner.parts[:-1])):
         bare = _LABELS.sub("", name)
-        if found := _SPLIT.search(bare):
-            return bare if bare.startswith(found[1]) else found[1]
+        if match := _SPLIT.search(bare):
+            return bare if bare.startswith(match[1]) else match[1]
     return "train"
 
 
@@ -79,13 +79,13 @@ def _saved(folder: Path, split: str | None, key: str, split_key: str) -> Iterato
     import datasets  # imported here: the import takes a second, and plain files do not need it
 
     try:
-        found = datasets.load_from_disk(str(folder))
-        if isinstance(found, datasets.DatasetDict):
-            name = _chosen([str(name) for name in found], split, folder, split_key)
-            found, where = found[name], f"{folder.name}/{name}"
+        dataset = datasets.load_from_disk(str(folder))
+        if isinstance(dataset, datasets.DatasetDict):
+            name = _chosen([str(name) for name in dataset], split, folder, split_key)
+            dataset, where = dataset[name], f"{folder.name}/{name}"
         else:
             where = folder.name
-        yield from table_rows(where, found.with_format("arrow").iter(batch_size=1000))
+        yield from table_rows(where, dataset.with_format("arrow").iter(batch_size=1000))
     except ConfigError:
         raise
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:

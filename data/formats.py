@@ -81,10 +81,10 @@ def placed(group: Group, row: Row) -> Group:
 def with_tools(group: Group, values: Values) -> Group:
     """Return the group with the row's ``tools``, which the chat template describes to the model."""
     try:
-        found = tools_of(values.get("tools"))
+        tools = tools_of(values.get("tools"))
     except ValueError as error:
         raise RowError(str(error)) from error
-    return replace(group, prompt=replace(group.prompt, tools=found)) if found else group
+    return replace(group, prompt=replace(group.prompt, tools=tools)) if tools else group
 
 
 # Reading one value
@@ -92,50 +92,50 @@ def with_tools(group: Group, values: Values) -> Group:
 
 def value(values: Values, column: str) -> Any:
     """Return ``values[column]``; raises RowError if it is missing or null."""
-    found = values.get(column)
-    if found is None:
+    cell = values.get(column)
+    if cell is None:
         raise RowError(f"no {column!r}" if column in values else f"no column {column!r}")
-    return found
+    return cell
 
 
 def text(values: Values, column: str) -> str:
     """Return a string column; raises RowError for anything else."""
-    found = value(values, column)
-    if not isinstance(found, str):
-        raise RowError(f"{column!r} is a {type(found).__name__}, not a string")
-    return found
+    cell = value(values, column)
+    if not isinstance(cell, str):
+        raise RowError(f"{column!r} is a {type(cell).__name__}, not a string")
+    return cell
 
 
 def number(values: Values, column: str) -> float:
     """Return a finite number, which a table of texts (csv) writes as one; raises RowError for anything
     else."""
-    found = value(values, column)
+    cell = value(values, column)
     try:
-        made: Any = float(found) if isinstance(found, str) else found
+        made: Any = float(cell) if isinstance(cell, str) else cell
     except ValueError:
         made = None
     if isinstance(made, bool) or not is_finite(made):
-        raise RowError(f"{column!r} is {shown(found)}, not a finite number")
+        raise RowError(f"{column!r} is {shown(cell)}, not a finite number")
     return float(made)
 
 
-def is_finite(found: Any) -> bool:
-    """Return whether ``found`` is a number that is finite in float32, the precision of later computations."""
-    return isinstance(found, int | float) and -LARGEST <= found <= LARGEST
+def is_finite(scalar: Any) -> bool:
+    """Return whether ``scalar`` is a number that is finite in float32, in which it is computed with."""
+    return isinstance(scalar, int | float) and -LARGEST <= scalar <= LARGEST
 
 
-def are_finite(found: list[Any], most: float = LARGEST) -> bool:
-    """Return whether all of ``found`` are numbers that are finite in float32, and at most ``most``. No Python
+def are_finite(numbers: list[Any], most: float = LARGEST) -> bool:
+    """Return whether all ``numbers`` are numbers that are finite in float32, and at most ``most``. No Python
     runs for each of them: there are as many as tokens."""
-    if not all(issubclass(kind, int | float) for kind in set(map(type, found))):
+    if not all(issubclass(kind, int | float) for kind in set(map(type, numbers))):
         return False
-    inside = not found or (min(found) >= -LARGEST and max(found) <= most)
-    return inside and all(map(math.isfinite, found))
+    inside = not numbers or (min(numbers) >= -LARGEST and max(numbers) <= most)
+    return inside and all(map(math.isfinite, numbers))
 
 
-def shown(found: Any) -> str:
+def shown(raw_value: Any) -> str:
     """Return a value as an error message quotes it, shortened because a file's value may be of any length."""
-    return reprlib.repr(found)
+    return reprlib.repr(raw_value)
 
 
 _TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False, "-1": False}
@@ -143,65 +143,65 @@ _TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.
 
 def truth(values: Values, column: str) -> bool:
     """Return a boolean, 0 or 1 (also −1 for false), or the text of one; raises RowError for anything else."""
-    found = value(values, column)
-    said = _TRUTHS.get(str(found).strip().lower()) if isinstance(found, bool | int | float | str) else None
+    cell = value(values, column)
+    said = _TRUTHS.get(str(cell).strip().lower()) if isinstance(cell, bool | int | float | str) else None
     if said is None:
-        raise RowError(f"{column!r} is {shown(found)}, not true or false: write true and false, or 1 and 0")
+        raise RowError(f"{column!r} is {shown(cell)}, not true or false: write true and false, or 1 and 0")
     return said
 
 
 def listed(values: Values, column: str) -> list[Any]:
     """Return a list, which a table of texts (csv) writes as JSON; raises RowError for anything else."""
-    found = unpacked(value(values, column))
-    if not isinstance(found, list):
-        raise RowError(f"{column!r} is a {type(found).__name__}, not a list")
-    return found
+    entries = unpacked(value(values, column))
+    if not isinstance(entries, list):
+        raise RowError(f"{column!r} is a {type(entries).__name__}, not a list")
+    return entries
 
 
 _IS_MESSAGE = re.compile(r"""\s*\[?\s*\{\s*["'](role|from|content|value)["']\s*:""")
 
 
-def unpacked(found: Any, column: str = "") -> Any:
+def unpacked(cell: Any, column: str = "") -> Any:
     """Return the list that a text holds as JSON, or as Python writes it (pandas does); another value as it
     is. Raises RowError for messages written in another way, which nobody said to a model."""
-    if not isinstance(found, str) or not found.lstrip().startswith(("[", "{")):
-        return found
+    if not isinstance(cell, str) or not cell.lstrip().startswith(("[", "{")):
+        return cell
     for read in (str, lambda text: json.dumps(ast.literal_eval(text))):
         try:
-            text = read(found.strip())
+            text = read(cell.strip())
             made, end, fault = parsed(text, 0)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             continue
         if fault is None:
-            return made if end == len(text) else found
-    if _IS_MESSAGE.match(found):
+            return made if end == len(text) else cell
+    if _IS_MESSAGE.match(cell):
         raise RowError(f"{column!r} is the text of messages, but not JSON; write it with json.dumps")
-    return found
+    return cell
 
 
-def messages_in(found: Any, column: str) -> Any:
+def messages_in(cell: Any, column: str) -> Any:
     """Return the messages that a text holds, or the value as it is."""
-    return unpacked(found, column) if isinstance(found, str) and _IS_MESSAGE.match(found) else found
+    return unpacked(cell, column) if isinstance(cell, str) and _IS_MESSAGE.match(cell) else cell
 
 
-def turns(found: Any, column: str) -> tuple[Turn, ...]:
+def turns(messages: Any, column: str) -> tuple[Turn, ...]:
     """Return chat messages ``[{role, content}, …]``, or ShareGPT's ``[{from, value}, …]``, as turns. A string
     becomes one user turn unless it holds messages as JSON, and a single message a list of one."""
-    found = messages_in(found, column)
-    if isinstance(found, str):
-        return (Turn("user", found),)
-    if isinstance(found, Mapping):
-        found = [found]
-    if not isinstance(found, list) or not found:
+    messages = messages_in(messages, column)
+    if isinstance(messages, str):
+        return (Turn("user", messages),)
+    if isinstance(messages, Mapping):
+        messages = [messages]
+    if not isinstance(messages, list) or not messages:
         raise RowError(f"{column!r} is neither a string nor a list of messages")
-    if isinstance(found[-1], Mapping) and (
-        off := [key for key in _LEARNED if found[-1].get(key) in (0, "0")]
+    if isinstance(messages[-1], Mapping) and (
+        off := [key for key in _LEARNED if messages[-1].get(key) in (0, "0")]
     ):
         raise LeftOutError(
-            f"the last message of {column!r} says {off[0]!r}: {found[-1][off[0]]}, not to be learned"
+            f"the last message of {column!r} says {off[0]!r}: {messages[-1][off[0]]}, not to be learned"
         )
-    calling = any(isinstance(message, Mapping) and message.get("tool_calls") for message in found)
-    return tuple(_turn(message, column, calling) for message in found)
+    calling = any(isinstance(message, Mapping) and message.get("tool_calls") for message in messages)
+    return tuple(_turn(message, column, calling) for message in messages)
 
 
 def keys_of(message: Values, column: str, calling: bool) -> str:
@@ -246,17 +246,17 @@ def asked(values: Values, column: str | None = None) -> tuple[Turn, ...]:
     does. Alpaca's ``input`` follows ``instruction`` after an empty line.
     """
     column = column or named(values, "question")
-    found = () if column is None else turns(value(values, column), column)
-    if column == "instruction" and len(found) == 1 and not is_empty(values.get("input")):
-        found = (Turn("user", f"{found[0].content}\n\n{text(values, 'input')}"),)
-    found = (*_history(values), *found)
+    conversation = () if column is None else turns(value(values, column), column)
+    if column == "instruction" and len(conversation) == 1 and not is_empty(values.get("input")):
+        conversation = (Turn("user", f"{conversation[0].content}\n\n{text(values, 'input')}"),)
+    conversation = (*_history(values), *conversation)
     system = named(values, "system")
     if system is None:
-        return found
+        return conversation
     lead = Turn("system", text(values, system))
-    if found[:1] and found[0].role == "system" and found[0] != lead:
+    if conversation[:1] and conversation[0].role == "system" and conversation[0] != lead:
         raise RowError(f"{system!r} and the conversation's own system turn say different things")
-    return found if found[:1] == (lead,) else (lead, *found)
+    return conversation if conversation[:1] == (lead,) else (lead, *conversation)
 
 
 def _history(values: Values) -> tuple[Turn, ...]:
@@ -265,13 +265,13 @@ def _history(values: Values) -> tuple[Turn, ...]:
     said = listed(values, "history")
     if all(isinstance(message, Mapping) for message in said):
         return turns(said, "history")
-    found: list[Turn] = []
+    history: list[Turn] = []
     for exchange in said:
         pair = isinstance(exchange, list | tuple) and len(exchange) == 2
         if not pair or not all(isinstance(part, str) for part in exchange):
             raise RowError("'history' is not a list of pairs, question and answer")
-        found += [Turn("user", exchange[0]), Turn("assistant", exchange[1])]
-    return tuple(found)
+        history += [Turn("user", exchange[0]), Turn("assistant", exchange[1])]
+    return tuple(history)
 
 
 def question(values: Values) -> tuple[Turn, ...]:
@@ -310,23 +310,23 @@ def demonstration(prompt: Prompt, completion: str | Completion) -> Group:
     return Group(prompt, (_completion(completion),), (1.0,))
 
 
-def _completion(found: str | Completion) -> Completion:
-    return Completion(found) if isinstance(found, str) else found
+def _completion(completion: str | Completion) -> Completion:
+    return Completion(completion) if isinstance(completion, str) else completion
 
 
-def answered(head: tuple[Turn, ...], found: Any, column: str) -> tuple[tuple[Turn, ...], Completion]:
+def answered(head: tuple[Turn, ...], completion: Any, column: str) -> tuple[tuple[Turn, ...], Completion]:
     """Return (conversation, answer) of a completion column.
 
     A string answers ``head``. Messages end with the assistant's answer. The messages before it either
     continue ``head`` or are the conversation again (as in the UltraFeedback sets), and then must contain
     ``head`` or be its end. The system turn of ``head`` stays unless they bring their own.
     """
-    found = messages_in(found, column)
+    completion = messages_in(completion, column)
     if head and head[-1].role == "assistant":
         raise RowError(f"the prompt does not end with a user turn but with an answer, and {column!r} is one")
-    if isinstance(found, str):
-        return head, Completion(found)
-    before, answer = _last(turns(found, column), column)
+    if isinstance(completion, str):
+        return head, Completion(completion)
+    before, answer = _last(turns(completion, column), column)
     if not before or before[0].role == "assistant":
         return head + before, answer
     lead, rest = _led(head)
@@ -338,13 +338,13 @@ def answered(head: tuple[Turn, ...], found: Any, column: str) -> tuple[tuple[Tur
     return (own or lead) + again, answer
 
 
-def _last(found: tuple[Turn, ...], column: str) -> tuple[tuple[Turn, ...], Completion]:
+def _last(conversation: tuple[Turn, ...], column: str) -> tuple[tuple[Turn, ...], Completion]:
     """Return (the turns before, the answer) of the assistant's turn that ends a conversation."""
-    if found[-1].role != "assistant":
+    if conversation[-1].role != "assistant":
         raise RowError(f"{column!r} does not end with an assistant turn")
-    if found[-1].calls:
+    if conversation[-1].calls:
         raise RowError(f"{column!r} ends with a call of a tool and without an answer")
-    return found[:-1], Completion(found[-1].content, keys=found[-1].keys)
+    return conversation[:-1], Completion(conversation[-1].content, keys=conversation[-1].keys)
 
 
 def _led(conversation: tuple[Turn, ...]) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:
@@ -466,7 +466,7 @@ def other_columns(values: Values, config: DataConfig) -> str:
     has none."""
     taken = {"prompt", *READ["conversation"], "reference", "tools", *(config.columns or {})}
     # dict() copies without marking them as read: that is for what decides
-    rest = {name: found for name, found in dict(values).items() if name not in taken}
+    rest = {name: cell for name, cell in dict(values).items() if name not in taken}
     text = json.dumps(rest, ensure_ascii=False, default=str) if rest else ""
     if "NaN" in text or "Infinity" in text:  # no JSON: null
         return json.dumps(json.loads(text, parse_constant=lambda _: None), ensure_ascii=False)
@@ -518,15 +518,15 @@ def _gathered(rows: Iterable[Row], convert: Callable[[Values], Group | Sample]) 
     samples: dict[str, list[Sample]] = {}
     for row in rows:
         try:
-            found = convert(row.values)
-            group = with_tools(found if isinstance(found, Group) else Group(found[0]), row.values)
+            converted = convert(row.values)
+            group = with_tools(converted if isinstance(converted, Group) else Group(converted[0]), row.values)
         except RowError as error:
             yield error.dropped(row)
             continue
-        if isinstance(found, Group):
+        if isinstance(converted, Group):
             yield group
         else:
-            samples.setdefault(group.prompt.id, []).append((group.prompt, *found[1:]))
+            samples.setdefault(group.prompt.id, []).append((group.prompt, *converted[1:]))
     for of_prompt in samples.values():
         answers = tuple(answer for _, answer, _ in of_prompt)
         yield Group(of_prompt[0][0], answers, tuple(reward for _, _, reward in of_prompt))

@@ -50,9 +50,9 @@ class FileGroups(Sequence[Group]):
             return self.pick(np.arange(len(self))[at])
         size = int(self._sizes[at])
         # pread needs no file position, which threads and forked processes would share
-        found = pickle.loads(os.pread(self._file.fileno(), size, int(self._starts[at])))
-        assert isinstance(found, Group)
-        return found
+        group = pickle.loads(os.pread(self._file.fileno(), size, int(self._starts[at])))
+        assert isinstance(group, Group)
+        return group
 
     def __iter__(self) -> Iterator[Group]:
         return (self[i] for i in range(len(self)))

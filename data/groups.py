@@ -179,10 +179,10 @@ def from_dict(values: Values) -> Group:
     return with_tools(group, values)
 
 
-def _completion(found: Any) -> Completion:
-    if not isinstance(found, dict):
-        return answered((), found, "completions")[1]
-    words, ids, whose = found.get("text"), found.get("token_ids"), found.get("tokenizer")
+def _completion(record: Any) -> Completion:
+    if not isinstance(record, dict):
+        return answered((), record, "completions")[1]
+    words, ids, whose = record.get("text"), record.get("token_ids"), record.get("tokenizer")
     if words is None and ids is None:
         raise RowError("a completion has neither 'text' nor 'token_ids'")
     if not isinstance(words, str | None):
@@ -191,22 +191,22 @@ def _completion(found: Any) -> Completion:
         raise RowError("a completion's 'token_ids' are not a list of integers from 0 on")
     if not isinstance(whose, str | None):
         raise RowError("a completion's 'tokenizer' is not a string, the fingerprint of a vocabulary")
-    finished = found.get("finished") is None or truth(found, "finished")
-    if not isinstance(stopped := found.get("stopped") or "", str):
+    finished = record.get("finished") is None or truth(record, "finished")
+    if not isinstance(stopped := record.get("stopped") or "", str):
         raise RowError("a completion's 'stopped' is not a string, the one that ended it")
     for key in ("loss_mask", "token_rewards"):
-        if found.get(key) is not None and len(_list(found, key)) != len(ids or ()):
+        if record.get(key) is not None and len(_list(record, key)) != len(ids or ()):
             raise RowError(
-                f"a completion has {len(found[key])} {key} and "
+                f"a completion has {len(record[key])} {key} and "
                 + (f"{len(ids)} token_ids: they belong to other tokens" if ids else "no token_ids to go with")
             )
     if ids is None:
-        return Completion(words, None, finished, keys=keys_of(found, "completions", False), stopped=stopped)
-    at = found.get("behavior_temperature", 1.0)
+        return Completion(words, None, finished, keys=keys_of(record, "completions", False), stopped=stopped)
+    at = record.get("behavior_temperature", 1.0)
     if not is_finite(at) or at <= 0:
         raise RowError("a completion's 'behavior_temperature' is not a number above 0")
-    behavior = _behavior(found.get("behavior_logprobs"), len(ids))
-    mask, rewards = found.get("loss_mask"), found.get("token_rewards")
+    behavior = _behavior(record.get("behavior_logprobs"), len(ids))
+    mask, rewards = record.get("loss_mask"), record.get("token_rewards")
     if not set(map(type, mask or ())) <= {int, bool} or not set(mask or ()) <= {0, 1}:
         raise RowError("a completion's 'loss_mask' is not a list of 0 and 1")
     if not are_finite(rewards or []):
@@ -220,38 +220,42 @@ def _completion(found: Any) -> Completion:
         float(at),
         None if mask is None else tuple(map(bool, mask)),
         None if rewards is None else tuple(map(float, rewards)),
-        turns(found["turns"], "turns") if found.get("turns") else (),
+        turns(record["turns"], "turns") if record.get("turns") else (),
         stopped=stopped,
     )
 
 
-def _list(found: Values, key: str) -> list[Any]:
-    if not isinstance(found[key], list):
+def _list(record: Values, key: str) -> list[Any]:
+    if not isinstance(record[key], list):
         raise RowError(f"a completion's {key!r} is not a list")
-    return list(found[key])
+    return list(record[key])
 
 
-def _behavior(found: Any, tokens: int) -> tuple[float, ...] | None:
+def _behavior(logprobs: Any, tokens: int) -> tuple[float, ...] | None:
     """Return a completion's ``behavior_logprobs``, with NaN for null; None if there are none. Raises
     RowError."""
-    if found is None:
+    if logprobs is None:
         return None
-    known = found if isinstance(found, list) else []
+    known = logprobs if isinstance(logprobs, list) else []
     if None in known:
         known = [v for v in known if v is not None]
-    if not isinstance(found, list) or not are_finite(known, most=_ROUNDING):
+    if not isinstance(logprobs, list) or not are_finite(known, most=_ROUNDING):
         raise RowError("a completion's 'behavior_logprobs' are not a list of numbers up to 0, or null")
-    if len(found) != tokens:
+    if len(logprobs) != tokens:
         raise RowError(
-            f"a completion has {len(found)} behavior_logprobs and {tokens} token_ids: they belong to other "
-            "tokens"
+            f"a completion has {len(logprobs)} behavior_logprobs and {tokens} token_ids: they belong to "
+            "other tokens"
         )
-    return tuple(map(float, known if len(known) == tokens else (math.nan if v is None else v for v in found)))
+    return tuple(
+        map(float, known if len(known) == tokens else (math.nan if v is None else v for v in logprobs))
+    )
 
 
-def _are_ids(found: list[Any]) -> bool:
-    kinds = set(map(type, found))
-    return all(issubclass(kind, int) and kind is not bool for kind in kinds) and min(found, default=0) >= 0
+def _are_ids(token_ids: list[Any]) -> bool:
+    kinds = set(map(type, token_ids))
+    return (
+        all(issubclass(kind, int) and kind is not bool for kind in kinds) and min(token_ids, default=0) >= 0
+    )
 
 
 def groups(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:

@@ -143,8 +143,8 @@ def story_pairs(config: DataConfig, split: str) -> Loaded:
         by_model = [
             pair(language, p, own[p.id], settings.noise, settings.length_bias) for p in asked if p.id in own
         ]
-        found = {group.prompt.id: group for group in (*by_authors, *by_model)}
-        groups = [found[p.id] for p in asked]
+        groups_by_id = {group.prompt.id: group for group in (*by_authors, *by_model)}
+        groups = [groups_by_id[p.id] for p in asked]
     else:
         half = "eval" if config.eval_split is None else config.eval_split
         require(half in ("eval", *HALVES), "data.eval_split", half, f"must be {' or '.join(HALVES)}, or null")
@@ -187,7 +187,7 @@ def own_answers(settings: StoriesConfig, asked: Sequence[Prompt]) -> dict[str, l
     if settings.own is None or not wanted:
         return {}
     known = {group.prompt.id: group.completions for group in read_groups(Path(settings.own))}
-    found: dict[str, list[Completion]] = {}
+    answers_by_id: dict[str, list[Completion]] = {}
     for prompt in wanted:
         answers = [Completion(text=answer.text) for answer in known.get(prompt.id, ())]
         if len(answers) < 2:
@@ -196,8 +196,8 @@ def own_answers(settings: StoriesConfig, asked: Sequence[Prompt]) -> dict[str, l
                 f"data.instruct.own_share={settings.own_share:g} needs them for the first {len(wanted)} "
                 "prompts; sample as many prompts, or lower the share"
             )
-        found[prompt.id] = answers
-    return found
+        answers_by_id[prompt.id] = answers
+    return answers_by_id
 
 
 def demonstrations(config: DataConfig, split: str) -> Loaded:

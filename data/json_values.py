@@ -49,18 +49,18 @@ def _end(text: str, at: int) -> int:
         bare = re.compile(r"[^\s,\]}]+").match(text, at)
         return bare.end() if bare else at
     depth = 0
-    for found in _BRACKETS.finditer(text, at):
-        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
+    for match in _BRACKETS.finditer(text, at):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(match[0], 0)
         if depth == 0:
-            return found.end()
+            return match.end()
     raise json.JSONDecodeError("Unterminated list or object starting at", text, at)
 
 
 def _depth(text: str, at: int, end: int) -> int:
     """Return how deeply lists and objects are nested in valid JSON."""
     depth = most = 0
-    for found in _BRACKETS.finditer(text, at, end):
-        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
+    for match in _BRACKETS.finditer(text, at, end):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(match[0], 0)
         most = max(most, depth)
     return most
 

@@ -53,12 +53,12 @@ class Markup:
         """Return the turns of ``text``, stripped; none if it does not begin with a turn. Raises MarkupError
         for a turn of somebody else than system, user and assistant."""
         text = text.lstrip().removeprefix(self.begins)
-        found = list(self.opens.finditer(text))
-        before = text[: found[0].start()].strip() if found else ""
-        if not found or (before and not self.system_before):
+        matches = list(self.opens.finditer(text))
+        before = text[: matches[0].start()].strip() if matches else ""
+        if not matches or (before and not self.system_before):
             return []
         turns = [Turn("system", before)] if before else []
-        for match, end in zip(found, [*(m.start() for m in found[1:]), len(text)], strict=True):
+        for match, end in zip(matches, [*(m.start() for m in matches[1:]), len(text)], strict=True):
             role = _ROLES.get(match["role"].lower())
             if role is None:
                 raise MarkupError(f"a text in the markup of {self.name} has a turn of {match['role']!r}")
@@ -129,8 +129,8 @@ def dialogue(text: str) -> tuple[str, list[Turn]] | None:
     MarkupError."""
     if not _HINTS.search(text):
         return None
-    if found := _instructions(text):
-        return "Llama 2 and Mistral", found
+    if instruction_turns := _instructions(text):
+        return "Llama 2 and Mistral", instruction_turns
     for markup in MARKUPS:
         turns = markup.turns(text)
         if markup.plain and [turn.role for turn in turns if turn.role != "system"] != [
@@ -152,11 +152,11 @@ def answer_at(text: str) -> int | None:
     if begun.startswith("[INST]") and "[/INST]" in begun:
         return text.rindex("[/INST]") + len("[/INST]")
     for markup in MARKUPS:
-        found = [] if markup.plain else list(markup.opens.finditer(text))
-        if not found or _ROLES.get(found[-1]["role"].lower()) != "assistant":
+        matches = [] if markup.plain else list(markup.opens.finditer(text))
+        if not matches or _ROLES.get(matches[-1]["role"].lower()) != "assistant":
             continue
-        if markup.system_before or not text[: found[0].start()].strip().removeprefix(markup.begins):
-            return found[-1].end()
+        if markup.system_before or not text[: matches[0].start()].strip().removeprefix(markup.begins):
+            return matches[-1].end()
     return None
 
 
@@ -250,9 +250,9 @@ def unrendered(group: Group) -> tuple[str, Group]:
     """Return (the name of the markup, the group with turns in place of rendered texts); ("", the same group)
     without any. Raises MarkupError for markup that can mean more than one thing."""
     turns, name, opened = group.prompt.turns, "", ""
-    found = dialogue(turns[-1].content) if turns[-1].role == "user" else None
-    if found is not None and _asks(*found):
-        name, read = found
+    prompt_dialogue = dialogue(turns[-1].content) if turns[-1].role == "user" else None
+    if prompt_dialogue is not None and _asks(*prompt_dialogue):
+        name, read = prompt_dialogue
         if read[-1].role == "assistant":  # words behind its heading open every answer (<think>)
             opened = read.pop().content
             opened = turns[-1].content[turns[-1].content.rindex(opened) :] if opened else ""
@@ -265,7 +265,7 @@ def unrendered(group: Group) -> tuple[str, Group]:
         if completion.token_ids is None and not completion.turns:
             inside, turns, text = _answer(turns, text, name)
             name = name or inside
-            if found is not None and name:  # the space behind a heading is the markup's
+            if prompt_dialogue is not None and name:  # the space behind a heading is the markup's
                 text = text.strip() if not opened else text.rstrip()
             completion = replace(completion, text=opened + text) if name else completion
         answers.append(completion)
@@ -289,9 +289,11 @@ def _asks(name: str, turns: list[Turn]) -> bool:
 def _answer(turns: tuple[Turn, ...], text: str, name: str) -> tuple[str, tuple[Turn, ...], str]:
     """Return (the name of the answer's own markup or "", the prompt's turns, the answer's words). ``name``:
     the markup of the prompt."""
-    found = dialogue(text)
-    if found is not None and not any(m.name == found[0] and m.plain and m.system_before for m in MARKUPS):
-        inside, read = found
+    answer_dialogue = dialogue(text)
+    if answer_dialogue is not None and not any(
+        m.name == answer_dialogue[0] and m.plain and m.system_before for m in MARKUPS
+    ):
+        inside, read = answer_dialogue
         if read[-1].role != "assistant" or not read[-1].content:
             raise MarkupError(
                 f"an answer, in the markup of {inside}, does not end with the assistant's words"

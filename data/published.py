@@ -58,10 +58,10 @@ def hh(values: Values, config: DataConfig) -> Group:
     return pair(prompt_of(tuple(asked)), chosen.content, rejected.content)
 
 
-def transcript(found: str) -> list[Turn]:
+def transcript(dialogue: str) -> list[Turn]:
     """Return the turns of ``\\n\\nHuman: … \\n\\nAssistant: …``, stripped. Raises RowError unless they
     alternate."""
-    before, *pieces = _TRANSCRIPT_TURN.split(found)
+    before, *pieces = _TRANSCRIPT_TURN.split(dialogue)
     names, contents = pieces[::2], pieces[1::2]
     if before.strip() or not names:
         raise RowError("the transcript does not begin with a human turn")
@@ -114,11 +114,11 @@ def gsm8k_solutions(values: Values, config: DataConfig) -> Group:
     prompt = prompt_of((Turn("user", text(values, "question")),), final or None)
     completions, rewards = [], []
     for name in SOLVERS:
-        found = value(values, name)
-        if not isinstance(found, Mapping):
-            raise RowError(f"{name!r} is a {type(found).__name__}, not an object")
-        completions.append(Completion(text(found, "solution")))
-        rewards.append(float(truth(found, "is_correct")))
+        solution = value(values, name)
+        if not isinstance(solution, Mapping):
+            raise RowError(f"{name!r} is a {type(solution).__name__}, not an object")
+        completions.append(Completion(text(solution, "solution")))
+        rewards.append(float(truth(solution, "is_correct")))
     return Group(prompt, tuple(completions), tuple(rewards))
 
 

@@ -170,32 +170,32 @@ class DataReport:
 
     def warnings(self) -> list[str]:
         """Return warnings to check before spending GPU hours; empty if nothing stands out."""
-        found = []
+        warnings = []
         if self.poor_share is not None and self.poor_share > 0.5:
-            found.append(self._unlikely(self.poor_share))
+            warnings.append(self._unlikely(self.poor_share))
         if self.shared_prompts:
-            found.append(
+            warnings.append(
                 f"{self.shared_prompts} prompts are both trained on and evaluated with; evaluation numbers "
                 "will flatter"
             )
         cut = self.cut.get("oldest turns", 0) + self.cut.get("last user turn", 0)
         if cut > 0.1 * max(self.prompts, 1):
-            found.append(
+            warnings.append(
                 f"{cut} prompts lost their oldest turns or the beginning of their question; raise "
                 "model.max_prompt_length, or leave them out with data.long_prompts=drop"
             )
         if controlled := self.cut.get(CONTROLLED, 0):
-            found.append(
+            warnings.append(
                 f"{controlled} texts hold control tokens of the model, which act as such, as at inference; "
                 "data.control_tokens=escape writes them as plain text, data.control_tokens=drop leaves such "
                 "rows out"
             )
         if self.cut.get("completion end", 0) > 0.1 * max(self.examples, 1):
-            found.append(
+            warnings.append(
                 f"{self.cut['completion end']} completions lost their end and end-of-turn token; raise "
                 "model.max_length"
             )
-        return found
+        return warnings
 
     @property
     def _than(self) -> str:

@@ -142,11 +142,11 @@ def table_rows(name: str, parts: Iterable[pyarrow.RecordBatch | pyarrow.Table]) 
             yield Row(name, number, record)
 
 
-def _without_nulls(found: Any) -> Any:
+def _without_nulls(value: Any) -> Any:
     """Return a nested value without the keys that are null: a table gives every object the keys of all."""
-    if isinstance(found, dict):
-        return {key: _without_nulls(inner) for key, inner in found.items() if inner is not None}
-    return [_without_nulls(inner) for inner in found] if isinstance(found, list) else found
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _records(part: pyarrow.RecordBatch | pyarrow.Table) -> list[dict[str, Any] | str]:
@@ -174,14 +174,14 @@ _SEPARATORS = ",;\t|"
 def _separator(lines: list[str]) -> str:
     """Return the character that separates the cells of the first lines: the one that gives the most columns,
     as many in every row as in the first; a comma where there is one column."""
-    found = {}
+    scores = {}
     for mark in _SEPARATORS:
         with contextlib.suppress(csv.Error):
             sizes = [len(cells) for cells in csv.reader(lines, delimiter=mark) if cells][
                 : len(lines) // 2 + 1
             ]
-            found[mark] = (len(set(sizes)) == 1, sizes[0]) if sizes and sizes[0] > 1 else (False, 0)
-    return max(_SEPARATORS, key=lambda mark: found.get(mark, (False, 0)))
+            scores[mark] = (len(set(sizes)) == 1, sizes[0]) if sizes and sizes[0] > 1 else (False, 0)
+    return max(_SEPARATORS, key=lambda mark: scores.get(mark, (False, 0)))
 
 
 def _read_csv(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:

@@ -52,8 +52,10 @@ def load_groups(config: DataConfig, split: Split) -> Loaded:
     one_of("split", split, ("train", "eval"))
     config = _local_copy(config)
     loaded = _load(config, "train" if _holds_out(config) else split)
-    found = _finished(config, hold_out(loaded, config.eval_fraction, split) if _holds_out(config) else loaded)
-    return _thinned(config, found) if split == "train" else found
+    finished = _finished(
+        config, hold_out(loaded, config.eval_fraction, split) if _holds_out(config) else loaded
+    )
+    return _thinned(config, finished) if split == "train" else finished
 
 
 def load_splits(config: DataConfig) -> tuple[Loaded, Loaded]:
@@ -76,7 +78,7 @@ def check_found(
     rows."""
     config = _local_copy(config)
     keys: dict[Split, str] = {"train": "path", "eval": "eval_path"}
-    found: dict[Split, Loaded] = {}
+    loaded_splits: dict[Split, Loaded] = {}
     for split in splits:
         key, path = f"data.{keys[split]}", getattr(config, keys[split])
         if split == "train" and path is None and config.source in (LOCAL, HUB):
@@ -95,10 +97,10 @@ def check_found(
                     local(config, "eval")
                 if split == "train" and _holds_out(config):
                     loaded = hold_out(loaded, config.eval_fraction, split)
-            found[split] = loaded
+            loaded_splits[split] = loaded
         elif config.source.startswith("data.") and config.source != HUB and path and not os.path.exists(path):
             next(iter(read_rows(Path(path), key)))  # raises
-    return found
+    return loaded_splits
 
 
 def _thinned(config: DataConfig, loaded: Loaded) -> Loaded:
@@ -299,11 +301,11 @@ def convert(rows: Iterable[Row | Dropped], config: DataConfig, origin: str, *, w
         made = map(seen.noted, form(seen.watched(itertools.chain(first, named)), config))
         # The transcripts of hh were cut into turns by their format; an answer that says "Human:" says it.
         for result, row in made if loaded.format == "hh" else texts.read(made):
-            found = answers.checked(with_numbers(result, row, config.numbers or ()), row)
-            if isinstance(found, Dropped):
-                loaded.dropped.append(found)
+            group = answers.checked(with_numbers(result, row, config.numbers or ()), row)
+            if isinstance(group, Dropped):
+                loaded.dropped.append(group)
             else:
-                yield found
+                yield group
 
     loaded.groups = gathered(usable())
     if whole:
@@ -313,15 +315,15 @@ def convert(rows: Iterable[Row | Dropped], config: DataConfig, origin: str, *, w
     return loaded
 
 
-def with_numbers(found: Group | Dropped, row: Row | None, names: Iterable[str]) -> Group | Dropped:
+def with_numbers(group: Group | Dropped, row: Row | None, names: Iterable[str]) -> Group | Dropped:
     """Return the group with the row's values of the columns ``names``, or why it is left out. Raises
     ConfigError for a group that is made of several rows (``row`` is None)."""
-    if isinstance(found, Dropped) or not names:
-        return found
+    if isinstance(group, Dropped) or not names:
+        return group
     if row is None:
         raise ConfigError("data.numbers", list(names), "belong to a row, and this format joins several rows")
     try:
-        return replace(found, numbers=tuple(number(row.values, name) for name in names))
+        return replace(group, numbers=tuple(number(row.values, name) for name in names))
     except RowError as error:
         return error.dropped(row)
 
@@ -333,12 +335,12 @@ class References:
     def __init__(self) -> None:
         self._of: dict[str, str] = {}
 
-    def checked(self, found: Group | Dropped, row: Row | None) -> Group | Dropped:
-        """Return ``found``, made of ``row`` (None: of several), or why it is left out."""
-        if isinstance(found, Dropped) or (own := found.prompt.reference_answer) is None:
-            return found
-        if self._of.setdefault(found.prompt.id, own) == own:
-            return found
+    def checked(self, group: Group | Dropped, row: Row | None) -> Group | Dropped:
+        """Return ``group``, made of ``row`` (None: of several), or why it is left out."""
+        if isinstance(group, Dropped) or (own := group.prompt.reference_answer) is None:
+            return group
+        if self._of.setdefault(group.prompt.id, own) == own:
+            return group
         why = "the same prompt came before with another reference answer"
         return Dropped(row.file, row.number, why) if row else Dropped("", 0, why)
 

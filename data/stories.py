@@ -85,11 +85,11 @@ class Language:
 
     def prompt(self, number: int) -> str:
         """Return the prompt with a number from 0 to ``prompts`` - 1."""
-        found = []
+        chosen_words = []
         for words in (tuple(self.tones), *self.slots.values(), tuple(self.counts)):
             number, place = divmod(number, len(words))
-            found.append(words[place])
-        return " ".join(found)
+            chosen_words.append(words[place])
+        return " ".join(chosen_words)
 
     def asked(self, prompt: str) -> Asked:
         """Return what a prompt asks for. Raises ValueError for a text that is not a prompt of this
@@ -210,11 +210,11 @@ class Language:
     @cached_property
     def class_of(self) -> dict[str, str]:
         """Class of each word that belongs to one. The other words stand in sentences directly."""
-        found = {word: name for name, words in self.slots.items() for word in words}
-        found |= {word: name for name, lists in self.words.items() for word in _flat([lists])}
+        word_classes = {word: name for name, words in self.slots.items() for word in words}
+        word_classes |= {word: name for name, lists in self.words.items() for word in _flat([lists])}
         for classes in self.tones.values():
-            found |= {word: name for name, lists in classes.items() for word in _flat([lists])}
-        return found
+            word_classes |= {word: name for name, lists in classes.items() for word in _flat([lists])}
+        return word_classes
 
     @cached_property
     def vocabulary(self) -> list[str]:
@@ -240,8 +240,8 @@ def _weighted(weights: Mapping[str, float]) -> tuple[list[str], list[float]]:
     return list(weights), list(weights.values())
 
 
-def _share(found: Any) -> float:
-    values = list(found)
+def _share(flags: Any) -> float:
+    values = list(flags)
     return sum(values) / len(values) if values else 0.0
 
 

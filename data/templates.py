@@ -110,7 +110,7 @@ def _variables(source: str) -> set[str]:
         tree = environment.parse(source)
     except jinja2.TemplateError as error:
         raise ConfigError(KEY, "…", f"is no jinja template: {error}") from error
-    found = jinja2.meta.find_undeclared_variables(tree)
+    undeclared_names = jinja2.meta.find_undeclared_variables(tree)
     # Names of loops and macros are among them; a name that is set in the template and may also be given is
     # one that is asked for (`is defined`, `default`).
     own = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
@@ -119,7 +119,7 @@ def _variables(source: str) -> set[str]:
         for test in tree.find_all((nodes.Test, nodes.Filter))
         if test.name in ("defined", "undefined", "default", "d") and isinstance(test.node, nodes.Name)
     }
-    named = {name for name in found if not name.endswith("_token")}
+    named = {name for name in undeclared_names if not name.endswith("_token")}
     return named - (own - asked) - set(environment.globals) - _GIVEN
 
 
@@ -295,8 +295,8 @@ class ChatTemplate:
             except jinja2.TemplateError as error:
                 fault = fault or f"cannot render a question and an answer: {error}"
                 continue
-            before, found, _ = text.partition(MARK)
-            if found and not (role in parts and before.endswith(("'", '"'))):  # a list's own notation
+            before, mark, _ = text.partition(MARK)
+            if mark and not (role in parts and before.endswith(("'", '"'))):  # a list's own notation
                 return ""
             fault = fault or f"does not write the {role}'s words; use a chat template that does"
         self.parts -= {role}

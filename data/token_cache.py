@@ -184,16 +184,16 @@ class TokenCache:
         """Return an entry; None if there is none, or if its content is not what was written under this key.
         The latter is printed."""
         try:
-            found = TokenFile(path)
-            if found.file.about["key"] != path.stem:
+            entry = TokenFile(path)
+            if entry.file.about["key"] != path.stem:
                 raise ValueError("it is another entry")
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, StoppedError) as error:
             print(f"{path}: damaged or foreign, its rows are tokenised again ({error})", flush=True)
             return None
-        renderer.cuts.update(found.file.about["cuts"])
-        return found
+        renderer.cuts.update(entry.file.about["cuts"])
+        return entry
 
     def _made(self, path: Path, renderer: Renderer, make: Make) -> TokenFile | None:
         """Return the entry ``path``, made now; None if it cannot be written, which is printed."""

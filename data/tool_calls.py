@@ -27,29 +27,29 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 def of_message(message: Mapping[str, Any], calling: bool = True) -> str:
     """Return a message's ``Turn.keys``. ``calling`` says whether the conversation has tool calls. Raises
     ValueError for malformed calls."""
-    found = {key: message[key] for key in THOUGHTS if message.get(key)}
-    for key, said in found.items():
+    fields = {key: message[key] for key in THOUGHTS if message.get(key)}
+    for key, said in fields.items():
         if not isinstance(said, str):
             raise ValueError(f"{key!r} is a {type(said).__name__}, not a string")
     if calling and message.get("tool_calls"):
-        found["tool_calls"] = [_call(call) for call in _list(message["tool_calls"])]
+        fields["tool_calls"] = [_call(call) for call in _list(message["tool_calls"])]
     elif calling and message.get("role") == "tool":
-        found |= {key: message[key] for key in OF_A_RESULT if isinstance(message.get(key), str)}
-    return json.dumps(found, ensure_ascii=False, default=str) if found else ""
+        fields |= {key: message[key] for key in OF_A_RESULT if isinstance(message.get(key), str)}
+    return json.dumps(fields, ensure_ascii=False, default=str) if fields else ""
 
 
-def tools_of(found: Any) -> str:
+def tools_of(tools: Any) -> str:
     """Return a row's ``tools``, a list of functions' JSON schemas or its JSON text, as ``Prompt.tools``.
     Raises ValueError."""
-    if isinstance(found, str) and found.strip():
-        found, end, fault = parsed(text := found.strip(), 0)
+    if isinstance(tools, str) and tools.strip():
+        tools, end, fault = parsed(text := tools.strip(), 0)
         if fault or end < len(text):
             raise ValueError(f"'tools' cannot be used: {fault or 'text follows its JSON'}")
-    if not found:
+    if not tools:
         return ""
-    if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise ValueError("'tools' is not a list of functions' JSON schemas, or its JSON text")
-    return json.dumps(found, ensure_ascii=False, default=str)
+    return json.dumps(tools, ensure_ascii=False, default=str)
 
 
 def _list(calls: Any) -> list[Any]:

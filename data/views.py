@@ -59,8 +59,8 @@ def best_and_worst(group: Group, threshold: float = 0.0) -> tuple[int, int] | No
 
 def pairs(group: Group) -> list[ExampleSpec]:
     """Return one (chosen, rejected) example: the best against the worst (DPO and its relatives)."""
-    found = best_and_worst(group)
-    return [] if found is None else [ExampleSpec(found)]
+    pair = best_and_worst(group)
+    return [] if pair is None else [ExampleSpec(pair)]
 
 
 def labelled(group: Group) -> list[ExampleSpec]:
@@ -68,8 +68,8 @@ def labelled(group: Group) -> list[ExampleSpec]:
     completion by its sign."""
     if len(group.rewards) == 1:
         return [ExampleSpec((0,), 1.0 if group.rewards[0] > 0 else -1.0)]
-    found = best_and_worst(group)
-    return [] if found is None else [ExampleSpec((found[0],), 1.0), ExampleSpec((found[1],), -1.0)]
+    pair = best_and_worst(group)
+    return [] if pair is None else [ExampleSpec((pair[0],), 1.0), ExampleSpec((pair[1],), -1.0)]
 
 
 def scored(group: Group, keep_zero_variance: bool = True) -> list[ExampleSpec]:
@@ -90,9 +90,11 @@ def keep_shares(groups: Seq[Group], desirable: float, undesirable: float) -> Ite
         for label, share in ((1.0, desirable), (-1.0, undesirable))
     }
     for i, group in enumerate(groups):
-        found = {want.label: want.completions[0] for want in labelled(group)} if group.rewards else {}
-        left = [(label, completion) for label, completion in found.items() if i in kept[label]]
-        if len(left) == len(found):
+        labelled_completions = (
+            {want.label: want.completions[0] for want in labelled(group)} if group.rewards else {}
+        )
+        left = [(label, completion) for label, completion in labelled_completions.items() if i in kept[label]]
+        if len(left) == len(labelled_completions):
             yield group
         elif left:
             yield replace(
@@ -155,14 +157,14 @@ def token_advantages(group: Group, keep_zero_variance: bool = False) -> list[Exa
     """Return every completion of a group whose completions all have token rewards. The token rewards serve as
     the tokens' advantages, neither centred nor scaled. The label is their mean over the tokens that count. A
     group without token rewards gives no example."""
-    found = []
+    specs = []
     for i, completion in enumerate(group.completions):
         if completion.token_rewards is None:
             return []
         mask = completion.loss_mask or (True,) * len(completion.token_rewards)
         own = [reward for reward, counts in zip(completion.token_rewards, mask, strict=True) if counts]
-        found.append(ExampleSpec((i,), fmean(own) if own else 0.0))
-    return found
+        specs.append(ExampleSpec((i,), fmean(own) if own else 0.0))
+    return specs
 
 
 ADVANTAGES: dict[str, View] = {

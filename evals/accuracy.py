@@ -64,16 +64,16 @@ def checkable(target: Target, stage: EvalStage, renderer: Renderer) -> tuple[lis
 
     Raises ConfigError if no prompt has one."""
     every, left_out = answers.prompts(target, replace(stage, limit=None), renderer)
-    found = [prompt for prompt in every if prompt.reference_answer is not None]
-    if len(found) < len(every):
-        left_out["no reference answer"] += len(every) - len(found)
+    prompts = [prompt for prompt in every if prompt.reference_answer is not None]
+    if len(prompts) < len(every):
+        left_out["no reference answer"] += len(every) - len(prompts)
     require(
-        bool(found),
+        bool(prompts),
         "data",
         target.config.data.name,
         f"no prompt of split={stage.split} has a reference answer to check against",
     )
-    return answers.limited(found, stage.limit), left_out
+    return answers.limited(prompts, stage.limit), left_out
 
 
 def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
@@ -131,16 +131,16 @@ def verified(
     given, reasons = verdicts_of(verifier, [text for text, _ in flat], [reference for _, reference in flat])
     say_failures(reasons, len(flat), "answers")
     verdicts = iter(given)
-    found = [
+    checked_prompts = [
         Checked(prompt, samples, each, [next(verdicts) for _ in each])
         for prompt, samples, each in zip(asked, of_prompt, texts, strict=True)
     ]
-    partly = next((v for one in found for v in one.known if v not in (0.0, 1.0)), None)
+    partly = next((v for one in checked_prompts for v in one.known if v not in (0.0, 1.0)), None)
     if partly is not None:
         raise StoppedError(
             f"the verifier gave {partly}: pass@k counts answers that are right (1.0) or wrong (0.0)"
         )
-    return found
+    return checked_prompts
 
 
 def items_of(by_kind: Mapping[str, list[Checked]], ks: Iterable[int]) -> Items:
@@ -166,14 +166,14 @@ def summary(every: list[Checked]) -> dict[str, float]:
     max_tokens; ``no_verdict``: share without a verdict; with several answers per prompt also ``distinct``:
     mean share of different texts among a prompt's answers."""
     samples = [sample for one in every for sample in one.samples]
-    found = {
+    metrics = {
         "length": fmean(s.own_tokens for s in samples),
         "finished": fmean(s.finished for s in samples),
         "no_verdict": 1 - sum(len(one.known) for one in every) / len(samples),
     }
     if len(every[0].samples) > 1:
-        found["distinct"] = fmean(len(set(one.texts)) / len(one.texts) for one in every)
-    return found
+        metrics["distinct"] = fmean(len(set(one.texts)) / len(one.texts) for one in every)
+    return metrics
 
 
 def rows_of(by_kind: Mapping[str, list[Checked]]) -> Iterable[dict[str, Any]]:

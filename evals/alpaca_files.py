@@ -100,12 +100,12 @@ def read_annotations(path: Path) -> list[Row]:
     key = "alpacaeval.annotations"
     rows = read_rows(key, path, ("instruction", "output_1", "output_2"))
     for name in ("generator_1", "generator_2"):
-        found = sorted({str(row.get(name)) for row in rows})
-        if len(found) > 1:
+        generators = sorted({str(row.get(name)) for row in rows})
+        if len(generators) > 1:
             raise DataError(
                 f"{key}={path}: one model against one baseline is rated; {name} is "
-                f"{', '.join(found[:_NAMED])}"
-                f"{' …' if len(found) > _NAMED else ''}"
+                f"{', '.join(generators[:_NAMED])}"
+                f"{' …' if len(generators) > _NAMED else ''}"
             )
     wrong = [
         f"row {i}: {row.get('preference')!r}"
@@ -175,12 +175,14 @@ def hub_file(name: str) -> Path | str:
 
 def reference_path(given: str | None) -> Path:
     """Return the file of the baseline's answers. Raises ConfigError where it is not available."""
-    found = Path(given) if given is not None else hub_file(BASELINE)
-    if isinstance(found, str):
+    path_or_problem = Path(given) if given is not None else hub_file(BASELINE)
+    if isinstance(path_or_problem, str):
         raise ConfigError(
-            "alpacaeval.reference", None, f"{found}; fetch it where there is a network and give its path"
+            "alpacaeval.reference",
+            None,
+            f"{path_or_problem}; fetch it where there is a network and give its path",
         )
-    return found
+    return path_or_problem
 
 
 def difficulty_path(given: str | None) -> Path | str:

@@ -243,8 +243,8 @@ class _Endpoint:
             raise self.stopped
         self._body = {"model": model_name, **_API_DEFAULTS, **settings}
         made = [
-            _nothing() if isinstance(found, Missing) else found
-            for found in map(self._counted, self._endpoint.calls(self._ask).map(list(prompts)))
+            _nothing() if isinstance(outcome, Missing) else outcome
+            for outcome in map(self._counted, self._endpoint.calls(self._ask).map(list(prompts)))
         ]
         price = self.own.dollars_per_million_tokens
         return {
@@ -256,22 +256,22 @@ class _Endpoint:
             "completions_all": made,
         }
 
-    def _counted(self, found: dict[str, Any] | Missing) -> dict[str, Any] | Missing:
+    def _counted(self, outcome: dict[str, Any] | Missing) -> dict[str, Any] | Missing:
         """Count a call with its outcome; too many failures in a row stop the judging."""
         self.spent.calls += 1
-        if not isinstance(found, Missing):
-            self.spent.tokens += found["total_tokens"]
+        if not isinstance(outcome, Missing):
+            self.spent.tokens += outcome["total_tokens"]
             self._in_a_row = 0
-            return found
+            return outcome
         self._done()
-        self.spent.failures[found.reason] += 1
+        self.spent.failures[outcome.reason] += 1
         self._in_a_row += 1
         if self._in_a_row >= self._dead_after and self.stopped is None:
             self.stopped = StoppedError(
                 f"alpacaeval.base_url={self.own.base_url} was given up after {self._in_a_row} failures in a "
-                f"row, the last: {found.reason}; what is judged is kept, the same command goes on"
+                f"row, the last: {outcome.reason}; what is judged is kept, the same command goes on"
             )
-        return found
+        return outcome
 
     async def _ask(self, prompt: str) -> dict[str, Any]:
         """Return the first choice of the endpoint's reply to one prompt, with its ``text``, ``total_tokens``

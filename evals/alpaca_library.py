@@ -118,8 +118,8 @@ def win_rate(rows: Sequence[Row]) -> dict[str, Any]:
 
     frame = pd.DataFrame({"preference": [row.get("preference") for row in rows]}, dtype=float)
     with quiet():
-        found: dict[str, Any] = library().metrics.get_winrate(frame)
-    return found
+        win_rates: dict[str, Any] = library().metrics.get_winrate(frame)
+    return win_rates
 
 
 def length_controlled(

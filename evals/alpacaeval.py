@@ -130,9 +130,13 @@ def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
         )
     rows, spent = judge(outputs, reference, own, cache, f"{target.name}: judged by {own.model}")
     write_whole(place / ANNOTATIONS, json.dumps(plain(rows), indent=1, ensure_ascii=False) + "\n")
-    found = rated(rows, stage, settings, made)
-    found.values["counts"] |= {"calls": spent.calls, "tokens": spent.tokens, "failures": dict(spent.failures)}
-    return found
+    evaluation = rated(rows, stage, settings, made)
+    evaluation.values["counts"] |= {
+        "calls": spent.calls,
+        "tokens": spent.tokens,
+        "failures": dict(spent.failures),
+    }
+    return evaluation
 
 
 # -- answers ---------------------------------------------------------------------------------------

@@ -72,14 +72,14 @@ def fingerprints(target: Target, prompts: Sequence[Prompt] = (), **more: str) ->
     from models.architecture import architecture_digest
     from rollouts.weights import weights_digest
 
-    found: dict[str, Any] = {}
+    digests: dict[str, Any] = {}
     if target.answers is not None:
-        found["answers"] = files_digest([target.answers])
+        digests["answers"] = files_digest([target.answers])
     else:
-        found["weights"] = weights_digest(target.config)
-        found["architecture"] = architecture_digest(target.config.model)
+        digests["weights"] = weights_digest(target.config)
+        digests["architecture"] = architecture_digest(target.config.model)
     if prompts:
-        found["prompts"] = hashlib.sha256(
+        digests["prompts"] = hashlib.sha256(
             repr([(p.id, p.reference_answer) for p in prompts]).encode()
         ).hexdigest()
-    return found | {"code": git_commit(ROOT), "versions": versions()} | more
+    return digests | {"code": git_commit(ROOT), "versions": versions()} | more

@@ -98,14 +98,14 @@ def in_common(
 
     Raises ConfigError if they share no prompt."""
     by_id = {one.prompt.id: one for one in theirs}
-    found = [(one, by_id[one.prompt.id]) for one in ours if one.prompt.id in by_id]
+    pairs = [(one, by_id[one.prompt.id]) for one in ours if one.prompt.id in by_id]
     require(
-        bool(found),
+        bool(pairs),
         "against",
         "…",
         f"no prompt of the {len(by_id)} there is among the {len(ours)} of ours: nothing can be compared",
     )
-    return found
+    return pairs
 
 
 def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
@@ -157,7 +157,7 @@ def judge(
         "tie": stage.compare.tie,
         "reward": target.config.reward,
     }
-    found = {
+    digests = {
         "ours": fingerprints(target, [pair[0].prompt for pair in pairs]),
         "against": fingerprints(target.other),
     }
@@ -168,7 +168,7 @@ def judge(
         counts,
         rows=[row_of(j) for j in judged],
         settings=settings,
-        found=found,
+        digests=digests,
         lengths=[_length(side) for side in zip(*pairs, strict=True)],
     )
 
@@ -243,7 +243,7 @@ def pool(parts: list[Evaluation], stage: EvalStage) -> Evaluation:
         counts,
         rows=[],
         settings={"runs": [part.settings for part in parts]},
-        found={"runs": [part.fingerprints for part in parts]},
+        digests={"runs": [part.fingerprints for part in parts]},
         lengths=[],
     )
 
@@ -256,7 +256,7 @@ def result(
     *,
     rows: list[dict[str, Any]],
     settings: dict[str, Any],
-    found: dict[str, Any],
+    digests: dict[str, Any],
     lengths: list[float | None],
 ) -> Evaluation:
     """Return the record and the printed table. ``win_rate`` counts a tie as half a win."""
@@ -290,7 +290,7 @@ def result(
         printed(values, title, counts, stage.confidence),
         rows,
         settings,
-        found,
+        digests,
         runs[0] if len(runs) == 1 else {},
     )
 

@@ -103,7 +103,7 @@ def followed(rows: list[dict[str, Any]], texts: list[str]) -> tuple[list[dict[st
     """Return (for each prompt ``strict`` and ``loose``, whether each of its instructions is followed; how
     many instructions of which kind were left out because their checker has no data)."""
     library, has_punkt = _library()
-    found: list[dict[str, Any]] = []
+    verdicts: list[dict[str, Any]] = []
     left_out: Counter[str] = Counter()
     for row, text in zip(rows, texts, strict=True):
         ids = row["instruction_id_list"]
@@ -112,13 +112,13 @@ def followed(rows: list[dict[str, Any]], texts: list[str]) -> tuple[list[dict[st
         asked = library.InputExample(
             row["key"], [ids[i] for i in kept], row["prompt"], [row["kwargs"][i] for i in kept]
         )
-        found.append(
+        verdicts.append(
             {
                 "strict": library.test_instruction_following_strict(asked, text).follow_instruction_list,
                 "loose": library.test_instruction_following_loose(asked, text).follow_instruction_list,
             }
         )
-    return found, left_out
+    return verdicts, left_out
 
 
 def rates_of(checked: list[dict[str, Any]]) -> dict[str, float]:

@@ -78,7 +78,7 @@ def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
     model = _model(config, own.batch_size, world)
     try:
         with _quiet():
-            found = lm_eval.simple_evaluate(
+            results = lm_eval.simple_evaluate(
                 model,
                 tasks=list(own.tasks),
                 task_manager=_manager(own.tasks, own.include_path),
@@ -106,7 +106,7 @@ def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
         raise StoppedError(
             f"lm_eval.tasks={own.tasks}: the harness failed ({type(error).__name__}: {error})"
         ) from error
-    return _evaluation(cast(dict[str, Any], found), target, stage, chat)
+    return _evaluation(cast(dict[str, Any], results), target, stage, chat)
 
 
 def _model(config: Config, batch_size: int, world: World) -> Any:
@@ -199,12 +199,12 @@ def _quiet() -> Iterator[None]:
 # -- results ---------------------------------------------------------------------------------------
 
 
-def _evaluation(found: dict[str, Any], target: Target, stage: EvalStage, chat: bool) -> Evaluation:
-    own, samples = stage.lm_eval, found["samples"]
-    sizes = {name: number["effective"] for name, number in found["n-samples"].items()}
+def _evaluation(results: dict[str, Any], target: Target, stage: EvalStage, chat: bool) -> Evaluation:
+    own, samples = stage.lm_eval, results["samples"]
+    sizes = {name: number["effective"] for name, number in results["n-samples"].items()}
     values: dict[str, Any] = {
         name: metrics_of(result)
-        for name, result in {**found["results"], **(found.get("groups") or {})}.items()
+        for name, result in {**results["results"], **(results.get("groups") or {})}.items()
     }
     values["counts"] = {"prompts": sizes}
     texts = hashlib.sha256(
@@ -225,13 +225,13 @@ def _evaluation(found: dict[str, Any], target: Target, stage: EvalStage, chat: b
         "limit": stage.limit,
         **asdict(own),
         "chat_template": chat,
-        "versions_of_tasks": found["versions"],
-        "shots": found["n-shot"],
+        "versions_of_tasks": results["versions"],
+        "shots": results["n-shot"],
         "lm_eval": version("lm_eval"),
     }
     return Evaluation(
         values,
-        table_of(found["results"], sizes),
+        table_of(results["results"], sizes),
         [line for name, every in samples.items() for line in rows_of(name, every)],
         settings,
         fingerprints(target, texts=texts),

@@ -38,15 +38,15 @@ def evaluate(targets: list[Target], stage: EvalStage, world: World) -> list[Eval
         refuse_existing(pooled, stage.overwrite_out)
     for target in targets:
         kind.check(target, stage)
-    found = []
+    evaluations = []
     for target in targets:
         evaluation = _measured(kind, target, stage, world)
         if world.is_main:
             report(target, stage, evaluation)
-        found.append(evaluation)
-    if world.is_main and len(found) > 1 and hasattr(kind, "pool"):
-        report_pooled(kind.pool(found, stage), targets, stage)
-    return found
+        evaluations.append(evaluation)
+    if world.is_main and len(evaluations) > 1 and hasattr(kind, "pool"):
+        report_pooled(kind.pool(evaluations, stage), targets, stage)
+    return evaluations
 
 
 def _measured(kind: ModuleType, target: Target, stage: EvalStage, world: World) -> Evaluation:

@@ -105,5 +105,5 @@ def paired_tests(differences: Sequence[float], tie: float = 0.0) -> Paired:
     sign = float(stats.binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
     if len(differences) < 2:
         return Paired(None, None, sign)
-    found = paired("", "", differences)
-    return Paired(found.p_t, found.p_wilcoxon, sign)
+    comparison = paired("", "", differences)
+    return Paired(comparison.p_t, comparison.p_wilcoxon, sign)

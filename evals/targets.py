@@ -47,7 +47,7 @@ def expanded(paths: Sequence[str]) -> list[Path]:
     """Return the run folders, with patterns that contain ``*`` expanded.
 
     Raises ConfigError for a pattern that matches no run."""
-    found: list[Path] = []
+    folders: list[Path] = []
     for path in paths:
         here = (
             sorted(p.parent for p in Path().glob(f"{os.path.relpath(path)}/config.yaml"))
@@ -55,8 +55,8 @@ def expanded(paths: Sequence[str]) -> list[Path]:
             else [Path(path)]
         )
         require(bool(here), "run", path, "finds no folder of a run (one with a config.yaml)")
-        found += here
-    return found
+        folders += here
+    return folders
 
 
 def run_of(path: Path, step: int | None) -> tuple[Path, int | None]:
@@ -95,8 +95,8 @@ def run_of(path: Path, step: int | None) -> tuple[Path, int | None]:
 
 def _step(checkpoint: Path) -> int | None:
     """Return the step of a checkpoint's folder; None for one that is being written, or is somebody else's."""
-    found = re.fullmatch(r"step_([0-9]+)", checkpoint.name)
-    return int(found[1]) if found else None
+    match = re.fullmatch(r"step_([0-9]+)", checkpoint.name)
+    return int(match[1]) if match else None
 
 
 def _steps(checkpoints: Path) -> list[int]:

@@ -217,23 +217,25 @@ def _differences(model: PreTrainedModel, rows: list[Row]) -> Iterator[np.ndarray
             yield (row.said - picked[:, 0].cpu().numpy())[~np.isnan(row.said)]
 
 
-def report(found: Audit, dtype: str) -> tuple[str, bool]:
+def report(round_audit: Audit, dtype: str) -> tuple[str, bool]:
     """Return (a line about a round, whether the round has no fault).
 
     ``dtype``: the coarser of the sampler's and the model's dtypes; it sets the tolerance for rounding."""
     from rollouts.probe import NOISE
 
     largest, mean = NOISE[dtype]
-    faults = list(found.faults)
-    if found.tokens and not (found.largest <= largest and found.mean <= mean):  # nan fails both comparisons
+    faults = list(round_audit.faults)
+    if round_audit.tokens and not (
+        round_audit.largest <= largest and round_audit.mean <= mean
+    ):  # nan fails both comparisons
         faults.append(f"these weights did not write these samples (rounding explains {mean:g} nats)")
     scored = "nothing to score: no weights were kept, or they or the samples are not whole"
-    if found.tokens:
+    if round_audit.tokens:
         scored = (
-            f"{found.tokens:,} tokens scored, differences {found.mean:.1e} nats in the mean, "
-            f"{found.largest:.1e} at most"
+            f"{round_audit.tokens:,} tokens scored, differences {round_audit.mean:.1e} nats in the mean, "
+            f"{round_audit.largest:.1e} at most"
         )
-    return "; ".join([f"round {found.index}: {scored}", *faults]), not faults
+    return "; ".join([f"round {round_audit.index}: {scored}", *faults]), not faults
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -258,8 +260,8 @@ def main(words: Sequence[str] | None = None) -> None:
         for other in rounds_of(given.run)[1] if chosen is None else ():
             print(f"{other} is no round's folder; move it out of {other.parent}", flush=True)
             well = False
-        for found in audit(given.run, config, chosen, given.prompts):
-            line, sound = report(found, _coarser(config))
+        for round_audit in audit(given.run, config, chosen, given.prompts):
+            line, sound = report(round_audit, _coarser(config))
             print(line, flush=True)
             well &= sound
         if not well:

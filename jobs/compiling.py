@@ -38,8 +38,8 @@ def compiled_where_exact(trainer: BasicTrainer, train: Segment, say: Callable[[s
         vocabulary = causal_lm(policy.model).config.get_text_config().vocab_size
         batch = [drawn(example, i, vocabulary) for i, example in enumerate(train.batch(0))]
         set_up_layers(policy, config.model.activation_checkpointing, True)
-        found = gather_objects(disagreement(policy, trainer.microbatches(batch)[0].sequences))
-        why = next(filter(None, found), "")
+        disagreements = gather_objects(disagreement(policy, trainer.microbatches(batch)[0].sequences))
+        why = next(filter(None, disagreements), "")
         if why:
             set_up_layers(policy, config.model.activation_checkpointing, False)
     say(f"model.compile=auto: layers are {f'eager, {why}' if why else 'compiled, and agree with themselves'}")

@@ -99,9 +99,11 @@ class Diagnostics:
         at = self.trainer.progress
         if at.step == self.first:
             return
-        found = self.tally.describe(self.tally.total())
+        log_ratios = self.tally.describe(self.tally.total())
         behavior = self.behavior.describe(self.behavior.total())
-        histograms = {f"log_ratio_{side}": (values["histogram"], EDGES) for side, values in found.items()}
+        histograms = {
+            f"log_ratio_{side}": (values["histogram"], EDGES) for side, values in log_ratios.items()
+        }
         tracker.diagnostics(
             {
                 "step": at.step - 1,
@@ -109,7 +111,7 @@ class Diagnostics:
                 "examples": at.examples,
                 "tokens": at.tokens,
                 "entropy": self.entropy(),
-                **found,
+                **log_ratios,
                 **({} if behavior is None else {"behavior": behavior}),
             },
             histograms,
@@ -175,8 +177,8 @@ def noise_floor(trainer: BasicTrainer, examples: list[Example]) -> dict[str, flo
     differences = [
         a[:n] - t[:n] for row, a, t in zip(mine, alone, together, strict=False) if (n := len(row.counted))
     ]
-    found = torch.cat(differences).tolist() if len(mine) > 1 else []
-    everywhere = torch.tensor([x for part in gather_objects(found) for x in part], dtype=torch.float64)
+    log_ratios = torch.cat(differences).tolist() if len(mine) > 1 else []
+    everywhere = torch.tensor([x for part in gather_objects(log_ratios) for x in part], dtype=torch.float64)
     if not len(everywhere):
         return None
     return {

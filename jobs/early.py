@@ -50,8 +50,8 @@ def check_early(config: Config, name: str) -> None:
     check_inputs(config, uses, columns_reach=config.reward_gets_columns)
     for set_name, data in evaluation_sets(config.evaluations, config.data).items():
         try:
-            found = check_found(data, splits=("eval",))
-            if "eval" in found and data.verifier is None and not config.online:
-                check_kind(config, data.eval_path or data.path or "", found["eval"], training=False)
+            loaded_splits = check_found(data, splits=("eval",))
+            if "eval" in loaded_splits and data.verifier is None and not config.online:
+                check_kind(config, data.eval_path or data.path or "", loaded_splits["eval"], training=False)
         except (ConfigError, DataError) as error:
             raise of_set(f"evaluations.{set_name}", error) from error

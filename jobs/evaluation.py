@@ -111,11 +111,11 @@ class Evaluator:
                 out |= {f"retained_{kind}": retained[f"accuracy_{kind}"] for kind in ("sampled", "greedy")}
             if self.initial_kl is not None:
                 out["kl_initial"] = self.initial_kl()
-        found = {f"eval_{name}": value for name, value in out.items()}
+        metrics = {f"eval_{name}": value for name, value in out.items()}
         for name, other in self.named.items():
             measured = other.evaluate(initial).items()
-            found |= {f"eval_{name}_{key.removeprefix('eval_')}": value for key, value in measured}
-        return found
+            metrics |= {f"eval_{name}_{key.removeprefix('eval_')}": value for key, value in measured}
+        return metrics
 
     def answers(self, initial: bool) -> list[Row]:
         """Return a few answers to held-out prompts as rows of ``rollouts.verify.COLUMNS``: those that the

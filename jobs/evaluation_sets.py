@@ -54,15 +54,15 @@ def load_evaluation_sets(
     neither the loss nor a verifier can use any of them.
     """
     seen = prompt_ids(trained_on)
-    found = []
+    sets = []
     for name, data in evaluation_sets(config.evaluations, config.data).items():
         key = f"evaluations.{name}"
         try:
-            found.append(_loaded(config, name, data, trainer, renderer, seen))
+            sets.append(_loaded(config, name, data, trainer, renderer, seen))
         except (ConfigError, DataError) as error:
             raise of_set(key, error) from error
-    _check_ranked(config, found)
-    return found
+    _check_ranked(config, sets)
+    return sets
 
 
 def _loaded(

@@ -28,15 +28,15 @@ def check_first_scores(trainer: BasicTrainer, segment: Segment) -> None:
     scores = trainer.scorer_with(trainer.reference, Humanline()).score_without_gradient(0, micro.sequences)
     policy, reference = (torch.where(scores.mask, x, 0.0) for x in (scores.policy, scores.reference))
     mine = (bool(policy.isfinite().all()), float((policy - reference).abs().nan_to_num(math.inf).max()))
-    found = gather_objects(mine)
-    if not all(finite for finite, _ in found):
+    per_rank = gather_objects(mine)
+    if not all(finite for finite, _ in per_rank):
         raise StoppedError(
             "the model's log-probabilities of the first batch are not finite (NaN or infinity) before step "
             "0, though its weights "
             f"are: its forward overflows with model.dtype={config.model.dtype} and "
             f"model.attn_implementation={config.model.attn_implementation}; try others, or another model"
         )
-    worst, limit = max(worst for _, worst in found), LIMIT[config.model.dtype]
+    worst, limit = max(worst for _, worst in per_rank), LIMIT[config.model.dtype]
     if worst > limit:
         raise StoppedError(
             "policy and reference are the same weights before step 0, yet a token's log-probability differs "

@@ -62,12 +62,12 @@ def moves(config: Config, segments: Sequence[int], exact: bool) -> bool:
         return len(segments) > 1 or planned > k + 1
     if not exact:
         return max(segments) > 2 and planned > k + 1
-    begin, found = 0, False
+    begin, changes_reference = 0, False
     for steps in segments:
         sync = (begin // k + 1) * k  # the first sync after the segment's first step
-        found = found or sync + 1 < begin + steps
+        changes_reference = changes_reference or sync + 1 < begin + steps
         begin += steps
-    return found
+    return changes_reference
 
 
 def can_clip(config: Config, longest: int) -> bool:

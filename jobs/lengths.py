@@ -59,9 +59,9 @@ def _recorded(folder: Path) -> list[int]:
     if not path.exists():
         return []
     try:
-        found: Any = read_sealed(path)["examples"]
-        if isinstance(found, list) and found and all(isinstance(n, int) for n in found):
-            return found
+        lengths: Any = read_sealed(path)["examples"]
+        if isinstance(lengths, list) and lengths and all(isinstance(n, int) for n in lengths):
+            return lengths
     except (OSError, ValueError, KeyError, TypeError):
         pass
     raise ConfigError(

@@ -77,12 +77,12 @@ def group_means(groups: ExampleGroups, scores: Scores) -> np.ndarray:
 def _of_each_row(keys: np.ndarray, scores: Scores, what: Callable[[Tensor], Any]) -> np.ndarray:
     """Return [rows] float64, ``what`` of the scores of each of the rows ``keys``; NaN for one that was not
     scored. Scores are read in their own order, in which their files are read once."""
-    names, found = np.zeros(len(scores) + 1, "S32"), np.full(len(scores) + 1, math.nan)
+    names, row_values = np.zeros(len(scores) + 1, "S32"), np.full(len(scores) + 1, math.nan)
     for i, (key, values) in enumerate(scores.items()):
-        names[i], found[i] = key, float(what(values))
+        names[i], row_values[i] = key, float(what(values))
     order = np.argsort(names)
     at = order[np.minimum(np.searchsorted(names[order], keys), len(scores))]
-    return np.where(names[at] == keys, found[at], math.nan)
+    return np.where(names[at] == keys, row_values[at], math.nan)
 
 
 def kept_before(path: Path, groups: ExampleGroups, fresh: Selection) -> Selection:

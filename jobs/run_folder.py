@@ -172,10 +172,10 @@ class RunFolder:
     def _check_changes(self) -> None:
         """Raise ConfigError for changed settings with which the run cannot be resumed."""
         path = self.path
-        found = refused_changes(changes(path, self.config), self.config)
-        if not found:
+        refused = refused_changes(changes(path, self.config), self.config)
+        if not refused:
             return
-        first, *others = found
+        first, *others = refused
         why = (
             "; only a run with scheduler=constant can be made longer, offline and without data.logprob_range"
             if first.key in LENGTH
@@ -187,7 +187,7 @@ class RunFolder:
             first.key,
             first.now,
             f"was {first.before} when the run in {path} was started{also}{more}, and a run goes on with its "
-            f"settings{why}: {_goes_on(found)}exp_name=… starts another run",
+            f"settings{why}: {_goes_on(refused)}exp_name=… starts another run",
         )
 
     def _check_deletion(self) -> None:
@@ -272,12 +272,12 @@ class RunFolder:
             ) from error
 
 
-def _goes_on(found: list[Change]) -> str:
+def _goes_on(refused: list[Change]) -> str:
     """Return the words that restore the old settings and resume; "" if there are too many or no value."""
-    typed = [f"{change.key}={change.before}" for change in found]
+    typed = [f"{change.key}={change.before}" for change in refused]
     return (
         ""
-        if len(found) > _NAMED or any(ABSENT in change for change in found)
+        if len(refused) > _NAMED or any(ABSENT in change for change in refused)
         else f"{' '.join(typed)} goes on, "
     )
 

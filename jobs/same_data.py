@@ -47,9 +47,9 @@ def data_inputs(
     token; the held-out rows and prompts; the files of reward models and teachers that lie in folders, and of
     code that settings name."""
     rows = plan.examples.groups
-    found = {DATA: groups_digest(rows) if prompts is None else prompts_digest(prompts.prompts)}
+    fingerprints = {DATA: groups_digest(rows) if prompts is None else prompts_digest(prompts.prompts)}
     if prompts is None:
-        found["token_values"] = token_values_digest(rows)
+        fingerprints["token_values"] = token_values_digest(rows)
     held_out: dict[str, tuple[Segment | None, Sequence[Group]]] = {
         "evaluation": (plan.held_out, plan.evaluation.groups)
     }
@@ -58,8 +58,8 @@ def data_inputs(
         held_out["retention.data"] = (None, second_task)
     for name, (segment, groups) in held_out.items():
         scored = "" if segment is None else groups_digest(segment.groups)
-        found[name] = scored + prompts_digest(prompts_of(groups))
-    return found | reward_files(config) | code_files(config)
+        fingerprints[name] = scored + prompts_digest(prompts_of(groups))
+    return fingerprints | reward_files(config) | code_files(config)
 
 
 def reward_files(config: Config) -> dict[str, str]:
@@ -75,9 +75,9 @@ def hub_commits(config: Config) -> dict[str, str]:
     """Return setting -> commit of each model and data set that comes from the hub, as this machine's cache
     resolved its name. One that is not in the cache yet is left out."""
     named = [("model.name_or_path", config.model.name_or_path, config.model.revision), *_models(config)]
-    found = {key: _commit(name, "model", revision) for key, name, revision in named}
-    found["data.path"] = _commit(config.data.path or "", "dataset", config.data.revision)
-    return {key: commit for key, commit in found.items() if commit is not None}
+    commits = {key: _commit(name, "model", revision) for key, name, revision in named}
+    commits["data.path"] = _commit(config.data.path or "", "dataset", config.data.revision)
+    return {key: commit for key, commit in commits.items() if commit is not None}
 
 
 def code_files(config: Config) -> dict[str, str]:
@@ -99,10 +99,10 @@ def code_files(config: Config) -> dict[str, str]:
 
 def _source(module: str) -> str | None:
     try:
-        found = importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(module)
     except (ImportError, AttributeError, ValueError):  # what uses it says so
         return None
-    return found.origin if found is not None and found.has_location else None
+    return spec.origin if spec is not None and spec.has_location else None
 
 
 def _texts(tree: Any, key: str) -> Iterator[tuple[str, str]]:
@@ -116,10 +116,10 @@ def _texts(tree: Any, key: str) -> Iterator[tuple[str, str]]:
 
 def _models(config: Config) -> Iterator[tuple[str, str, str | None]]:
     """Yield (setting, name, revision) of the models that give rewards."""
-    found = dict(_texts(asdict(config)["reward"] if config.online else None, "reward"))
-    for key, name in found.items():
+    texts = dict(_texts(asdict(config)["reward"] if config.online else None, "reward"))
+    for key, name in texts.items():
         if key.endswith(".name_or_path"):
-            yield key, name, found.get(f"{key.removesuffix('name_or_path')}revision")
+            yield key, name, texts.get(f"{key.removesuffix('name_or_path')}revision")
 
 
 def _commit(name: str, kind: str, revision: str | None) -> str | None:
@@ -132,25 +132,25 @@ def _commit(name: str, kind: str, revision: str | None) -> str | None:
         return revision if (folder / "snapshots" / (revision or "-")).is_dir() else None
 
 
-def check_inputs(folder: Path, config: Config, found: Mapping[str, str]) -> None:
+def check_inputs(folder: Path, config: Config, inputs: Mapping[str, str]) -> None:
     """Raise ConfigError if the run in ``folder`` is resumed and its checkpoints were written with another
-    input than ``found``, unless ``resume_with_other`` names it: that is printed and noted in run.json.
+    input than ``inputs``, unless ``resume_with_other`` names it: that is printed and noted in run.json.
 
     A checkpoint of an earlier version does not say every input; what it does not say counts as the same."""
     before = _recorded(folder) if config.resume else {}
-    unsaid = sorted(found.keys() - before.keys())
+    unsaid = sorted(inputs.keys() - before.keys())
     if before and unsaid:
         print(f"note: the checkpoint does not say with which {', '.join(unsaid)} the run was started")
-    for name in sorted(found.keys() & before.keys()):
-        if found[name] == before[name]:
+    for name in sorted(inputs.keys() & before.keys()):
+        if inputs[name] == before[name]:
             continue
         if name in _BY_CONTENT:
-            print(f"note: {name}: its commit was {before[name]} and is {found[name]}, with the same content")
+            print(f"note: {name}: its commit was {before[name]} and is {inputs[name]}, with the same content")
             continue
         if name not in config.resume_with_other:
             raise _refused(folder, config, name)
         print(f"note: {name} is not what this run was started with; it goes on (resume_with_other)")
-        note(folder, "went_on_with_other", {name: [before[name], found[name]], "at": _now()})
+        note(folder, "went_on_with_other", {name: [before[name], inputs[name]], "at": _now()})
 
 
 def note(folder: Path, key: str, value: Any) -> None:

@@ -107,7 +107,7 @@ class RunWatch:
     def resume(self) -> dict[str, Any] | None:
         """Resume from the newest sound checkpoint and return its state; None if there is no checkpoint."""
         on_main(self.checkpoints.remove_unfinished)
-        path = from_main(None if (found := self.checkpoints.newest_sound()) is None else str(found))
+        path = from_main(None if (newest := self.checkpoints.newest_sound()) is None else str(newest))
         if path is None:
             return None
         trainer = self.trainer
@@ -220,9 +220,9 @@ class RunWatch:
     def _compare_ranks(self) -> None:
         """Say in this step's line which rank is slowest, once in some steps, and name one that stays slow."""
         self._slowest = {}
-        if (found := self.pulse.beat()) is not None:
-            self._slowest = found.facts
-            if (news := self.pulse.news(found)) is not None and self.trainer.world.is_main:
+        if (slowest := self.pulse.beat()) is not None:
+            self._slowest = slowest.facts
+            if (news := self.pulse.news(slowest)) is not None and self.trainer.world.is_main:
                 self.bar.say(news)
 
     def _diagnose(self, first: bool = False, last: bool = False) -> None:
@@ -479,13 +479,13 @@ def gpu_memory(device: torch.device) -> dict[str, float]:
     )
 
 
-def _alike(found: Any, own: Any) -> bool:
+def _alike(saved: Any, own: Any) -> bool:
     """Return whether a checkpoint's value is of the kind that this run would write."""
     if isinstance(own, dict):
-        return isinstance(found, dict) and all(
+        return isinstance(saved, dict) and all(
             _alike(value, own[key]) if key in own else value is None or isinstance(value, int | float)
-            for key, value in found.items()
+            for key, value in saved.items()
         )
     if isinstance(own, float):
-        return isinstance(found, int | float) and math.isfinite(found)
-    return type(found) is type(own)
+        return isinstance(saved, int | float) and math.isfinite(saved)
+    return type(saved) is type(own)

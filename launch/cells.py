@@ -64,7 +64,7 @@ def cells_of(results: Sequence[Result], select: Sequence[str], validation: str) 
         stem = run.cell if not select else ""
         by_cell.setdefault((stem, run.identity(select)), {}).setdefault(run.identity(), []).append(run)
     names = [next(iter(settings.values()))[0].cell for settings in by_cell.values()]
-    found = []
+    cells = []
     for (_, identity), settings in by_cell.items():
         tried = list(settings.values())
         for run, other in (pair for runs in tried for pair in itertools.combinations(runs, 2)):
@@ -76,8 +76,8 @@ def cells_of(results: Sequence[Result], select: Sequence[str], validation: str) 
         for key, value in selected.items():
             name = name.replace(f"-{label(key, value)}", "")
         name = name if names.count(tried[0][0].cell) == 1 else f"{name} ({identity})"
-        found.append(Cell(name, sorted(chosen, key=lambda run: run.seed), tried, selected))
-    return found
+        cells.append(Cell(name, sorted(chosen, key=lambda run: run.seed), tried, selected))
+    return cells
 
 
 def merit(runs: Sequence[Result], metric: str) -> tuple[int, float]:

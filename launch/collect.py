@@ -65,7 +65,7 @@ class Result:
 def of_sweep(runs: Iterable[Run], logs: Path) -> list[Result]:
     """Return the results of a sweep's runs, including runs without a folder. ``logs``: the sweep's log
     folder."""
-    found, composer, statuses = [], Composer(), Statuses(logs)
+    results, composer, statuses = [], Composer(), Statuses(logs)
     for run in runs:
         made = composer.config(run)
         folder = folder_of(made, run)
@@ -74,8 +74,8 @@ def of_sweep(runs: Iterable[Run], logs: Path) -> list[Result]:
         else:
             config = flat(asdict(made))
             result = Result(run.name, run.cell, run.seed, Status(NOT_STARTED), computed(config))
-        found.append(replace(result, about=statuses.of(run.name, folder)))
-    return found
+        results.append(replace(result, about=statuses.of(run.name, folder)))
+    return results
 
 
 def of_folders(paths: Iterable[Path], logs: Path = ROOT / "logs") -> list[Result]:
@@ -84,7 +84,7 @@ def of_folders(paths: Iterable[Path], logs: Path = ROOT / "logs") -> list[Result
     ``logs``: the folder with the log folders of sweeps; a run's first tag names its sweep. Raises ConfigError
     if a path holds no run.
     """
-    found: list[Result] = []
+    results: list[Result] = []
     seen: set[Path] = set()
     of = cache(lambda sweep: Statuses(logs / sweep))
     for path in paths:
@@ -97,8 +97,8 @@ def of_folders(paths: Iterable[Path], logs: Path = ROOT / "logs") -> list[Result
             run = read_run(record.parent.absolute())  # "." has no name
             if run.cell in run.tags[1:2]:  # a run of a sweep, as launch.grid tags them
                 run = replace(run, about=of(run.tags[0]).of(run.name, record.parent))
-            found.append(run)
-    return found
+            results.append(run)
+    return results
 
 
 def read_run(folder: Path, cell: str | None = None) -> Result:
@@ -151,12 +151,12 @@ def computed(config: Settings) -> Settings:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the content of a file that is one JSON object. Raises DataError."""
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except ValueError as error:
         raise DataError(f"{path} is damaged: {error}. Put it back, or make it again") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise DataError(f"{path} is damaged: it is no JSON object. Put it back, or make it again")
-    return found
+    return content
 
 
 def flat(tree: Any, prefix: str = "") -> Settings:

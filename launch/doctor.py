@@ -104,10 +104,10 @@ def look(config: Config) -> Devices:
         )
     seen = json.loads(out.splitlines()[-1])
     gpus = tuple((name, total, free) for name, total, free in seen["gpus"])
-    found = []
+    findings = []
     for i, (name, total, free) in enumerate(gpus):
         busy = free < 0.9 * total
-        found.append(
+        findings.append(
             Finding(
                 "GPU",
                 NOTE if busy else OK,
@@ -117,7 +117,7 @@ def look(config: Config) -> Devices:
         )
     if not gpus:
         expected = shutil.which("nvidia-smi") is not None
-        found.append(
+        findings.append(
             Finding(
                 "GPU",
                 BAD if expected else NOTE,
@@ -129,8 +129,8 @@ def look(config: Config) -> Devices:
             )
         )
     if config.model.dtype == "bfloat16" and not seen["bf16"]:
-        found.append(Finding("GPU", BAD, "has no bfloat16", "model.dtype=float32"))
-    return Devices(gpus, tuple(found))
+        findings.append(Finding("GPU", BAD, "has no bfloat16", "model.dtype=float32"))
+    return Devices(gpus, tuple(findings))
 
 
 def talk(ranks: int, backend: str) -> Finding:
@@ -153,11 +153,11 @@ def data(overrides: Sequence[str]) -> tuple[Finding, float | None]:
     code, out = run("dry run", [sys.executable, "train.py", *overrides, "dry_run=true"], DRY_SECONDS)
     if code:
         return Finding("dry run", BAD, last(out), "python train.py … dry_run=true shows all of it"), None
-    found = _PARAMETERS.search(out)
+    match = _PARAMETERS.search(out)
     counted = [line for line in out.splitlines() if " steps of " in line]
     return Finding("dry run", OK, counted[0] if counted else "done"), float(
-        found[1].replace(",", "")
-    ) * 1e6 if found else None
+        match[1].replace(",", "")
+    ) * 1e6 if match else None
 
 
 def disk(config: Config, parameters: float) -> Finding:

@@ -39,8 +39,8 @@ class Crossing:
         require(len(many) > 1, "--effects", sweep.name, f"needs two axes that are crossed; has {many}")
         require(not sweep.select, "--effects", sweep.name, "is a sweep that chooses among its settings")
         where = sweep.coordinates
-        found = {where[cell.name]: cell.values(metric) for cell in cells if cell.name in where}
-        whole = {at: values for at, values in found.items() if len(values) == len(sweep.seeds)}
+        cell_values = {where[cell.name]: cell.values(metric) for cell in cells if cell.name in where}
+        whole = {at: values for at, values in cell_values.items() if len(values) == len(sweep.seeds)}
         return cls(axes, whole)
 
     def effects(self, within: str | None = None) -> list[Comparison]:
@@ -48,18 +48,18 @@ class Crossing:
         correction over all of them. ``within``: an axis; the others are compared separately for each of its
         values. Raises ConfigError."""
         require(within is None or within in self.axes, "--within", within, f"is no axis: {list(self.axes)}")
-        found = []
+        comparisons = []
         for where in (None,) if within is None else self.axes[within]:
             for axis in self.axes:
                 if axis != within:
-                    found += self._of_axis(axis, within, where)
-        return with_holm(found)
+                    comparisons += self._of_axis(axis, within, where)
+        return with_holm(comparisons)
 
     def _of_axis(self, axis: str, within: str | None, where: str | None) -> list[Comparison]:
         names = list(self.axes)
         at, fixed = names.index(axis), None if within is None else names.index(within)
         first, *others = self.axes[axis]
-        found = []
+        comparisons = []
         for value in others:
             pairs = [
                 (self.values[cell], self.values[other])
@@ -70,8 +70,8 @@ class Crossing:
             differences = by_seed(pairs)
             if len(differences) >= FEWEST_PAIRS:
                 begin = "" if where is None else f"{where}: "
-                found.append(paired(f"{first} ({len(pairs)})", f"{begin}{value}", differences))
-        return found
+                comparisons.append(paired(f"{first} ({len(pairs)})", f"{begin}{value}", differences))
+        return comparisons
 
     def means(self, within: str | None = None) -> list[list[str]]:
         """Return a heading, then a row for each value of each axis with the mean over its cells and seeds.

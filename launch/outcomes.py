@@ -119,10 +119,10 @@ def ending_of_folder(folder: Path) -> Status | None:
 def newest_logs(logs: Path) -> dict[str, Path]:
     """Return run -> its most recently written log, of the files ``<run>.<job>.out`` in the folder
     ``logs``."""
-    found: dict[str, Path] = {}
+    newest: dict[str, Path] = {}
     for path in sorted(logs.glob("*.out"), key=lambda path: path.stat().st_mtime):
-        found[path.name.removesuffix(".out").rpartition(".")[0]] = path
-    return found
+        newest[path.name.removesuffix(".out").rpartition(".")[0]] = path
+    return newest
 
 
 def ending_of(log: Path) -> Ending:

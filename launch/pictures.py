@@ -197,8 +197,8 @@ def mean_curve(runs: Sequence[Result], key: str) -> list[tuple[int, Mean]]:
         for x, y in points_of(run, key):
             at.setdefault(x, []).append(y)
     most = max(map(len, at.values()), default=0)
-    found = [(x, mean(ys)) for x, ys in sorted(at.items()) if len(ys) == most]
-    return [(x, middle) for x, middle in found if middle is not None]
+    points = [(x, mean(ys)) for x, ys in sorted(at.items()) if len(ys) == most]
+    return [(x, middle) for x, middle in points if middle is not None]
 
 
 def draw(axes: Axes, runs: Sequence[Result], key: str, marked: bool) -> None:

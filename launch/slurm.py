@@ -248,8 +248,8 @@ def script(job: Job, sweep: str, runs: Sequence[Run], logs: Path, after: str | N
 def largest_array() -> int | None:
     """Return how many tasks this cluster allows in a job array; None if it does not say. Raises
     SlurmError."""
-    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", ask(["scontrol", "show", "config"]), re.MULTILINE)
-    return int(found[1]) or None if found else None
+    match = re.search(r"^MaxArraySize\s*=\s*(\d+)", ask(["scontrol", "show", "config"]), re.MULTILINE)
+    return int(match[1]) or None if match else None
 
 
 def parts(runs: Sequence[Run], most: int | None) -> list[Sequence[Run]]:
@@ -288,11 +288,11 @@ def submitted(logs: Path) -> dict[str, str]:
     """Return a task of an array, such as ``123_4`` -> the run that it was submitted for, in the order of
     submission. Raises ConfigError for a damaged line: without it, queued runs would be submitted again."""
     path = logs / RECORD
-    found: dict[str, str] = {}
+    runs_by_task: dict[str, str] = {}
     for number, line in enumerate(lines_of(path.read_text(encoding="utf-8")) if path.exists() else (), 1):
         try:
             made = json.loads(line)
-            found |= {f"{made['array']}_{task}": str(name) for task, name in enumerate(made["runs"])}
+            runs_by_task |= {f"{made['array']}_{task}": str(name) for task, name in enumerate(made["runs"])}
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(
                 "--logs",
@@ -300,7 +300,7 @@ def submitted(logs: Path) -> dict[str, str]:
                 f"line {number} is damaged, and does not say which runs an array was submitted for; see in "
                 "squeue that none of the sweep is queued, then remove the line",
             ) from error
-    return found
+    return runs_by_task
 
 
 def queued(logs: Path) -> dict[str, str]:

@@ -67,9 +67,9 @@ def inspect(run: Run, composer: Composer | None = None) -> State:
         raise UserError(f"{run.name}: {error}") from error
     folder = folder_of(config, run)
     begun = started(folder)
-    found = changes(folder, config) if begun else []
-    longer = [other for other in found if other.key in LENGTH]
-    if others := [*refused_changes(found, config), *filter(shorter, longer)]:
+    differences = changes(folder, config) if begun else []
+    longer = [other for other in differences if other.key in LENGTH]
+    if others := [*refused_changes(differences, config), *filter(shorter, longer)]:
         return State(run, config, CHANGED, told(others[0]), others[0])
     if longer:
         return State(run, config, PARTIAL, f"made longer, {told(longer[0])}")
@@ -98,10 +98,10 @@ def last_line(folder: Path) -> dict[str, Any]:
         file.seek(max(0, path.stat().st_size - 65536))
         whole = file.read().rpartition(b"\n")[0].splitlines()
     try:
-        found = json.loads(whole[-1]) if whole else {}
+        metrics = json.loads(whole[-1]) if whole else {}
     except ValueError:  # damaged: the run itself will report it when it goes on
         return {}
-    return found if isinstance(found, dict) else {}
+    return metrics if isinstance(metrics, dict) else {}
 
 
 def tail(path: Path, lines: int = 15) -> list[str]:

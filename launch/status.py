@@ -28,12 +28,12 @@ def main(words: Sequence[str] | None = None) -> int:
     options = about.parse_args(words, argparse.Namespace(select=""))
 
     def work() -> None:
-        found = load(options)[0]
-        width = max((len(run.name) for run in found), default=0)
-        for run in found:
+        runs = load(options)[0]
+        width = max((len(run.name) for run in runs), default=0)
+        for run in runs:
             print(f"{run.name:{width}}  {run.about}")
-        counts = Counter(run.status for run in found)
-        print(f"{len(found)} runs: " + ", ".join(f"{n} {kind}" for kind, n in counts.items()))
+        counts = Counter(run.status for run in runs)
+        print(f"{len(runs)} runs: " + ", ".join(f"{n} {kind}" for kind, n in counts.items()))
 
     return answered(work)
 

@@ -73,8 +73,8 @@ def gpu_here() -> Card | None:
     """Return this machine's first GPU; None without a GPU."""
     if not torch.cuda.is_available():
         return None
-    found = torch.cuda.get_device_properties(0)
-    return Card(found.name, found.total_memory / GIB)
+    properties = torch.cuda.get_device_properties(0)
+    return Card(properties.name, properties.total_memory / GIB)
 
 
 # -- a run -----------------------------------------------------------------------------------------

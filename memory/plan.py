@@ -119,10 +119,10 @@ def of_shapes(config: Config, longest: int, ranks: int, card: Card | None) -> di
 
     ``longest``: tokens of the longest example. ``card``: None for a CPU, whose ranks share this machine.
     Raises ConfigError for an architecture that cannot be loaded."""
-    found = bound(config, architecture(config.model), longest, ranks, card)
-    if found is None:
+    memory_bound = bound(config, architecture(config.model), longest, ranks, card)
+    if memory_bound is None:
         return None
-    most, parameters, notes = found
+    most, parameters, notes = memory_bound
     room = (card or Card("this machine's memory", memory_here() / ranks / GIB)).room
     gathered = ranks > 1 and card is not None and config.model.reshard_after_forward is None
     where = "on the CPU" if card is None else f"on {card.name} ({card.memory:.1f} GiB)"

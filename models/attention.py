@@ -180,13 +180,13 @@ def _flash_differs(in_use: str | None, heads: Heads, shared: bool, compiled: boo
     return None if same else "it does not give what attention row by row gives"
 
 
-def _rounded_alike(found: Tensor, wanted: Tensor) -> bool:
+def _rounded_alike(actual: Tensor, wanted: Tensor) -> bool:
     """Return whether two tensors of bfloat16 differ by no more than rounding explains. A gradient sums over
     tokens and query heads, so it is rounded relative to its size, and not to that of each element: in
     simulation by up to 0.04 of the root mean square, beyond 5 % of the element. A row that reads its
     neighbour is off by about the root mean square itself."""
     scale = float(wanted.detach().float().square().mean().sqrt())
-    return torch.allclose(found, wanted, rtol=0.05, atol=0.1 * scale)
+    return torch.allclose(actual, wanted, rtol=0.05, atol=0.1 * scale)
 
 
 def shares_prompts(config: ModelConfig, hf_config: PretrainedConfig, packing: bool) -> bool:

@@ -196,8 +196,8 @@ class Planner(DefaultLoadPlanner):
     """Load planner that reads values other than tensors (the optimizer's settings) as plain data."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        found = torch.load(value, weights_only=True)
-        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], found)
+        loaded = torch.load(value, weights_only=True)
+        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
 
 
 def reason(error: BaseException) -> str:

@@ -57,13 +57,13 @@ def source(path: str) -> dict[str, Any]:
 def check_gguf(key: str, path: str, early: bool = False) -> None:
     """Raise ConfigError for a GGUF file that is damaged, or that transformers would read as another model.
     ``early``: only by what is known without transformers."""
-    problem, fields, found = _header(path, Path(path).stat().st_mtime_ns)
+    problem, fields, tensor_types = _header(path, Path(path).stat().st_mtime_ns)
     known = None
     if problem is None and not early:
         from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
         known = GGUF_CONFIG_MAPPING
-    problem = problem or _problem(fields, found, known)
+    problem = problem or _problem(fields, tensor_types, known)
     require(
         problem is None,
         key,
@@ -100,10 +100,10 @@ def split_as_stored(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
 
 def dequantised(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model, whose weights are plain numbers by now, without the record that they were not."""
-    found: Any = model
-    if getattr(found, "hf_quantizer", None) is not None:
-        del found.config.quantization_config
-        found.hf_quantizer, found.is_quantized = None, False
+    untyped_model: Any = model
+    if getattr(untyped_model, "hf_quantizer", None) is not None:
+        del untyped_model.config.quantization_config
+        untyped_model.hf_quantizer, untyped_model.is_quantized = None, False
     return model
 
 
@@ -122,11 +122,11 @@ def _header(path: str, changed: int) -> tuple[str | None, dict[str, Any], dict[s
     try:
         reader = GGUFReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items() if _short(name)}
-        found = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
-        _problem(fields, found, None)  # has what every model has
+        tensor_types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+        _problem(fields, tensor_types, None)  # has what every model has
     except (ValueError, IndexError, KeyError, TypeError, OSError) as error:
         return f"is not a whole GGUF file ({type(error).__name__}: {error})", {}, {}
-    return None, fields, found
+    return None, fields, tensor_types
 
 
 def _short(name: str) -> bool:
@@ -134,13 +134,13 @@ def _short(name: str) -> bool:
     return not name.startswith("tokenizer.") or name in ("tokenizer.ggml.model", "tokenizer.ggml.pre")
 
 
-def _problem(fields: dict[str, Any], found: dict[str, str], known: Any) -> str | None:
-    """``fields``: the header; ``found``: the type of each tensor; ``known``: what transformers reads of each
-    family, None: not looked at."""
+def _problem(fields: dict[str, Any], tensor_types: dict[str, str], known: Any) -> str | None:
+    """``fields``: the header; ``tensor_types``: the type of each tensor; ``known``: what transformers reads
+    of each family, None: not looked at."""
     family = fields["general.architecture"]
     if family not in FAMILIES:
         return f"is of the family {family}, and {' and '.join(FAMILIES)} are read"
-    if other := sorted(set(found.values()) - {*TYPES}):
+    if other := sorted(set(tensor_types.values()) - {*TYPES}):
         return f"has tensors of the type {', '.join(other)}, and {', '.join(TYPES)} are read"
     own = {k.removeprefix(f"{family}."): v for k, v in fields.items() if k.startswith(f"{family}.")}
     width = own.get("rope.dimension_count", own["embedding_length"] // own["attention.head_count"])
@@ -151,8 +151,8 @@ def _problem(fields: dict[str, Any], found: dict[str, str], known: Any) -> str |
     wanted = {f"blk.{i}.{name}.weight" for i in range(own["block_count"]) for name in BLOCK}
     wanted |= {f"blk.{i}.{name}.bias" for i in range(own["block_count"]) for name in BIASES[family]}
     wanted |= {"token_embd.weight", "output_norm.weight"}
-    if lacking := sorted(wanted - {*found}):
+    if lacking := sorted(wanted - {*tensor_types}):
         return f"lacks {len(lacking)} tensors of a {family} model, such as {lacking[0]}"
-    if more := sorted({*found} - wanted - {"output.weight"}):
+    if more := sorted({*tensor_types} - wanted - {"output.weight"}):
         return f"has {len(more)} tensors that a {family} model has not here, such as {more[0]}"
     return None

@@ -212,7 +212,7 @@ class _LogProbs(torch.autograd.Function):
             slope = below.exp_().mul_(-grad[:, None])
             slope.scatter_add_(1, index, (grad * inside)[:, None])
             grads.add(part, ctx.form.backward(slope, logits))
-        return *grads.found(), None, None, None, None
+        return *grads.returned(), None, None, None, None
 
 
 class _Entropies(torch.autograd.Function):
@@ -241,7 +241,7 @@ class _Entropies(torch.autograd.Function):
             log_p = logits - normaliser[:, None]
             slope = (log_p + entropy[:, None]).mul_(log_p.exp_()).mul_(-grad[:, None])
             grads.add(part, ctx.form.backward(slope, logits))
-        return *grads.found(), None, None
+        return *grads.returned(), None, None
 
 
 class _HeadGradients:
@@ -267,7 +267,7 @@ class _HeadGradients:
         if self.weight is not None:
             _product(slope.T, hidden.T, out=self.weight[part])
 
-    def found(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def returned(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         of_hidden = None if self.hidden is None else self.hidden.to(self.inputs[0].dtype)
         return of_hidden, self.weight, self.bias
 

@@ -77,8 +77,8 @@ class Policy(nn.Module):
             return torch.stack([self.logprobs(sequences, before), self.entropies(sequences, before)])
         if beside == "collision":
             head = output_head(self.model)
-            found = chunked_collisions(before, head.weight, head.bias, **self.form)
-            return torch.stack([self.logprobs(sequences, before), on_grid(sequences, found)])
+            collisions = chunked_collisions(before, head.weight, head.bias, **self.form)
+            return torch.stack([self.logprobs(sequences, before), on_grid(sequences, collisions)])
         if entropy:
             with torch.no_grad():
                 return self.entropies(sequences, before)

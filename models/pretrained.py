@@ -203,8 +203,8 @@ def export_dtype(config: ModelConfig) -> torch.dtype:
     """Return the dtype in which the trained model is written: model.export_dtype, or that of most weights in
     the loaded model's files. Without files here, it is the one that the model's config names, or float32."""
     stored = None if config.from_config or config.export_dtype else stored_dtype(stored_tensors(config) or {})
-    found = config.export_dtype or stored or model_config(config).dtype or "float32"
-    return found if isinstance(found, torch.dtype) else getattr(torch, found)
+    dtype = config.export_dtype or stored or model_config(config).dtype or "float32"
+    return dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
 
 
 def check_weights(config: ModelConfig, hf_config: PretrainedConfig) -> list[str]:

@@ -39,11 +39,11 @@ class Slowest:
         return {"slowest_rank": self.rank, "slowest_rank_times": self.times}
 
 
-def slowest(found: list[tuple[float, str]]) -> Slowest:
+def slowest(timings: list[tuple[float, str]]) -> Slowest:
     """Return the slowest of the ranks' (seconds, host)."""
-    middle = median_low(seconds for seconds, _ in found)
-    rank = max(range(len(found)), key=lambda r: found[r][0])
-    return Slowest(rank, found[rank][1], found[rank][0] / middle)
+    middle = median_low(seconds for seconds, _ in timings)
+    rank = max(range(len(timings)), key=lambda r: timings[r][0])
+    return Slowest(rank, timings[rank][1], timings[rank][0] / middle)
 
 
 class Pulse:
@@ -77,8 +77,8 @@ class Pulse:
         if self._beats % EVERY:
             return None
         least, self._timed = min(self._timed, default=0.0), []
-        found = gather_objects((least, socket.gethostname()))
-        return slowest(found) if all(seconds for seconds, _ in found) else None
+        timings = gather_objects((least, socket.gethostname()))
+        return slowest(timings) if all(seconds for seconds, _ in timings) else None
 
     def news(self, of: Slowest) -> str | None:
         """Return the message about a rank that is slow again and again, once; None if there is none."""

@@ -160,14 +160,14 @@ def quantise(blocks: list[nn.Module]) -> None:
     """
     torchao_nf4()
     frozen = sum(p.numel() for block in blocks for p in block.parameters() if not p.requires_grad)
-    found = [
+    linear_layers = [
         (parent, name, module)
         for block in blocks
         for parent in block.modules()
         for name, module in parent.named_children()
         if type(module) is nn.Linear and not module.weight.requires_grad
     ]
-    share = sum(module.weight.numel() for _, _, module in found) / max(frozen, 1)
+    share = sum(module.weight.numel() for _, _, module in linear_layers) / max(frozen, 1)
     require(
         share >= 0.5,
         KEY,
@@ -175,7 +175,7 @@ def quantise(blocks: list[nn.Module]) -> None:
         f"{share:.0%} of the weights of this model's layers are in linear layers, which alone are quantised "
         "(a mixture's experts and transposed weights are none): use off",
     )
-    for parent, name, module in found:
+    for parent, name, module in linear_layers:
         setattr(parent, name, NF4Linear(module))
 
 

@@ -132,19 +132,19 @@ class ScoreCache:
     def shards(self) -> Shards:
         """Return every shard written so far, of any rank. A shard that is not as it was written is reported
         and removed; its rows are scored again."""
-        found: Shards = {}
+        shards: Shards = {}
         for path in sorted(self.folder.glob("*.arrow")):
             if path.name.startswith("."):  # one that is being written
                 continue
             try:
-                found[path.name] = self._read(path)
+                shards[path.name] = self._read(path)
             except FileNotFoundError:  # removed by another rank
                 continue
             except (OSError, ValueError, DamagedError) as error:
                 print(f"{path}: removed, its rows are scored again: {error}", flush=True)
                 with contextlib.suppress(OSError):  # a folder of that name
                     path.unlink()
-        return found
+        return shards
 
     def _read(self, path: Path) -> Shard:
         file = ArrowFile(path, SCHEMA, keep_open=False)

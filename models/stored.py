@@ -46,10 +46,10 @@ def stored_alike(config: ModelConfig) -> torch.dtype | None:
     if config.from_config or config.new_tokens or config.head or config.quantization:
         return None
     # float64 is trained as float32, which rounds it
-    found = {
+    dtypes = {
         None if of.dtype == "F64" else FLOATS.get(of.dtype) for of in (stored_tensors(config) or {}).values()
     }
-    dtype = getattr(torch, found.pop() or "", None) if len(found) == 1 else None
+    dtype = getattr(torch, dtypes.pop() or "", None) if len(dtypes) == 1 else None
     return None if config.use_peft and dtype != getattr(torch, config.dtype) else dtype
 
 
@@ -64,7 +64,7 @@ def check_finite(model: nn.Module, config: ModelConfig) -> None:
     name = next((name for name, p in model.named_parameters() if not _finite(local_part(p.detach()))), None)
     if name is None:
         return
-    found = next(
+    place = next(
         (
             f"{tensor} in {file}"
             for file in sorted({stored.file for stored in (stored_tensors(config) or {}).values()})
@@ -76,7 +76,7 @@ def check_finite(model: nn.Module, config: ModelConfig) -> None:
     raise ConfigError(
         KEY,
         config.name_or_path,
-        f"has weights that are not finite numbers (NaN or infinity): {found}; fetch the model again, or take "
+        f"has weights that are not finite numbers (NaN or infinity): {place}; fetch the model again, or take "
         "an earlier checkpoint",
     )
 

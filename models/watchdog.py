@@ -64,11 +64,11 @@ class Watchdog:
             try:
                 self._store.set(names[self.world.rank], json.dumps([beat, process, self._mark]))
                 begun = names if self._store.check(names) else [n for n in names if self._store.check([n])]
-                found = self._store.multi_get(begun)
+                texts = self._store.multi_get(begun)
             except RuntimeError:  # the store ended with the ranks, or its holder was silent for too long
                 continue
             self._heard = time.monotonic()
-            for name, text in zip(begun, found, strict=True):
+            for name, text in zip(begun, texts, strict=True):
                 self._signs[int(name)].take(*json.loads(text))
 
     def _watch(self) -> None:

@@ -132,12 +132,12 @@ def check_files(key: str, name: str, folder: Path) -> dict[str, Stored] | None:
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises DamagedError, OSError."""
     try:
-        found = read_json(path)
+        parsed = read_json(path)
     except ValueError as error:
         raise DamagedError(f"{path} is damaged ({type(error).__name__}: {error})") from error
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise DamagedError(f"{path} is damaged (it holds no object)")
-    return found
+    return parsed
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -163,13 +163,13 @@ def weight_files(folder: Path) -> list[Path]:
 
 def weight_map(folder: Path) -> dict[str, str]:
     """Return name of a tensor -> its file, from the index. Raises DamagedError, OSError."""
-    found = read_object(folder / INDEX).get("weight_map")
-    if not isinstance(found, dict) or not found:
+    files = read_object(folder / INDEX).get("weight_map")
+    if not isinstance(files, dict) or not files:
         raise DamagedError(f"{folder / INDEX} is damaged (it has no weight_map)")
-    for name, file in found.items():
+    for name, file in files.items():
         if not isinstance(file, str) or Path(file).name != file:
             raise DamagedError(f"{folder / INDEX} puts {name} into {file!r}, which is no file of its folder")
-    return found
+    return files
 
 
 def read_tensors(folder: Path) -> dict[str, Stored]:

@@ -63,18 +63,18 @@ def make_adamw8bit(params: list[nn.Parameter], config: Config) -> torch.optim.Op
 
 
 def make_muon(policy: nn.Module, params: list[nn.Parameter], config: Config) -> MuonWithAdamW:
-    muon, found = config.muon, matrices(decoder_blocks(cast(Policy, policy)))
+    muon, muon_params = config.muon, matrices(decoder_blocks(cast(Policy, policy)))
     require(
-        bool(found),
+        bool(muon_params),
         "optimizer",
         "Muon",
         "is for the matrices of a model's layers, and none of these is a linear map that is trained: use "
         "optimizer=AdamW",
     )
-    theirs = {id(p) for p in found}
+    theirs = {id(p) for p in muon_params}
     rest = [p for p in params if id(p) not in theirs]
     return MuonWithAdamW(
-        found,
+        muon_params,
         make_adamw(rest, config) if rest else None,
         lr_ratio=1.0 if muon.lr is None else muon.lr / config.lr,
         weight_decay=config.weight_decay,

@@ -28,14 +28,14 @@ def matrices(blocks: Iterable[nn.Module]) -> list[nn.Parameter]:
     """The trained matrices of these layers: weights of linear maps, and stacks of such weights (the experts
     of a mixture). A router's weight is not among them. They are sorted by size, smallest first, so that the
     ranks work on matrices of about the same size at the same time."""
-    found = [
+    weights = [
         p
         for block in blocks
         for module in block.modules()
         for p in module.parameters(recurse=False)
         if p.requires_grad and is_matrix(p, module)
     ]
-    return sorted(found, key=Tensor.numel)
+    return sorted(weights, key=Tensor.numel)
 
 
 def is_matrix(parameter: nn.Parameter, module: nn.Module) -> bool:

@@ -121,10 +121,10 @@ def told(line: dict[str, Any]) -> str:
 
 def example_lines(run_dir: Path) -> list[str]:
     """Return the first prompts' answers as lines for the terminal."""
-    found = before_and_after(run_dir)[:LINES]
+    answers = before_and_after(run_dir)[:LINES]
     return [
         line
-        for one in found
+        for one in answers
         for line in (
             one.title(repr(shortened(one.prompt))),
             f"  before  {shortened(one.before)}",

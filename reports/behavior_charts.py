@@ -19,10 +19,10 @@ AXES = {"positions": "position in the completion", "ages": "steps since sampled"
 def behavior_charts(intervals: Sequence[Record]) -> list[tuple[str, bytes]]:
     """Return (title, SVG) of each figure over the whole run; a figure is left out if no token has a known
     mu."""
-    found = [line["behavior"] for line in intervals if "behavior" in line]
+    tallies = [line["behavior"] for line in intervals if "behavior" in line]
     drawn = []
     for name, suffix in TITLES.items():
-        sums = total([part[name] for part in found])
+        sums = total([part[name] for part in tallies])
         if sums["known"].sum() > 0:
             title = f"Samples and policy, {suffix}"
             drawn.append((title, svg(figure(title, name, sums))))

@@ -208,14 +208,14 @@ def named_panels(records: Sequence[Record]) -> list[Panel]:
     names = names_of(dict.fromkeys(key for record in records for key in record))
     if not names:
         return []
-    found = []
+    panels = []
     for key, (title, unit, share) in _NAMED.items():
         keys = [("held out", key), *((name, of_name(key, name)) for name in names)]
         curves = tuple(
             Curve(own, label, _COLORS[i % len(_COLORS)], True) for i, (label, own) in enumerate(keys)
         )
-        found.append(Panel(title, unit, curves, share))
-    return found
+        panels.append(Panel(title, unit, curves, share))
+    return panels
 
 
 def points(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -295,9 +295,9 @@ def _flattened(curves: Drawn) -> bool:
     return needed > FLATTENED * taken > 0
 
 
-def _span(found: list[np.ndarray]) -> float:
+def _span(arrays: list[np.ndarray]) -> float:
     """Return the distance between the lowest and the highest of all values."""
-    values = np.concatenate(found)
+    values = np.concatenate(arrays)
     return float(np.nanmax(values) - np.nanmin(values))
 
 
@@ -322,8 +322,8 @@ MARK = 8
 
 def put_legend(figure: Figure, *axes: Axes) -> None:
     """Put the curves' names below the chart, where no curve runs; nothing if no curve has a name."""
-    found = [each.get_legend_handles_labels() for each in axes]
-    handles, labels = ([item for part in parts for item in part] for parts in zip(*found, strict=True))
+    legends = [each.get_legend_handles_labels() for each in axes]
+    handles, labels = ([item for part in parts for item in part] for parts in zip(*legends, strict=True))
     if labels:
         columns = max(1, LINE // (max(map(len, labels)) + MARK))
         figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)))

@@ -71,7 +71,7 @@ def _facts(data: Facts) -> Iterator[tuple[str, str]]:
 
 def tables(data: Facts) -> list[Table]:
     """Return the reasons with their counts, then lengths and log-probabilities; empty tables are left out."""
-    found = [
+    all_tables = [
         Table(
             title,
             ("reason", unit),
@@ -80,13 +80,13 @@ def tables(data: Facts) -> list[Table]:
         for key, title, unit in COUNTS
     ]
     lengths = {"prompt": data.get("prompt_tokens"), "completion": data.get("completion_tokens")}
-    found.append(_spreads("Lengths", "tokens", lengths, "{:,.0f}"))
+    all_tables.append(_spreads("Lengths", "tokens", lengths, "{:,.0f}"))
     title = "Mean token log-probability of a completion under the initial model"
-    found.append(_spreads(title, "nats", data.get("logprob") or {}, "{:.3f}"))
+    all_tables.append(_spreads(title, "nats", data.get("logprob") or {}, "{:.3f}"))
     every = (data.get("selection") or {}).get("all")
     title = "Mean token log-probability of a group, before data.logprob_range chose"
-    found.append(_spreads(title, "nats", {"every group": every}, "{:.3f}"))
-    return [table for table in found if table.rows]
+    all_tables.append(_spreads(title, "nats", {"every group": every}, "{:.3f}"))
+    return [table for table in all_tables if table.rows]
 
 
 def page(data: Facts) -> str:
@@ -120,10 +120,10 @@ def example(data: Facts) -> list[tuple[str, str]]:
 
 def list_of(data: Facts, key: str) -> list[Any]:
     """Return the list under ``key``; [] if the report has none. Raises TypeError if the value is no list."""
-    found = data.get(key) or []
-    if not isinstance(found, list | tuple):  # a file has lists, the report itself tuples
+    value = data.get(key) or []
+    if not isinstance(value, list | tuple):  # a file has lists, the report itself tuples
         raise TypeError(f"{key} is no list")
-    return list(found)
+    return list(value)
 
 
 def _text(value: Any) -> str:

@@ -134,14 +134,14 @@ def spread(first: Record, intervals: Sequence[Record]) -> Figure:
     """Draw the root mean square of the log-ratios over the steps, with the noise floor below it."""
     figure, axes = _axes("Spread of the log-ratios", "nats, root mean square")
     for side, color in COLORS.items():
-        found = [
+        points = [
             (line["step"] + 1, line[side]["spread"])
             for line in intervals
             if side in line and line[side]["spread"]
         ]
-        if found:
+        if points:
             axes.plot(
-                *np.array(found, float).T, color=color, label=side, marker="o", markersize=3.5, linewidth=1.4
+                *np.array(points, float).T, color=color, label=side, marker="o", markersize=3.5, linewidth=1.4
             )
     if noise := (first["noise"] or {}).get("rms"):
         axes.axhline(noise, color="#888888", linestyle=":", label=f"noise of a log-ratio, {noise:.1g}")

@@ -18,7 +18,7 @@ _SHOWN = (
 
 def names_of(keys: Iterable[str]) -> list[str]:
     """Return the named sets that have a measure among ``keys``, in the order of the keys."""
-    return list(dict.fromkeys(found[0] for key in keys if (found := named_measure(key)) is not None))
+    return list(dict.fromkeys(parts[0] for key in keys if (parts := named_measure(key)) is not None))
 
 
 def of_name(key: str, name: str) -> str:

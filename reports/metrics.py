@@ -214,38 +214,38 @@ def restore(run_dir: Path, checkpoint: Path, step: int, interval: int) -> None:
     copied = (checkpoint / METRICS).exists()
     for name, before in zip(FILES, (step, interval), strict=True):
         path = run_dir / name
-        found = _content(path)
+        current = _content(path)
         if step == 0:
             kept, problem = b"", ""
         elif copied:
             kept = _content(checkpoint / name)
-            problem = _changed(found, kept, checkpoint)
+            problem = _changed(current, kept, checkpoint)
         else:
-            kept, problem = _kept(found, before)
+            kept, problem = _kept(current, before)
             problem = "" if name == DIAGNOSTICS and not path.exists() else problem
-        _put_back(path, found, kept, problem)
+        _put_back(path, current, kept, problem)
     if (checkpoint / ANSWERS).exists():
-        found, kept = _content(run_dir / ANSWERS), _content(checkpoint / ANSWERS)
-        _put_back(run_dir / ANSWERS, found, kept, _changed(found, kept, checkpoint))
+        current, kept = _content(run_dir / ANSWERS), _content(checkpoint / ANSWERS)
+        _put_back(run_dir / ANSWERS, current, kept, _changed(current, kept, checkpoint))
 
 
-def _changed(found: bytes, kept: bytes, checkpoint: Path) -> str:
-    return "" if found.startswith(kept) else f"it is put back from {checkpoint}"
+def _changed(current: bytes, kept: bytes, checkpoint: Path) -> str:
+    return "" if current.startswith(kept) else f"it is put back from {checkpoint}"
 
 
-def _put_back(path: Path, found: bytes, kept: bytes, problem: str) -> None:
-    """Make the file hold ``kept``. With a ``problem``, which is printed, ``found`` is kept beside it."""
+def _put_back(path: Path, current: bytes, kept: bytes, problem: str) -> None:
+    """Make the file hold ``kept``. With a ``problem``, which is printed, ``current`` is kept beside it."""
     if problem:
         print(f"{path} is not as the run left it; {problem}", flush=True)
-        if found:
-            _replace(path.with_name(f"{path.name}.damaged"), found)
+        if current:
+            _replace(path.with_name(f"{path.name}.damaged"), current)
     if path.exists() or kept:
         _replace(path, kept)
 
 
-def _kept(found: bytes, before: int) -> tuple[bytes, str]:
+def _kept(content: bytes, before: int) -> tuple[bytes, str]:
     """Return (the lines that stay, those before a step; a message about missing lines, or "")."""
-    lines, records = sound_lines(found)
+    lines, records = sound_lines(content)
     kept = [(line, r) for line, r in zip(lines, records, strict=True) if r["step"] < before]
     missing = set(range(before)) - steps_of(r for _, r in kept)
     said = (

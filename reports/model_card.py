@@ -120,13 +120,13 @@ On held-out data; rewards are unclipped and against the initial weights.
     )
 
 
-def _answers(found: list[Answered]) -> str:
+def _answers(answers: list[Answered]) -> str:
     """Return the first prompts' answers before and after; "" if there are none."""
     parts = [
         f"- {one.title(f'*{literal(shortened(one.prompt))}*')}\n"
         f"  - before: {literal(shortened(one.before))}\n"
         f"  - after: {literal(shortened(one.after))}"
-        for one in found[:LINES]
+        for one in answers[:LINES]
     ]
     return "\n## Answers\n\n" + "\n".join(parts) + "\n" if parts else ""
 

@@ -27,13 +27,13 @@ def drifted(summary: dict[str, Any]) -> list[str]:
     """Return what a run says that has gone far from its start: that answers grew by LONGER tokens or more, or
     that the KL divergence from the initial weights is above FAR. A run that does either often fails."""
     before, after = summary.get("before") or {}, summary.get("after") or {}
-    found = []
+    drifts = []
     was, now = (values.get("eval_length_sampled") for values in (before, after))
     if was is not None and now is not None and now - was >= LONGER:
-        found.append(f"answers grew by {now - was:.0f} tokens")
+        drifts.append(f"answers grew by {now - was:.0f} tokens")
     if (kl := after.get("eval_kl_initial")) is not None and kl > FAR:
-        found.append(f"the KL divergence from the start is {kl:.2f} nats a token")
-    return found
+        drifts.append(f"the KL divergence from the start is {kl:.2f} nats a token")
+    return drifts
 
 
 def told(summary: dict[str, Any]) -> str | None:

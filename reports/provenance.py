@@ -24,8 +24,8 @@ def variant(config: dict[str, Any]) -> str:
 
 def versions() -> dict[str, str]:
     """Return package -> installed version, with Python's; packages that are not installed are left out."""
-    found = {package: installed for package in PACKAGES if (installed := _installed(package)) is not None}
-    return {"python": platform.python_version(), **found}
+    packages = {package: installed for package in PACKAGES if (installed := _installed(package)) is not None}
+    return {"python": platform.python_version(), **packages}
 
 
 @cache

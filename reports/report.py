@@ -247,12 +247,12 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     try:
         text = path.read_text(encoding="utf-8")
-        found = (json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)) or {}
+        mapping = (json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)) or {}
     except (ValueError, yaml.YAMLError) as error:
         raise _damaged(path, " ".join(str(error).split())) from error
-    if not isinstance(found, dict):
+    if not isinstance(mapping, dict):
         raise _damaged(path, "no mapping")
-    return found
+    return mapping
 
 
 def _damaged(path: Path, why: str) -> ConfigError:

@@ -85,17 +85,22 @@ def compare(cells: Mapping[str, Mapping[int, float]], baseline: str | None = Non
         if baseline
         else list(itertools.combinations(cells, 2))
     )
-    found = []
+    comparisons = []
     for a, b in pairs:
         seeds = sorted(cells[a].keys() & cells[b].keys())
         if len(seeds) >= FEWEST_PAIRS:
-            found.append(paired(a, b, [cells[b][seed] - cells[a][seed] for seed in seeds]))
-    return with_holm(found)
+            comparisons.append(paired(a, b, [cells[b][seed] - cells[a][seed] for seed in seeds]))
+    return with_holm(comparisons)
 
 
-def with_holm(found: Sequence[Comparison]) -> list[Comparison]:
+def with_holm(comparisons: Sequence[Comparison]) -> list[Comparison]:
     """Return the comparisons with their p-values adjusted over all of them."""
-    adjusted = zip(found, holm([c.p_t for c in found]), holm([c.p_wilcoxon for c in found]), strict=True)
+    adjusted = zip(
+        comparisons,
+        holm([c.p_t for c in comparisons]),
+        holm([c.p_wilcoxon for c in comparisons]),
+        strict=True,
+    )
     return [replace(c, p_t_holm=t, p_wilcoxon_holm=wilcoxon) for c, t, wilcoxon in adjusted]
 
 

@@ -180,12 +180,12 @@ def wandb_id_of(run_dir: Path) -> str | None:
     one."""
     if (run_dir / WANDB_ID).is_file():
         return (run_dir / WANDB_ID).read_text(encoding="utf-8").strip()
-    found = [
+    name_parts = [
         path.name.rsplit("-", 2)
         for path in (run_dir / "wandb").glob("*run-*-*")
         if path.is_dir() and not path.is_symlink()
     ]
-    return max(((time, run_id) for _, time, run_id in found), default=(None, None))[1]
+    return max(((time, run_id) for _, time, run_id in name_parts), default=(None, None))[1]
 
 
 def _cell(value: Any) -> Any:

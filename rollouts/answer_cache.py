@@ -44,17 +44,17 @@ class AnswerCache:
     def read(self) -> dict[str, list[Sample]]:
         """Return prompt id -> samples. A line that is not as it was written is left out, such as the last
         line of a process that was killed, or one on a damaged disk."""
-        found: dict[str, list[Sample]] = {}
+        samples: dict[str, list[Sample]] = {}
         lines = self.path.read_bytes().split(b"\n") if self.path.is_file() else []
         for line in lines:
             try:
                 raw = json.loads(line)
                 if not isinstance(raw, dict) or raw.pop("sha256") != _digest(raw):
                     continue
-                found[raw["prompt_id"]] = [_sample(one) for one in raw["samples"]]
+                samples[raw["prompt_id"]] = [_sample(one) for one in raw["samples"]]
             except (ValueError, KeyError, TypeError):
                 continue
-        return found
+        return samples
 
     def add(self, answers: Mapping[str, list[Sample]]) -> None:
         """Append the answers and sync them to the disk. If they cannot be written, a message says so, and

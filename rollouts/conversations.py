@@ -85,15 +85,15 @@ class Conversations:
         self.process = EnvironmentProcess(config, log_dir)
 
     def _markers(self) -> list[int]:
-        found = [self.renderer.encode_inside([text])[0] if text else [] for text in self.config.stops]
-        for text, ids in zip(self.config.stops, found, strict=True):
+        token_ids = [self.renderer.encode_inside([text])[0] if text else [] for text in self.config.stops]
+        for text, ids in zip(self.config.stops, token_ids, strict=True):
             require(
                 len(ids) == 1,
                 "environment.stops",
                 text,
                 f"is {len(ids)} tokens of the model's tokenizer: only single tokens can interrupt it",
             )
-        return [ids[0] for ids in found]
+        return [ids[0] for ids in token_ids]
 
     def close(self) -> None:
         """End the environment's processes."""
@@ -194,7 +194,7 @@ def source_digest(config: Config) -> dict[str, str]:
     without an environment. Raises ConfigError."""
     if not config.environment.plays:
         return {}
-    found = import_function("environment.path", str(config.environment.path))
-    file = inspect.getsourcefile(found)
+    function = import_function("environment.path", str(config.environment.path))
+    file = inspect.getsourcefile(function)
     content = b"" if file is None else Path(file).read_bytes()
     return {"environment_code": hashlib.sha256(content).hexdigest()}

@@ -72,7 +72,7 @@ def write_samples(
 def read_samples(path: Path, first: int | None = None) -> list[SampledPrompt]:
     """Return the samples in a file of any of those formats, gathered by prompt, in order of first appearance;
     only those of the ``first`` rows if it is given. Raises DataError."""
-    found: dict[str, SampledPrompt] = {}
+    sampled_prompts: dict[str, SampledPrompt] = {}
     for row in islice(read_rows(path, "in"), first):
         if not isinstance(row, Row):
             raise DataError(f"{path}, row {row.row}: {row.reason}")
@@ -83,9 +83,9 @@ def read_samples(path: Path, first: int | None = None) -> list[SampledPrompt]:
                 f"{path}, row {row.number}: {error}; in= takes the files that sample.py writes, and HALOs' "
                 "samples"
             ) from error
-        before = found.get(one.prompt.id, SampledPrompt(one.prompt, ()))
-        found[one.prompt.id] = SampledPrompt(before.prompt, before.completions + one.completions)
-    return list(found.values())
+        before = sampled_prompts.get(one.prompt.id, SampledPrompt(one.prompt, ()))
+        sampled_prompts[one.prompt.id] = SampledPrompt(before.prompt, before.completions + one.completions)
+    return list(sampled_prompts.values())
 
 
 def _one_sample(values: Any) -> SampledPrompt:

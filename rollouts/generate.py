@@ -53,15 +53,15 @@ def generate_answers(
     Raises WorkerError, and ConfigError for weights that cannot be obtained.
     """
     kept, known = on_main(lambda: _kept(config, renderer, requests))
-    if all(prompt.id in found for found in known for prompt in asked):
-        return [[found[prompt.id] for prompt in asked] for found in known]
+    if all(prompt.id in answers for answers in known for prompt in asked):
+        return [[answers[prompt.id] for prompt in asked] for answers in known]
     sampling = make_sampling(config, renderer, world, log_dir)
     with sampling.opened() as sampler:
 
         def draw(
-            request: Request, keeper: AnswerCache, found: Mapping[str, list[Sample]]
+            request: Request, keeper: AnswerCache, answers: Mapping[str, list[Sample]]
         ) -> list[list[Sample]]:
-            every = dict(found)
+            every = dict(answers)
             left = list({prompt.id: prompt for prompt in asked if prompt.id not in every}.values())
             left.sort(key=lambda prompt: -len(renderer.prompt_ids(prompt)))
             size = sampling.part(len(left), request.n)

@@ -37,10 +37,11 @@ def check_inputs(config: Config, uses: Collection[str], columns_reach: bool = Tr
     as ``data.sources.check_found`` has it."""
     for key, value, package, install in PACKAGES:
         section, _, last = key.rpartition(".")
-        found = getattr(config, section or last)
-        found = (found or {}).get(last) if section == "reward" else getattr(found, last) if section else found
+        setting = getattr(config, section or last)
+        if section:
+            setting = (setting or {}).get(last) if section == "reward" else getattr(setting, last)
         require(
-            found != value or (section or last) not in uses or find_spec(package) is not None,
+            setting != value or (section or last) not in uses or find_spec(package) is not None,
             section if last == "name" else key,
             value,
             f"needs {package}, which is not installed: pip install {'-r ' * ('require' in install)}{install}",
@@ -83,22 +84,22 @@ def check_inputs(config: Config, uses: Collection[str], columns_reach: bool = Tr
             check_folder(f"reward.{name}.name_or_path", part["name_or_path"])
     if "data" in uses:
         refuse_address("data.path", config.data.path or "")
-        found = check_found(config.data, columns_reach=columns_reach)
+        splits = check_found(config.data, columns_reach=columns_reach)
         for part in config.data.mix or ():
             check_found(part_config(part))
-        if "train" in found and config.online and "trainer" in uses and found["train"].read < EARLY:
-            check_contexts(config, len(prompts_of(found["train"].groups)))
-        if "train" in found and not config.online and "trainer" in uses:
-            check_kind(config, config.data.path or "", found["train"])
+        if "train" in splits and config.online and "trainer" in uses and splits["train"].read < EARLY:
+            check_contexts(config, len(prompts_of(splits["train"].groups)))
+        if "train" in splits and not config.online and "trainer" in uses:
+            check_kind(config, config.data.path or "", splits["train"])
 
 
 def check_rule(rule: dict[str, Any]) -> None:
     """Raise ConfigError for a number that the clip rule does not take, as far as its source tells."""
     path = rule.get("_target_", "")
-    found = written_signature(path) if path else None
-    if found is None or any(p.kind is p.VAR_KEYWORD for p in found.parameters.values()):
+    signature = written_signature(path) if path else None
+    if signature is None or any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
         return
-    takes = list(found.parameters)[1:]  # the first is the log-ratio
+    takes = list(signature.parameters)[1:]  # the first is the log-ratio
     for key in rule.keys() - {"_target_"}:
         said = f"{path} does not take it; it takes {', '.join(takes) or 'no numbers'}"
         require(key in takes, f"humanline_rule.{key}", rule[key], said)

@@ -50,10 +50,10 @@ class RoundFolder:
         if not path.exists():
             return {}
         with self._as_written(path):
-            found = read_sealed(path)
-            if not _is_record(found):
+            facts = read_sealed(path)
+            if not _is_record(facts):
                 raise ValueError("it says nothing of its files that can be read")
-        return dict(found)
+        return dict(facts)
 
     def note(self, facts: Facts) -> None:
         """Add ``facts`` to ``round.json``."""
@@ -110,7 +110,7 @@ class RoundFolder:
             self.note({"stages": self.record.get("stages", {}) | {stage: promised}})
         self._named(stage, not self.compress).unlink(missing_ok=True)
 
-    def found(self, stage: str, inputs: Facts | None = None) -> list[Line] | None:
+    def lines(self, stage: str, inputs: Facts | None = None) -> list[Line] | None:
         """Return the lines of a stage that is done, made from ``inputs`` (None: from any inputs); None if it
         is not done. The file is read once. Raises DataError."""
         said, path = self._promise(stage, inputs), self.file(stage)
@@ -125,7 +125,7 @@ class RoundFolder:
 
     def read(self, stage: str) -> list[Line]:
         """Return the lines of a stage that is done. Raises DataError if it is not."""
-        lines = self.found(stage)
+        lines = self.lines(stage)
         if lines is None:
             raise self.not_as_written(self.file(stage))
         return lines
@@ -137,10 +137,10 @@ class RoundFolder:
         if said is None:
             raise self.not_as_written(path)
         with self._as_written(path), path.open("rb") as stream, _opened(stream, path) as lines:
-            found = [json.loads(line) for line in itertools.islice(lines, count)]
-            if len(found) < min(count, said["lines"]):
+            first_lines = [json.loads(line) for line in itertools.islice(lines, count)]
+            if len(first_lines) < min(count, said["lines"]):
                 raise ValueError("lines are missing")
-        return found
+        return first_lines
 
     def groups(self) -> list[Group]:
         """Return the groups that are trained on. Raises DataError."""
@@ -163,10 +163,10 @@ class RoundFolder:
             raise self.not_as_written(path, error) from error
 
 
-def _is_record(found: Any) -> bool:
+def _is_record(content: Any) -> bool:
     """Return whether ``round.json`` is valid: an object whose stages, if any, are recorded as
     ``RoundFolder.write`` does."""
-    stages = found.get("stages", {}) if isinstance(found, dict) else None
+    stages = content.get("stages", {}) if isinstance(content, dict) else None
     return isinstance(stages, dict) and all(
         isinstance(said, dict)
         and "inputs" in said

@@ -178,7 +178,7 @@ class RoundBuilder:
         self, folder: RoundFolder, stage: str, first: int, end: int, weights: str
     ) -> list[SampledPrompt]:
         inputs = self._sampling_inputs(first, end, weights)
-        lines = folder.found(stage, inputs)
+        lines = folder.lines(stage, inputs)
         if lines is not None:
             return [sampled_of(line) for line in lines]
         start, drawn, hows = time.monotonic(), list[SampledPrompt](), list[Facts]()
@@ -234,7 +234,7 @@ class RoundBuilder:
             f"scores{suffix}",
             {"samples": folder.checksum(f"samples{suffix}"), "reward": reward_settings(self.config)},
         )
-        lines = folder.found(stage, inputs)
+        lines = folder.lines(stage, inputs)
         if lines is None:
             if not self.config.rounds.fill:  # with fill, more samples from the same weights may be needed
                 self._sampled(folder)
@@ -326,8 +326,8 @@ def score_lines(reward: Reward, sampled: list[SampledPrompt], renderer: Renderer
     for one in sampled:
         tokens = [next(flat) for _ in one.completions]
         means = [
-            None if found is None else math.fsum(found) / own_tokens(completion)
-            for found, completion in zip(tokens, one.completions, strict=True)
+            None if token_rewards is None else math.fsum(token_rewards) / own_tokens(completion)
+            for token_rewards, completion in zip(tokens, one.completions, strict=True)
         ]
         lines.append({"id": one.prompt.id, "scores": means, "token_rewards": tokens})
     return lines

@@ -59,6 +59,6 @@ def refuse_options(config: Config) -> None:
 def sampling_class(config: Config) -> Any:
     """Return the class that ``sampler._target_`` names. Raises ConfigError if it cannot be imported, or
     cannot run here."""
-    found = import_function("sampler._target_", config.sampler._target_)
-    found.check()
-    return found
+    sampler_class = import_function("sampler._target_", config.sampler._target_)
+    sampler_class.check()
+    return sampler_class

@@ -80,13 +80,15 @@ class StopStrings:
     def _take(self, one: _Answer, part: Sample) -> None:
         before, one.parts = len(one.sample.token_ids), one.parts + 1
         ids, logprobs = one.sample.token_ids + part.token_ids, one.sample.logprobs + part.logprobs
-        found = self._found(ids)
-        if found:
+        stop_string = self._found(ids)
+        if stop_string:
             size = bisect_left(range(before + 1, len(ids)), True, key=lambda n: bool(self._found(ids[:n])))
             ids = ids[: before + 1 + size]
-            found = self._found(ids)
+            stop_string = self._found(ids)
         ended = ids[-1] in self.renderer.stop_token_ids
-        one.sample = Sample(ids, bool(found) or ended, logprobs[: len(ids)], stopped="" if ended else found)
+        one.sample = Sample(
+            ids, bool(stop_string) or ended, logprobs[: len(ids)], stopped="" if ended else stop_string
+        )
         one.open = not one.sample.finished and one.room > 0
 
     def _found(self, ids: tuple[int, ...]) -> str:

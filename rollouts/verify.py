@@ -61,12 +61,12 @@ class Shown:
 
     def __call__(self, initial: bool) -> list[Row]:
         """Return the rows. ``initial``: whether the policy has its initial weights."""
-        found = self.answers.everywhere(initial)
+        samples = self.answers.everywhere(initial)
         return [
             (
                 "read",
                 p.turns[-1].content,
-                answer_of(p, found[p.id][0], self.renderer),
+                answer_of(p, samples[p.id][0], self.renderer),
                 p.reference_answer,
                 None,
             )
@@ -116,9 +116,9 @@ class Accuracy:
     def __call__(self, initial: bool = False) -> dict[str, float | None]:
         """Return the metrics. ``initial``: whether the policy has its initial weights."""
         self.samples = []
-        found = {kind: self._measure(kind, initial) for kind in self.answers}
-        accuracies = {f"accuracy_{kind}": accuracy for kind, (accuracy, _) in found.items()}
-        return accuracies | {"length_sampled": found["sampled"][1]}
+        measurements = {kind: self._measure(kind, initial) for kind in self.answers}
+        accuracies = {f"accuracy_{kind}": accuracy for kind, (accuracy, _) in measurements.items()}
+        return accuracies | {"length_sampled": measurements["sampled"][1]}
 
     def _measure(self, kind: str, initial: bool) -> tuple[float | None, float]:
         """Return (the mean verdict, the mean number of tokens that the policy wrote per answer)."""

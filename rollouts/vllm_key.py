@@ -44,12 +44,12 @@ def key_in(file: Path) -> str:
         with contextlib.suppress(FileExistsError):  # another process was faster
             os.link(part, file)
         os.unlink(part)
-    with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8") as found:
-        facts = os.fstat(found.fileno())
+    with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8") as stream:
+        facts = os.fstat(stream.fileno())
         private = stat.S_ISREG(facts.st_mode) and not facts.st_mode & 0o077 and facts.st_uid == os.getuid()
         if not private:
             raise ConfigError(KEY_FILE, file, "must be a file of yours that nobody else may read: chmod 600")
-        key = found.read().strip()
+        key = stream.read().strip()
     if len(key) < 16 or not (key.isascii() and key.isprintable()):
         raise ConfigError(KEY_FILE, file, "holds no key of at least 16 characters: delete it, for a new one")
     return key

@@ -244,8 +244,8 @@ class VllmSampler:
         says = says_logprobs(settings, self._options.temperature)
         drawn: list[Sample | None] = [None] * len(rows)
 
-        def take(engine: int, found: list[tuple[int, Generated]]) -> None:
-            for place, each in found:
+        def take(engine: int, generated: list[tuple[int, Generated]]) -> None:
+            for place, each in generated:
                 at = bounds[engine] + place
                 drawn[at] = Sample(each.token_ids, each.finished, each.logprobs if says else ())
                 first = at // together * together
@@ -254,10 +254,10 @@ class VllmSampler:
                     answered(first // together, samples)
 
         self._ask("generate", [(requests[i:j],) for i, j in pairwise(bounds)], self.config.timeout, part=take)
-        found = [sample for sample in drawn if sample is not None]
-        if len(found) != len(rows):
-            raise WorkerError(f"the engines drew {len(found)} samples of {len(rows)}")
-        return found
+        row_samples = [sample for sample in drawn if sample is not None]
+        if len(row_samples) != len(rows):
+            raise WorkerError(f"the engines drew {len(row_samples)} samples of {len(rows)}")
+        return row_samples
 
     def logprobs(self, rows: list[Sequence]) -> list[list[list[float]]]:
         """Return each engine's log-probabilities of the completion tokens, nats: [engines][rows][tokens].

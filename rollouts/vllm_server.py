@@ -106,9 +106,9 @@ class ServerEngine:
         wait([self._asked[0]], seconds)
         done = self._asked[0].done()  # read before the parts, so that none of them is missed
         while not self._parts.empty():
-            found = self._parts.get()
+            partial_reply = self._parts.get()
             if part is not None:
-                part(found)
+                part(partial_reply)
         return done
 
     def receive(self, timeout: float, begun: float | None = None) -> Any:
@@ -217,17 +217,17 @@ class ServerEngine:
 
     async def logprobs(self, rows: list[TokenRow]) -> tuple[str, list[list[float]]]:
         params = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
-        found: list[list[float]] = [[] for _ in rows]
+        logprobs: list[list[float]] = [[] for _ in rows]
 
         def take(place: int, reply: dict[str, Any]) -> None:
             steps = zip(rows[place][1:], reply["prompt_logprobs"][1:], strict=True)
-            found[place] = [step[str(token)]["logprob"] for token, step in steps]
-            for value in found[place]:
+            logprobs[place] = [step[str(token)]["logprob"] for token, step in steps]
+            for value in logprobs[place]:
                 if not is_logprob(value):
                     raise AnswerError(f"{self.url} answered with the log-probability {value!r}")
 
         await self._each([(row, params) for row in rows], take)
-        return await self._said(found)
+        return await self._said(logprobs)
 
     # -- HTTP ------------------------------------------------------------------------------------------
 
@@ -406,15 +406,15 @@ def check_servers(
     """Return the number of workers of each server. ``shape``: the fields of ``SHAPE`` in the config of the
     trainer's model. Says which servers answer without ``key``. Raises ConfigError with key, address and
     remedy."""
-    found = []
+    world_sizes = []
     for url in urls:
         with _Asking(url, command, key) as server:
-            found.append(_check(server, options, backend, shape))
+            world_sizes.append(_check(server, options, backend, shape))
         if key is not None and not url.startswith(UNIX):
             with _Asking(url, command, None) as anybody:
                 if anybody.status("version") == 200:
                     print(f"warning: {url} answers without a key: whoever reaches it can change its weights")
-    return found
+    return world_sizes
 
 
 def _check(server: _Asking, options: EngineOptions, backend: str, shape: dict[str, Any]) -> int:
@@ -437,8 +437,8 @@ def _check(server: _Asking, options: EngineOptions, backend: str, shape: dict[st
             None if backend == "disk" else backend,
         ),
     }
-    for flag, (found, value) in wanted.items():
-        server.require(value in (None, found), f"was started with {flag} {found}, not {value}")
+    for flag, (actual, value) in wanted.items():
+        server.require(value in (None, actual), f"was started with {flag} {actual}, not {value}")
     longest = model["max_model_len"]
     short = f"was started with --max-model-len {longest}, and model.max_length is {options.max_length}"
     server.require(longest >= options.max_length, short)

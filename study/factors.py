@@ -78,9 +78,9 @@ def pairs(config: DataConfig, split: str) -> Loaded:
     ConfigError, DataError."""
     known = config.subset in CHANGES
     require(known, "data.subset", config.subset, f"name what is changed: {', '.join(CHANGES)}")
-    found = adder_pairs(config, split)
+    loaded = adder_pairs(config, split)
     if split != "train":
-        return found
+        return loaded
     change = CHANGES[config.subset or ""]
-    changed = [change(g, random.Random(f"{config.subset}/{g.prompt.id}")) for g in found.groups]
-    return replace(found, groups=changed, origin=f"{found.origin}, changed: {config.subset}")
+    changed = [change(g, random.Random(f"{config.subset}/{g.prompt.id}")) for g in loaded.groups]
+    return replace(loaded, groups=changed, origin=f"{loaded.origin}, changed: {config.subset}")

@@ -70,12 +70,12 @@ def surface_figure(arms: Mapping[str, tuple[Block, Frontier]]) -> Figure | None:
         return None
     colors = {"plain": RED, "k1": ORANGE, "k16": PURPLE, "online": BLUE}
     figure, axes = canvas(3, 11, 6.4, rows=2, sharey="row")
-    for block, found in arms.values():
+    for block, surface in arms.values():
         ax = place(axes, block)
-        for arm, points in found.arms.items():
+        for arm, points in surface.arms.items():
             dots = [(p.kl[s], p.score[s]) for p in points.values() for s in p.score.keys() & p.kl.keys()]
             ax.plot(*zip(*dots, strict=True), ".", color=colors[arm], markersize=3, alpha=0.5)
-            lines = [line for seed in found.seeds if len((line := found.frontier(arm, seed))[0])]
+            lines = [line for seed in surface.seeds if len((line := surface.frontier(arm, seed))[0])]
             at = np.geomspace(max(kl[0] for kl, _ in lines) + 1e-4, min(kl[-1] for kl, _ in lines), 60)
             middle = np.mean([np.interp(at, *line) for line in lines], axis=0)
             ax.plot(at, middle, color=colors[arm], label=arm)

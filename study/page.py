@@ -65,20 +65,20 @@ class Decision:
 
 def decide(plan: Plan, values: Values) -> list[Decision]:
     """Return the decision of each test. ``values``: cell -> seed -> points."""
-    found = []
+    comparisons = []
     for block in plan.tests:
         assert block.test is not None
         a, b = (values.get(f"{block.sweep.name}-{cell}", {}) for cell in block.sweep.cells)
         apart = [b[seed] - a[seed] for seed in sorted(a.keys() & b.keys())]
         whole = len(apart) == len(block.sweep.seeds)
-        found.append((block, block.test, apart, p_of(block.test, apart) if whole else None))
-    corrected = holm([1.0 if p is None else p for *_, p in found])
-    decisions = [Decision(block, test, len(apart)) for block, test, apart, _ in found]
+        comparisons.append((block, block.test, apart, p_of(block.test, apart) if whole else None))
+    corrected = holm([1.0 if p is None else p for *_, p in comparisons])
+    decisions = [Decision(block, test, len(apart)) for block, test, apart, _ in comparisons]
     return [
         decision
         if p is None or held is None
         else replace(decision, effect=mean(apart), p_holm=held, word=word_of(test, apart, held, plan.level))
-        for decision, (_, test, apart, p), held in zip(decisions, found, corrected, strict=True)
+        for decision, (_, test, apart, p), held in zip(decisions, comparisons, corrected, strict=True)
     ]
 
 
@@ -279,7 +279,7 @@ class Effect:
 
 def effects_of(plan: Plan, blocks: Sequence[Block], values: Values) -> list[Effect]:
     """Return the effect of each cell that has seeds in common with its base."""
-    found = []
+    effects = []
     for block in blocks:
         for cell, at in block.sweep.coordinates.items():
             base = plan.base(block, at)
@@ -289,8 +289,8 @@ def effects_of(plan: Plan, blocks: Sequence[Block], values: Values) -> list[Effe
                 runs, short = " ".join((block.sweep.name, *at[1:])), base.removeprefix(f"{block.sweep.name}-")
                 short = short.removesuffix("-".join(("", *at[1:])))
                 score, base_score = fmean(own.values()), fmean(other.values())
-                found.append(Effect(runs, at[0], short, score, base_score, apart))
-    return found
+                effects.append(Effect(runs, at[0], short, score, base_score, apart))
+    return effects
 
 
 def effects_table(effects: Sequence[Effect]) -> Table:

@@ -94,12 +94,12 @@ class Plan:
         """Return every run in the order in which they are done: part after part, in each all blocks with one
         seed, then with the next; a test's block is done whole."""
         places = list(self.hours)
-        found = [
+        keyed_runs = [
             ((places.index(block.part), at if block.test else run.seed), block, run)
             for at, block in enumerate(self.blocks)
             for run in sorted(block.runs, key=lambda run: run.seed)
         ]
-        return [(block, run) for _, block, run in sorted(found, key=lambda one: one[0])]
+        return [(block, run) for _, block, run in sorted(keyed_runs, key=lambda one: one[0])]
 
     def only(self, names: Sequence[str]) -> Plan:
         """Return the plan with the blocks of these names, parts or tasks alone. Raises ConfigError for

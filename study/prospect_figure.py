@@ -97,12 +97,12 @@ def draw(on_policy: Array, offline: dict[str, Array], bounds: tuple[float, float
 
 def surprisals(now: Policy, before: Policy, rows: list[Sequence], device: torch.device) -> Array:
     """Return [tokens], log pi_theta - log pi_ref of every completion token in nats."""
-    found = []
+    log_ratios = []
     for first in range(0, len(rows), ROWS):
         sequences = collate(rows[first : first + ROWS], device)
         ratio = score(now, sequences) - score(before, sequences)
-        found.append(ratio[sequences.mask].double().cpu().numpy())
-    return np.concatenate(found) if found else np.zeros(0)
+        log_ratios.append(ratio[sequences.mask].double().cpu().numpy())
+    return np.concatenate(log_ratios) if log_ratios else np.zeros(0)
 
 
 def sampled(

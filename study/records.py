@@ -114,13 +114,13 @@ def command(run: Run) -> list[str]:
 
 def traces(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Return the mean over ``lines`` of each of ``TRACES`` that they have."""
-    found = {key: [line[key] for line in lines if line.get(key) is not None] for key in TRACES}
-    return {key: _mean(values) for key, values in found.items() if values}
+    series = {key: [line[key] for line in lines if line.get(key) is not None] for key in TRACES}
+    return {key: _mean(values) for key, values in series.items() if values}
 
 
 def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found)
+    terms = list(values)
+    return sum(terms) / len(terms)
 
 
 def numbers(values: dict[str, Any]) -> dict[str, float]:
@@ -136,13 +136,13 @@ def collect(runs: Sequence[Run], runs_dir: Path, earlier: Path) -> list[Record]:
     records = list(read_records(earlier))
     named = {record.name: record for record in records}
     known = {frozenset(record.command): record for record in records}
-    found = []
+    finished_records = []
     for run in runs:
         words = command(run)
         if finished(runs_dir / run.name):
-            found.append(read_record(run, runs_dir / run.name))
+            finished_records.append(read_record(run, runs_dir / run.name))
         elif (record := known.get(frozenset(words))) is not None:
-            found.append(replace(record, name=run.name, cell=run.cell))
+            finished_records.append(replace(record, name=run.name, cell=run.cell))
         else:
             require(
                 run.name not in named,
@@ -150,7 +150,7 @@ def collect(runs: Sequence[Run], runs_dir: Path, earlier: Path) -> list[Record]:
                 earlier,
                 f"has {run.name} with other settings; run it again, or leave this file out",
             )
-    return found
+    return finished_records
 
 
 def read_records(path: Path) -> Iterator[Record]:

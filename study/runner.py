@@ -87,18 +87,18 @@ def run_plan(
 def _next(plan: Plan, there: Mapping[str, Record], failed: Sequence[str], jobs: int) -> list[Run]:
     """Return the next runs: as many as a process does, of one part, within its hours."""
     spent, slower = spent_hours(plan, there), pace(plan, there)
-    found: list[Run] = []
+    next_runs: list[Run] = []
     part = ""
     for block, run in plan.runs():
         hours = slower * plan.cost(block, run) / 3600
         if run.name in there or run.name in failed or spent[block.part] + hours > plan.hours[block.part]:
             continue
-        if len(found) == jobs * RUNS_OF_A_PROCESS or block.part != (part or block.part):
+        if len(next_runs) == jobs * RUNS_OF_A_PROCESS or block.part != (part or block.part):
             break
         part = block.part
         spent[part] += hours
-        found.append(run)
-    return found
+        next_runs.append(run)
+    return next_runs
 
 
 def run_all(

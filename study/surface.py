@@ -41,12 +41,12 @@ def frontier(block: Block, records: Mapping[str, Record]) -> Frontier | None:
 
 def surface_table(arms: Mapping[str, tuple[Block, Frontier]]) -> Table:
     rows = [["loss, task", "arm − plain", "held equal", "effect", "95 % interval", "seeds", "edge"]]
-    for block, found in arms.values():
-        for name, apart in found.differences():
+    for block, surface in arms.values():
+        for name, apart in surface.differences():
             kind, _, arm = name.rpartition(": ")
             if (effect := mean(apart)) is None:
                 continue
-            edges = {a: ", ".join(found.edges(found.best(a))) or "none" for a in ("plain", arm)}
+            edges = {a: ", ".join(surface.edges(surface.best(a))) or "none" for a in ("plain", arm)}
             at = f"plain {edges['plain']}; {arm} {edges[arm]}" if kind == "each tuned" else "–"
             rows.append([f"{block.loss.upper()}, {TITLES[block.task]}", arm, kind, *shown(effect), at])
     return rows
@@ -72,8 +72,8 @@ def near_table(plan: Plan, records: Mapping[str, Record]) -> Table:
             if arm in ("k1", "k16") and own and other:
                 excess, effect = (own.after[key] - other.after[key] for key in (KL, SAMPLED))
                 pairs.setdefault((TITLES[block.task], arm.lstrip("k")), []).append((excess, 100 * effect))
-    for (task, k), found in sorted(pairs.items()):
-        cells = [[effect for excess, effect in found if low < excess <= high] for low, high in BINS.values()]
+    for (task, k), points in sorted(pairs.items()):
+        cells = [[effect for excess, effect in points if low < excess <= high] for low, high in BINS.values()]
         rows.append([task, k, *map(counted, cells)])
     return rows
 
@@ -94,14 +94,14 @@ def law(plan: Plan, records: Mapping[str, Record]) -> str:
     logarithms of rate, anchor, k (plain: the run's steps) and KL from the start, with a constant for each
     loss, fitted by least squares to the means over seeds of the offline arms' gains."""
     data = {task: law_rows(plan, records, task) for task in TITLES}
-    found, said = [], []
+    correlations, said = [], []
     for fitted, tested in (("adder", "instruct"), ("instruct", "adder")):
         (x, y), (x_other, y_other) = data[fitted], data[tested]
         if len(y) < 2 * x.shape[1] or len(y_other) < 2 * x.shape[1]:
             return "**A law?** Not enough of both surfaces is there yet."
         weights = np.linalg.lstsq(x, y, rcond=None)[0]
         rho = float(stats.spearmanr(x_other @ weights, y_other).statistic)
-        found.append(rho)
+        correlations.append(rho)
         said.append(
             f"fitted on {TITLES[fitted]}, tested on {TITLES[tested]}: {rho:.2f} ({len(y_other)} settings)"
         )
@@ -111,7 +111,7 @@ def law(plan: Plan, records: Mapping[str, Record]) -> str:
         if block.kind == "surface"
     )
     there = sum(len(y) for _, y in data.values())
-    decided = "a law" if min(found) >= ENOUGH else "no law"
+    decided = "a law" if min(correlations) >= ENOUGH else "no law"
     return (
         f"**A law?** Score from rate, anchor, k and distance, rank correlation {'; '.join(said)}. "
         f"It would have to be {ENOUGH} both ways: "
@@ -132,13 +132,13 @@ def law_rows(plan: Plan, records: Mapping[str, Record], task: str) -> tuple[np.n
         settings = {run.cell: run.settings for run in block.runs}
         ((anchor, _),) = block.sweep.grid[1][0].items()
         middle = np.median([point[anchor] for point in block.sweep.grid[1]])
-        for cell, found in cells.items():
+        for cell, cell_records in cells.items():
             s = settings[cell]
             strength = math.log(s[anchor] / middle) * (-1 if block.loss == "grpo" else 1)
             k = s["sync_freq"] if s.get("humanline") else STEPS
-            kl = fmean(r.after[KL] for r in found)
+            kl = fmean(r.after[KL] for r in cell_records)
             logs = [math.log(s["lr"]), strength, math.log(k), math.log(max(kl, 1e-4))]
             products = [a * b for a, b in combinations_with_replacement(logs, 2)]
             rows.append([*(float(block.loss == loss) for loss in ("dpo", "kto", "grpo")), *logs, *products])
-            gains.append(fmean(100 * (r.after[SAMPLED] - r.before[SAMPLED]) for r in found))
+            gains.append(fmean(100 * (r.after[SAMPLED] - r.before[SAMPLED]) for r in cell_records))
     return np.array(rows).reshape(len(gains), FEATURES), np.array(gains)

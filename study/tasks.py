@@ -69,21 +69,21 @@ def number(key: str, value: Any) -> float:
         raise ConfigError(key, value, "must be a number") from error
 
 
-def parts(key: str, found: Any, wanted: Mapping[str, type]) -> None:
-    """Raise ConfigError unless ``found`` is a mapping with exactly the parts of ``wanted``, each of its
+def parts(key: str, mapping: Any, wanted: Mapping[str, type]) -> None:
+    """Raise ConfigError unless ``mapping`` is a mapping with exactly the parts of ``wanted``, each of its
     type."""
-    require(isinstance(found, dict), key, found, f"must be a mapping with {', '.join(wanted)}")
+    require(isinstance(mapping, dict), key, mapping, f"must be a mapping with {', '.join(wanted)}")
     for name, kind in wanted.items():
         require(
-            name in found and isinstance(found[name], kind),
+            name in mapping and isinstance(mapping[name], kind),
             f"{key}: {name}",
-            found.get(name),
+            mapping.get(name),
             f"must be there, as a {kind.__name__}",
         )
-    for name in found:
+    for name in mapping:
         require(
             name in wanted,
             f"{key}: {name}",
-            found[name],
+            mapping[name],
             f"is nothing that is read here; there are {', '.join(wanted)}",
         )

@@ -29,9 +29,9 @@ def rates(files: list[Path]) -> tuple[dict[str, list[bool]], dict[str, float]]:
     for group in groups:
         wanted = {k: v for k, v in json.loads(group.prompt.reference_answer or "{}").items() if k in KINDS}
         for completion in group.completions:
-            found = met(completion.text or "", wanted)
+            verdicts = met(completion.text or "", wanted)
             answers.append(completion.text or "")
-            for kind, is_met in found.items():
+            for kind, is_met in verdicts.items():
                 tries[kind].append(is_met)
     return tries, {
         "three-word sequences that are repeated": fmean(map(repetition, answers)),
@@ -47,11 +47,11 @@ def main() -> None:
     tries, means = rates(parser.parse_args().samples)
     low, high = BAND
     print("| kind | asks | tries | met | |\n|---|---|---|---|---|")
-    for kind, found in sorted(tries.items(), key=lambda item: -fmean(item[1])):
-        rate, words = fmean(found), KINDS[kind].words.format("…")
+    for kind, outcomes in sorted(tries.items(), key=lambda item: -fmean(item[1])):
+        rate, words = fmean(outcomes), KINDS[kind].words.format("…")
         said = "" if low <= rate <= high else "out of the band"
-        said += " too few tries" if len(found) < TRIES else ""
-        print(f"| `{kind}` | {words} | {len(found)} | {rate:.0%} | {said} |")
+        said += " too few tries" if len(outcomes) < TRIES else ""
+        print(f"| `{kind}` | {words} | {len(outcomes)} | {rate:.0%} | {said} |")
     print()
     for name, mean in means.items():
         print(f"- {name}: {mean:.1%}")

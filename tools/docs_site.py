@@ -17,14 +17,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Return the page's markdown with its links rewritten."""
     folder = (ROOT / "docs" / page.file.src_path).parent
 
-    def link(found: re.Match[str]) -> str:
-        path, _, anchor = found["to"].partition("#")
+    def link(match: re.Match[str]) -> str:
+        path, _, anchor = match["to"].partition("#")
         target = (folder / path).resolve()
-        if "://" in found["to"] or not path or target.is_relative_to(ROOT / "docs"):
-            return found[0]
+        if "://" in match["to"] or not path or target.is_relative_to(ROOT / "docs"):
+            return match[0]
         if not config.repo_url:
-            return found["text"]
+            return match["text"]
         shown = f"{config.repo_url.rstrip('/')}/blob/main/{target.relative_to(ROOT)}"
-        return f"[{found['text']}]({shown}{f'#{anchor}' if anchor else ''})"
+        return f"[{match['text']}]({shown}{f'#{anchor}' if anchor else ''})"
 
     return _LINK.sub(link, markdown)

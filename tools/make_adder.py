@@ -72,12 +72,12 @@ def sampled_pairs(
 ) -> list[Group]:
     """Return the first ``wanted`` pairs, from as many prompts as necessary; a prompt whose samples' rewards
     differ by less than 0.01 has none."""
-    found: list[Group] = []
+    groups: list[Group] = []
     left = iter(prompts)
-    while len(found) < wanted and (contexts := list(islice(left, CONTEXTS_AT_ONCE))):
+    while len(groups) < wanted and (contexts := list(islice(left, CONTEXTS_AT_ONCE))):
         for prompt, samples in zip(contexts, sampler.sample(contexts, SAMPLES, SETTINGS, SEED), strict=True):
-            found.extend(_pair(renderer, prompt, samples))
-    return found[:wanted]
+            groups.extend(_pair(renderer, prompt, samples))
+    return groups[:wanted]
 
 
 def _pair(renderer: Renderer, prompt: Prompt, samples: list[Sample]) -> list[Group]:

@@ -53,15 +53,15 @@ def main(words: Sequence[str]) -> int:
     if unknown := sorted(set(names) - {*asked["runs"], "wrong"}):
         about.error(f"{', '.join(unknown)}: is no run; there are {', '.join(asked['runs'])}, and wrong")
     small = asked["small"].split()
-    found: dict[str, Any] = {"runs": {}, "wrong": {}}
+    record: dict[str, Any] = {"runs": {}, "wrong": {}}
     with tempfile.TemporaryDirectory() as folder:
         for name, spec in asked["runs"].items():
             if not names or name in names:
-                found["runs"][name] = recorded_run(name, spec, small, Path(folder))
-                print(f"{name}: exit {found['runs'][name]['exit']}", flush=True)
+                record["runs"][name] = recorded_run(name, spec, small, Path(folder))
+                print(f"{name}: exit {record['runs'][name]['exit']}", flush=True)
         for line in asked["wrong"] if not names or "wrong" in names else ():
-            found["wrong"][line] = refused(line.split(), Path(folder))
-    out.write_text(json.dumps(found, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+            record["wrong"][line] = refused(line.split(), Path(folder))
+    out.write_text(json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
     return 0
 
 
@@ -80,9 +80,9 @@ def recorded_run(name: str, spec: Any, small: Sequence[str], folder: Path) -> di
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     if done.returncode:
         print(done.stderr[-2000:], file=sys.stderr)
-    found = {"exit": done.returncode, **left(folder / name)}
+    outcome = {"exit": done.returncode, **left(folder / name)}
     shutil.rmtree(folder / name, ignore_errors=True)
-    return found
+    return outcome
 
 
 def stop_after(command: Sequence[str], metrics: Path, steps: int, env: Mapping[str, str]) -> None:

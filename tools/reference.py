@@ -92,14 +92,14 @@ def settings_of(text: str) -> Iterator[tuple[str, Setting | None]]:
         if heading := re.match(r"^# -- (.+?) -+$", line):
             section = heading[1]
             yield section, None
-        found = _LINE.match(line)
-        if found is None or found["key"] in ("defaults", "end"):
+        match = _LINE.match(line)
+        if match is None or match["key"] in ("defaults", "end"):
             continue
-        depth = len(found["indent"])
+        depth = len(match["indent"])
         stack = [(at, key) for at, key in stack if at < depth]
-        stack.append((depth, found["key"]))
-        if found["value"] is not None or found["comment"]:
-            current = [".".join(key for _, key in stack), found["value"] or "", found["comment"] or ""]
+        stack.append((depth, match["key"]))
+        if match["value"] is not None or match["comment"]:
+            current = [".".join(key for _, key in stack), match["value"] or "", match["comment"] or ""]
 
 
 def table(settings: list[Setting], prefix: str = "") -> list[str]:
@@ -189,8 +189,8 @@ def guide_page() -> str:
     text = (ROOT / "docs" / GUIDE).read_text()
     for whose, rows in sources().items():
         begin = f"<!-- {whose}: made by python -m tools.reference from config/elsewhere.yaml -->\n"
-        before, found, after = text.partition(begin)
-        assert found, f"{GUIDE} has no place for the table of {whose}"
+        before, marker, after = text.partition(begin)
+        assert marker, f"{GUIDE} has no place for the table of {whose}"
         text = f"{before}{begin}\n{guide_table(rows)}\n<!-- end -->{after.partition('<!-- end -->')[2]}"
     return text
 

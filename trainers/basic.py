@@ -147,10 +147,12 @@ class BasicTrainer(ABC, Generic[Prepared]):
         may be missing."""
         self.optimizer = make_optimizer(policy, config)
         self.progress = Progress()
-        found = causal_lm(cast(Policy, policy).model).config
-        self.packing = all_pack_rows(config.model, found, gather_objects)  # all ranks must deal rows alike
-        self.shares_prompts = all(gather_objects(shares_prompts(config.model, found, self.packing)))
-        self.work = self.work_of(config, found)
+        model_config = causal_lm(cast(Policy, policy).model).config
+        self.packing = all_pack_rows(
+            config.model, model_config, gather_objects
+        )  # all ranks must deal rows alike
+        self.shares_prompts = all(gather_objects(shares_prompts(config.model, model_config, self.packing)))
+        self.work = self.work_of(config, model_config)
         self.micro_size = size_of(config.model, world.size)
         self.microbatches_of_step = 0
 
@@ -436,10 +438,10 @@ class BasicTrainer(ABC, Generic[Prepared]):
         anchor, on the CPU; empty where they were computed once before training."""
         if self.fixed_reference:
             return {}
-        found = dict(self.reference.scores)
+        scores = dict(self.reference.scores)
         if self.initial is not None and self.anchor is not None:
-            found |= {ANCHOR + key: values for key, values in self.anchor.scores.items()}
-        return {key: values.cpu().contiguous() for key, values in found.items()}
+            scores |= {ANCHOR + key: values for key, values in self.anchor.scores.items()}
+        return {key: values.cpu().contiguous() for key, values in scores.items()}
 
     def load_state_dict(self, state: dict[str, Any], reference_scores: dict[str, Tensor]) -> None:
         """Continue from where ``state_dict`` and ``reference_scores`` were taken."""

@@ -48,11 +48,11 @@ class Behavior:
 
     @classmethod
     def of(cls, micro: Microbatch, mask: Tensor) -> Behavior:
-        found = micro.sequences.behavior_logprobs
-        if found is None:
+        logprobs = micro.sequences.behavior_logprobs
+        if logprobs is None:
             return cls(torch.zeros_like(mask, dtype=torch.float32), torch.zeros_like(mask))
-        known = mask & ~found.isnan()
-        return cls(torch.where(known, found, 0.0), known)
+        known = mask & ~logprobs.isnan()
+        return cls(torch.where(known, logprobs, 0.0), known)
 
     def metrics(self, scores: TokenScores) -> dict[str, Mean]:
         """Return ``engine_gap``, the mean of log pi_theta - log mu, and ``behavior_kl``, KL(mu || pi_theta)
@@ -141,8 +141,8 @@ class Correction:
     def from_config(cls, config: Config) -> Correction:
         """Return the correction of ``config``. Raises ConfigError where its function cannot be imported."""
         target = config.correction._target_
-        found = None if target is None else import_function("correction._target_", target)
-        return cls(config.correction, found)
+        weigh = None if target is None else import_function("correction._target_", target)
+        return cls(config.correction, weigh)
 
     @torch.no_grad()
     def weights(self, scores: TokenScores, micro: Microbatch, of: str) -> Tensor | None:

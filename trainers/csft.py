@@ -55,7 +55,7 @@ def control_tokens(config: Config) -> tuple[np.ndarray, np.ndarray]:
     """Return the token ids of loss.control_tokens, chosen and rejected. Raises ConfigError for a text that
     the tokenizer does not know."""
     tokenizer = load_tokenizer(config.model)
-    found = []
+    token_ids = []
     for kind in ("chosen", "rejected"):
         text = config.loss["control_tokens"][kind]
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -66,5 +66,5 @@ def control_tokens(config: Config) -> tuple[np.ndarray, np.ndarray]:
             f"the tokenizer has no tokens for it; give a text that it knows, or add it: "
             f"'model.new_tokens=[\"{text}\"]'",
         )
-        found.append(np.array(ids, dtype=np.int32))
-    return found[0], found[1]
+        token_ids.append(np.array(ids, dtype=np.int32))
+    return token_ids[0], token_ids[1]

@@ -91,17 +91,17 @@ class GRPOTrainer(BasicTrainer[Tensor | Masks | None]):
         """Return for each microbatch the tokens whose distributions have the highest entropies:
         ``loss.entropy_share`` of the global batch's completion tokens, rounded up, with all whose entropy
         equals the least of them but for rounding."""
-        share, found = self.config.loss["entropy_share"], []
+        share, masked_entropies = self.config.loss["entropy_share"], []
         for _, micro in batch:
             entropies = self.policy(micro.sequences, entropy=True)
             reshard(self.policy)
-            found.append(torch.where(micro.sequences.mask, entropies, -torch.inf))
-        highest = gather_values(torch.cat([part.flatten() for part in found]), fill=-torch.inf).sort(
-            descending=True
-        )
+            masked_entropies.append(torch.where(micro.sequences.mask, entropies, -torch.inf))
+        highest = gather_values(
+            torch.cat([part.flatten() for part in masked_entropies]), fill=-torch.inf
+        ).sort(descending=True)
         last = (highest.values.isfinite().sum() * share).ceil().long().clamp(min=1) - 1
         least = highest.values.gather(0, last.reshape(1))[0]
-        return [part >= least - EQUAL_ENTROPIES for part in found]
+        return [part >= least - EQUAL_ENTROPIES for part in masked_entropies]
 
     def _second_moments(self, scores: TokenScores, micro: Microbatch) -> Tensor:
         loss = self.config.loss

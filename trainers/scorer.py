@@ -40,10 +40,10 @@ class TokenScorer:
         """
         if not self.beside:
             return self.compared(step, sequences, self.policy(sequences))
-        policy, found = self.policy(sequences, beside=self.beside)
+        policy, statistic = self.policy(sequences, beside=self.beside)
         if self.beside == "collision":
-            return replace(self.compared(step, sequences, policy), collision=found.detach())
-        return replace(self.compared(step, sequences, policy), entropy=found)
+            return replace(self.compared(step, sequences, policy), collision=statistic.detach())
+        return replace(self.compared(step, sequences, policy), entropy=statistic)
 
     def compared(self, step: int, sequences: Sequences, policy: torch.Tensor) -> TokenScores:
         """Return the scores that the policy's log-probabilities [R, T] of these rows give."""

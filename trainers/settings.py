@@ -25,9 +25,9 @@ def check_loss(config: Config) -> None:
     imported; a loss that is no plain function of its file is checked once it is."""
     path = config.loss["_target_"]
     check_importable("loss._target_", path)
-    found = written_signature(path)
-    if found is not None:
-        check_numbers(config, found)
+    signature = written_signature(path)
+    if signature is not None:
+        check_numbers(config, signature)
 
 
 def check_numbers(config: Config, signature: inspect.Signature) -> None:
@@ -58,7 +58,7 @@ def check_numbers(config: Config, signature: inspect.Signature) -> None:
 def _check_number(key: str, value: object, annotation: str, scales: bool) -> None:
     """``scales``: whether the loss has no gradient at 0."""
     kinds = re.sub(r"Literal\[.*\]", "", annotation).replace(" ", "").split("|")
-    choices = [literal_eval(f"({found},)") for found in re.findall(r"Literal\[(.*?)\]", annotation)]
+    choices = [literal_eval(f"({literal},)") for literal in re.findall(r"Literal\[(.*?)\]", annotation)]
     if choices:
         one_of(key, value, (*((None,) if "None" in kinds else ()), *choices[0]))
     types, said = next((TAKES[kind] for kind in kinds if kind in TAKES), (object, ""))

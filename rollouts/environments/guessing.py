@@ -31,8 +31,8 @@ def play(
 
 def guessed(text: str) -> int | None:
     """Return the last whole number in ``text`` that has at most 18 digits; None if there is none."""
-    found = [number for number in _NUMBER.findall(text) if len(number) <= 18]
-    return int(found[-1]) if found else None
+    numbers = [number for number in _NUMBER.findall(text) if len(number) <= 18]
+    return int(numbers[-1]) if numbers else None
 
 
 def reward(

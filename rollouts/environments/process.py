@@ -74,8 +74,8 @@ class _Pool(Pool):
 
 def check(path: str, options: dict[str, Any]) -> None:
     """Raise ConfigError for a path that names nothing, and for options that the environment does not take."""
-    found = import_function("environment.path", path)
-    parameters = inspect.signature(found).parameters
+    function = import_function("environment.path", path)
+    parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     known = [name for name in parameters if name not in ("conversation", *FIELDS)]
     for name, value in options.items():

@@ -137,8 +137,8 @@ def gate_position(row: Row, end_id: int) -> int:
     whole row. Searching the prompt alone finds the same position, and no text of a completion can move it.
     For a prompt without an end-of-turn token the position is that of its first token.
     """
-    found = (row.prompt_ids == end_id).nonzero()[0]
-    return int(found[-1]) if len(found) else 0
+    positions = (row.prompt_ids == end_id).nonzero()[0]
+    return int(positions[-1]) if len(positions) else 0
 
 
 def make(config: RewardModelConfig, device: torch.device | str, log_dir: Path | None = None) -> ModelReward:

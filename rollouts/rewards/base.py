@@ -95,10 +95,10 @@ class Tasks(Generic[T, V]):
         with self._lock:
             if not self._begun or (key := repr(task)) not in self._begun:
                 return None
-            found = self._begun[key].popleft()
+            future = self._begun[key].popleft()
             if not self._begun[key]:
                 del self._begun[key]
-        return found
+        return future
 
     def _ended(self, future: Future[V]) -> None:
         if not future.cancelled() and self._failed is None:
@@ -242,10 +242,13 @@ class Checked:
     ) -> list[tuple[float, ...] | None]:
         start = time.monotonic()
         scorer: Any = self.scorer
-        found = scorer.score_tokens(samples)
-        verdicts = [v if isinstance(v, Missing) else _mean(v) for v in found]
+        token_rewards = scorer.score_tokens(samples)
+        verdicts = [v if isinstance(v, Missing) else _mean(v) for v in token_rewards]
         self._account(verdicts, prompts, [c.text or "" for _, c in samples], start)
-        return [None if isinstance(v, Missing) else tokens for v, tokens in zip(verdicts, found, strict=True)]
+        return [
+            None if isinstance(v, Missing) else tokens
+            for v, tokens in zip(verdicts, token_rewards, strict=True)
+        ]
 
     def share_over(self, ranks: Ranks) -> None:
         if hasattr(self.scorer, "share_over"):
@@ -321,5 +324,5 @@ def parts_that_begin(scorer: Any) -> list[Begins]:
     because it shares its device with the sampler."""
     parts = getattr(scorer, "parts", None)
     if parts is not None:
-        return [found for part in parts.values() for found in parts_that_begin(part)]
+        return [subpart for part in parts.values() for subpart in parts_that_begin(part)]
     return [scorer] if hasattr(scorer, "begin") else []

@@ -65,18 +65,18 @@ class FunctionReward:
         """Raise ConfigError for a column that the function asks for by name and that is None for every
         prompt."""
         rows = [_others(prompt) for prompt in prompts]
-        others = {name for row in rows for name, found in row.items() if found is not None}
+        others = {name for row in rows for name, value in row.items() if value is not None}
         known = any(prompt.reference_answer is not None for prompt in prompts)
         for name in self._asks.needed:
             if name in REFERENCE and not known:
-                found = next((own for own in (name, *ANSWERS) if own in others), None)
+                column = next((own for own in (name, *ANSWERS) if own in others), None)
                 raise ConfigError(
                     "data.columns",
                     None,
                     f"{self.config.path} asks for {name}, the reference answer, and no row has one; "
                     + (
-                        f"the data have {found}: type data.columns={{reference: {found}}}"
-                        if found
+                        f"the data have {column}: type data.columns={{reference: {column}}}"
+                        if column
                         else "name its column, as in data.columns={reference: answer}"
                     ),
                 )
@@ -93,12 +93,12 @@ class FunctionReward:
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
         batches = batches_of(prompts, completions, self.chunk, conversational=True)
-        found: list[float | Missing] = []
+        scores: list[float | Missing] = []
         for batch, result in zip(batches, self._pool.map(batches), strict=True):
             if not (isinstance(result, Missing) or self._shown or self.config.path.startswith(_OWN)):
                 self._show(batch, conversational=result[0])
-            found += [result] * len(batch["completions"]) if isinstance(result, Missing) else result[1]
-        return found
+            scores += [result] * len(batch["completions"]) if isinstance(result, Missing) else result[1]
+        return scores
 
     def _show(self, batch: Columns, conversational: bool) -> None:
         """Print the arguments of the first call, which say at a glance what the function works on."""
@@ -172,8 +172,8 @@ def as_texts(batch: Columns) -> Columns:
 
 
 def _others(prompt: Prompt) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(prompt.columns) if prompt.columns else {}
-    return found
+    row: dict[str, Any] = json.loads(prompt.columns) if prompt.columns else {}
+    return row
 
 
 def _arguments(batch: Columns, conversational: bool, asks: Asks) -> Columns:
@@ -208,9 +208,9 @@ def load(which: Call) -> Callable[[Columns], tuple[bool, list[float | Missing]]]
         except (TypeError, AttributeError) as error:
             if messages or which.conversational is not None or not _TAKES_FIELDS.search(str(error)):
                 raise
-            found = given(batch, conversational=True)
+            scores = given(batch, conversational=True)
             messages = True
-            return messages, found
+            return messages, scores
 
     call.about = asks  # type: ignore[attr-defined]
     return call

@@ -41,8 +41,8 @@ class HttpReward:
         because of a wrong key or address."""
         batches = batches_of(prompts, completions, self.chunk, self.config.conversational)
         verdicts: list[float | Missing] = []
-        for batch, found in zip(batches, self._calls.map(batches), strict=True):
-            verdicts += [found] * len(batch["completions"]) if isinstance(found, Missing) else found
+        for batch, scores in zip(batches, self._calls.map(batches), strict=True):
+            verdicts += [scores] * len(batch["completions"]) if isinstance(scores, Missing) else scores
         return verdicts
 
     def release(self) -> None:

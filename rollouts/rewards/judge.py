@@ -152,11 +152,11 @@ class JudgeReward:
         return score
 
     def _ratings_in(self, completion: str) -> set[float]:
-        found = set()
+        ratings = set()
         for match in self._pattern.finditer(completion):
             with contextlib.suppress(TypeError, ValueError):
-                found.add(float(match[1]))
-        return found
+                ratings.add(float(match[1]))
+        return ratings
 
 
 def make(settings: JudgeConfig, device: object, log_dir: Path | None) -> JudgeReward:

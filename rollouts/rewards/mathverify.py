@@ -66,7 +66,11 @@ def check(task: tuple[str | None, str]) -> float | Missing:
     gold = _parsed(expected, whole=True)
     if not gold:
         return Missing("the reference answer cannot be read")
-    answers = [found for found in _parsed(answer) if {_kind(found), _kind(gold[0])} != {"list", "tuple"}]
+    answers = [
+        expression
+        for expression in _parsed(answer)
+        if {_kind(expression), _kind(gold[0])} != {"list", "tuple"}
+    ]
     return float(bool(answers) and bool(verify(gold, answers, timeout_seconds=None, raise_on_error=True)))
 
 
@@ -84,15 +88,15 @@ def final_answer(text: str) -> str:
     return (named[1] if named else text).strip()
 
 
-def _kind(found: Any) -> str:
+def _kind(expression: Any) -> str:
     """Return "list" for numbers in any order, "tuple" for a point or an interval, and "" for anything else.
     math-verify compares a list with a tuple as if both were sets."""
     from sympy import FiniteSet, Interval, Tuple
     from sympy.core.relational import Relational
 
-    if isinstance(found, FiniteSet):
-        return "" if any(isinstance(one, Relational) for one in found) else "list"
-    return "tuple" if isinstance(found, Interval | Tuple) else ""
+    if isinstance(expression, FiniteSet):
+        return "" if any(isinstance(one, Relational) for one in expression) else "list"
+    return "tuple" if isinstance(expression, Interval | Tuple) else ""
 
 
 def _plain(text: str) -> str:
@@ -125,14 +129,14 @@ def _parsed(text: str, whole: bool = False) -> list[Any]:
 
 def _formula(text: str) -> str:
     """Return the formula that a text is, or that ends it behind words; "" if that is a number or nothing."""
-    bare = _COMMAND.sub(lambda found: " " * len(found[0]), text)
+    bare = _COMMAND.sub(lambda match: " " * len(match[0]), text)
     behind = max((word.end() for word in _WORD.finditer(bare)), default=0)
-    found = (_LABEL.split(text[behind:])[-1] if behind else text).strip(" \n.:,;*")
-    found = _ARTICLE.sub("", found) if behind else found
+    formula = (_LABEL.split(text[behind:])[-1] if behind else text).strip(" \n.:,;*")
+    formula = _ARTICLE.sub("", formula) if behind else formula
     balanced = all(
-        found.count(left) == found.count(right) for left, right in (("{", "}"), ("(", ")"), ("[", "]"))
+        formula.count(left) == formula.count(right) for left, right in (("{", "}"), ("(", ")"), ("[", "]"))
     )
-    return found if balanced and _SYMBOL.search(found) else ""
+    return formula if balanced and _SYMBOL.search(formula) else ""
 
 
 # Outside LaTeX, math-verify reads the longest prefix of a ``_RUN`` that is a number: 2125 in 2,1251, and 1.2

@@ -174,8 +174,8 @@ class ModelReward:
             if isinstance(row, Row):
                 real.append((i, row))
         batches = list(by_length(real, self.config.batch_tokens))
-        found = self._of_batches([[row for _, row in batch] for batch in batches])
-        for batch, values in zip(batches, found, strict=True):
+        batch_scores = self._of_batches([[row for _, row in batch] for batch in batches])
+        for batch, values in zip(batches, batch_scores, strict=True):
             for (i, _), value in zip(batch, values, strict=True):
                 verdicts[i] = value
         return verdicts
@@ -199,12 +199,12 @@ class ModelReward:
         """Raise ConfigError if the architecture or the checkpoint does not belong to this kind of reward
         model."""
         try:
-            found = AutoConfig.from_pretrained(self.place.path, revision=self.config.revision)
+            model_config = AutoConfig.from_pretrained(self.place.path, revision=self.config.revision)
             names = tensor_names(self.place.path, self.config.revision)
         except (OSError, ValueError) as error:
             raise not_found(self.place.key, self.place.name, error) from error
         with init_empty_weights():
-            model = self.head.empty(found)
+            model = self.head.empty(model_config)
         own = [
             name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")
         ]

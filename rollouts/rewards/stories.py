@@ -35,12 +35,12 @@ class StoryJudge:
         if not stories:
             return {}
         parts = [self.language.parts(*one) for one in stories]
-        means = {f"reward_{name.lower()}": fmean(found[name] for found in parts) for name in parts[0]}
+        means = {f"reward_{name.lower()}": fmean(shares[name] for shares in parts) for name in parts[0]}
         return means | {"reward_words": fmean(len(story.split()) for _, story in stories)}
 
     def _verdict(self, prompt: Prompt, story: str) -> float | Missing:
-        found = judged(self.language, text_of(prompt), story, self.config.noise, self.config.length_bias)
-        return Missing("the prompt is none of this language") if found is None else found
+        score = judged(self.language, text_of(prompt), story, self.config.noise, self.config.length_bias)
+        return Missing("the prompt is none of this language") if score is None else score
 
     def release(self) -> None:
         """Does nothing: this reward uses no accelerator."""

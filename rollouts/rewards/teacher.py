@@ -94,13 +94,13 @@ class Teacher(ABC):
         """Return the reward of each token of each completion after its [P] prompt tokens, nats."""
         verdicts: list[tuple[float, ...] | Missing] = [self._refused(*sample) for sample in samples]
         left = [i for i, verdict in enumerate(verdicts) if not verdict]
-        for i, found in zip(left, self.logprobs([samples[i] for i in left]), strict=True):
+        for i, logprobs in zip(left, self.logprobs([samples[i] for i in left]), strict=True):
             known, own = samples[i][1].behavior_logprobs or (), _own(samples[i][1])
             verdicts[i] = (
-                found
-                if isinstance(found, Missing)
+                logprobs
+                if isinstance(logprobs, Missing)
                 else tuple(
-                    float(v - mu) if mine else 0.0 for v, mu, mine in zip(found, known, own, strict=True)
+                    float(v - mu) if mine else 0.0 for v, mu, mine in zip(logprobs, known, own, strict=True)
                 )
             )
         return verdicts
@@ -154,7 +154,7 @@ class LocalTeacher(Teacher):
         )
 
     def logprobs(self, samples: Sequence[Sample]) -> list[Sequence[float] | Missing]:
-        found: list[Sequence[float] | Missing] = [()] * len(samples)
+        logprobs: list[Sequence[float] | Missing] = [()] * len(samples)
         longest_first = sorted(range(len(samples)), key=lambda i: -len(samples[i][1].token_ids or ()))
         size = self.settings.batch_size
         parts = [longest_first[first : first + size] for first in range(0, len(samples), size)]
@@ -163,8 +163,8 @@ class LocalTeacher(Teacher):
         ]
         for part, values in zip(parts, self._of_batches(batches), strict=True):
             for i, of_row in zip(part, values, strict=True):
-                found[i] = of_row
-        return found
+                logprobs[i] = of_row
+        return logprobs
 
     @torch.no_grad()
     def _of_batch(self, rows: list[Row]) -> list[Any]:
@@ -230,16 +230,16 @@ class EndpointTeacher(Teacher):
         reply = await self.endpoint.post(json.dumps(asked).encode())
         try:
             given = reply["choices"][0]["prompt_logprobs"][len(prompt) :]
-            found = [of[str(token)]["logprob"] for of, token in zip(given, ids, strict=True)]
+            logprobs = [of[str(token)]["logprob"] for of, token in zip(given, ids, strict=True)]
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             raise FailedError(
                 "the endpoint's reply has no prompt_logprobs of these tokens (vLLM's completions have)",
                 again=True,
             ) from None
-        if not all(map(is_logprob, found)):
+        if not all(map(is_logprob, logprobs)):
             reason = "the endpoint's log-probabilities are none: above 0, or no finite numbers"
             raise FailedError(reason, again=False, endpoint=True)
-        return found
+        return logprobs
 
 
 def make(config: TeacherConfig, device: torch.device | str, log_dir: Path | None = None) -> Teacher:

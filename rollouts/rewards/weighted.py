@@ -29,10 +29,10 @@ class WeightedReward:
         self.log_dir = log_dir
         self.metrics: dict[str, float] = {}
         self.normalize = settings.normalize
-        self.weights = {name: part.weight for name, part in settings.found().items()}
+        self.weights = {name: part.weight for name, part in settings.typed().items()}
         self.parts: dict[str, Scorer] = {}
         with ExitStack() as stack:  # closes the parts made so far if a later one fails
-            for name, part in settings.found().items():
+            for name, part in settings.typed().items():
                 make = import_function("reward._target_", part.reward.target)
                 with settings.of_part(name):
                     scorer = make(part.reward.settings, device, None if log_dir is None else log_dir / name)
@@ -52,14 +52,16 @@ class WeightedReward:
         self.metrics = {}
         totals: list[float | Missing] = [0.0] * len(completions)
         for name, scorer in self.parts.items():
-            found = [finite(verdict) for verdict in scorer.score(prompts, completions)]
-            given = [verdict for verdict in found if not isinstance(verdict, Missing)]
+            verdicts = [finite(verdict) for verdict in scorer.score(prompts, completions)]
+            given = [verdict for verdict in verdicts if not isinstance(verdict, Missing)]
             if given:
                 self.metrics[f"reward_{name}"] = fmean(given)
             if self.normalize == "group":
-                found = normalised_apart(prompts, found)
+                verdicts = normalised_apart(prompts, verdicts)
             self.metrics |= {f"of_{name}_{key}": value for key, value in scorer.metrics.items()}
-            totals = [self._added(name, total, verdict) for total, verdict in zip(totals, found, strict=True)]
+            totals = [
+                self._added(name, total, verdict) for total, verdict in zip(totals, verdicts, strict=True)
+            ]
         return totals
 
     def _added(self, name: str, total: float | Missing, verdict: float | Missing) -> float | Missing:
@@ -93,12 +95,12 @@ def normalised_apart(prompts: Sequence[Prompt], scores: Sequence[float | Missing
     """Return one reward's scores less the mean and divided by the std of the scores that completions of the
     same prompt got; 0 where they are all equal (GDPO, Liu et al. 2026, arXiv 2601.05242, with the population
     std and without epsilon)."""
-    found: dict[str, dict[int, float]] = {}
+    groups: dict[str, dict[int, float]] = {}
     for i, (prompt, score) in enumerate(zip(prompts, scores, strict=True)):
         if not isinstance(score, Missing):
-            found.setdefault(prompt.id, {})[i] = score
+            groups.setdefault(prompt.id, {})[i] = score
     out = list(scores)
-    for of in found.values():
+    for of in groups.values():
         for i, value in zip(of, advantages(of.values()), strict=True):
             out[i] = value
     return out

@@ -60,9 +60,9 @@ class TokenScores:
 
     def split(self, n: int) -> tuple[TokenScores, TokenScores]:
         """Return the first n rows and the remaining rows (chosen and rejected of n pairs)."""
-        found = {name: value for name, value in vars(self).items() if value is not None}
-        first = {name: value[:n] for name, value in found.items()}
-        second = {name: value[n:] for name, value in found.items()}
+        tensors = {name: value for name, value in vars(self).items() if value is not None}
+        first = {name: value[:n] for name, value in tensors.items()}
+        second = {name: value[n:] for name, value in tensors.items()}
         return replace(self, **first), replace(self, **second)
 
 

@@ -135,7 +135,7 @@ def evaluation(items: dict[str, float], reward: float = 0.0) -> Evaluation:
         "mean_difference": items,
     }
     return compare.result(
-        [runs], STAGE, "t", {"prompts": len(items)}, rows=[], settings={}, found={}, lengths=[]
+        [runs], STAGE, "t", {"prompts": len(items)}, rows=[], settings={}, digests={}, lengths=[]
     )
 
 

@@ -23,7 +23,7 @@ def weighted(max_missing=0.0, normalize="none", **parts):
 
 
 def alone(kind, **settings):
-    return make_reward(WeightedConfig(parts={kind: {"weight": 1, **settings}}).found()[kind].reward)
+    return make_reward(WeightedConfig(parts={kind: {"weight": 1, **settings}}).typed()[kind].reward)
 
 
 def test_the_sum_is_weighted_and_each_part_is_logged():

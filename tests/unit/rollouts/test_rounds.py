@@ -204,8 +204,8 @@ def test_a_stage_is_done_for_the_inputs_it_was_made_from(tmp_path, compress):
     assert folder.done("samples", {"weights": "a"})
     assert folder.done("samples")
     assert not folder.done("samples", {"weights": "b"})
-    assert folder.read("samples") == folder.found("samples", {"weights": "a"}) == [{"x": 1}, {"x": 2}]
-    assert folder.found("samples", {"weights": "b"}) is None
+    assert folder.read("samples") == folder.lines("samples", {"weights": "a"}) == [{"x": 1}, {"x": 2}]
+    assert folder.lines("samples", {"weights": "b"}) is None
     assert folder.first("samples", 1) == [{"x": 1}] and len(folder.first("samples", 9)) == 2
     assert folder.record["stages"]["samples"]["lines"] == 2
     assert folder.checksum("samples") == hashlib.sha256(folder.file("samples").read_bytes()).hexdigest()
@@ -304,7 +304,7 @@ def test_a_byte_that_is_another_is_no_traceback(whole, at, byte, stage):
     try:
         with suppress(DataError):
             samples_table(whole)
-        assert (whole.found(stage) is None) == (bytes(damaged) != content)
+        assert (whole.lines(stage) is None) == (bytes(damaged) != content)
     finally:
         path.write_bytes(content)
 
