@@ -52,7 +52,7 @@ from data.views import mismatched
 from memory.decisions import gpu_here
 from memory.fit import Ask, how_rows_are_joined, planned_tokens, remembered, step_size, with_tokens
 from memory.parts import GIB, neighbours
-from memory.simulate import Answer, Question
+from memory.simulate import MemoryNeed, MemoryRequest
 from models.distributed import World, gather_objects, on_main, shard, start, stop
 from models.fingerprint import weights_fingerprint
 from models.policy import decoder_blocks
@@ -76,7 +76,7 @@ class Planned:
 
     tokens: int | None
     """Most tokens of a microbatch; None: a rank's share of the batch in one pass."""
-    answer: Answer
+    answer: MemoryNeed
     """What the step takes, cut in this way."""
     room: float
     """GiB that it may take."""
@@ -88,12 +88,12 @@ class Simulations:
     def __init__(self) -> None:
         self._worker: WorkerProcess | None = None
 
-    def __call__(self, question: Question) -> Answer:
+    def __call__(self, question: MemoryRequest) -> MemoryNeed:
         """Return what a step of the question takes. Raises WorkerError."""
         if self._worker is None:
             self._worker = WorkerProcess("memory.plan", log=None, env={"CUDA_VISIBLE_DEVICES": ""})
         try:
-            answer: Answer = self._worker.call("answer", question, timeout=SECONDS)
+            answer: MemoryNeed = self._worker.call("answer", question, timeout=SECONDS)
         except WorkerError:
             self.close()
             raise
@@ -310,7 +310,7 @@ def plan_of(
     widest microbatch there is."""
     batch = max(map(plan.batch, range(plan.steps)), key=lambda batch: sum(map(row_tokens, batch)))
     hf_config, gpu = shape(args.shape), world.device.type == "cuda"
-    asked = Question(settings.config(), batch, [], world.size, gpu, hf_config)
+    asked = MemoryRequest(settings.config(), batch, [], world.size, gpu, hf_config)
     here = gpu_here()
     beside = sum(neighbours(asked.config, world.size, here, []).always.values())
     room = args.room or (here.room - beside if here else float("inf"))

@@ -27,7 +27,7 @@ from launch.estimate import PEAK
 from launch.grid import CONFIG_DIR
 from memory.parts import Card
 from memory.plan import MemoryPlan, make_plan
-from memory.simulate import Answer, Question, answer
+from memory.simulate import MemoryNeed, MemoryRequest, answer
 from models.shapes import architecture
 from trainers.assembly import longest_batch, trainer_class
 
@@ -54,7 +54,7 @@ def of_memory(config: Config) -> Any:
 
 
 @dataclass(frozen=True)
-class Row:
+class PlannedRecipe:
     """A recipe on some GPUs."""
 
     plan: MemoryPlan
@@ -89,22 +89,24 @@ def operations_of(config: Config, way: bool | str) -> float:
     return (floor(hf_config, rows, other).scored + again) / sum(map(row_tokens, batch))
 
 
-def planned(config: Config, ranks: int, card: str, ask: Callable[[Question], Answer]) -> Row:
+def planned(
+    config: Config, ranks: int, card: str, ask: Callable[[MemoryRequest], MemoryNeed]
+) -> PlannedRecipe:
     """Return the recipe's plan for so many GPUs of a kind."""
     trainer = trainer_class(config)
     sizes = config.model.batch_size, config.model.eval_batch_size
     batch, held = (longest_batch(config, trainer, size) for size in sizes)
     hf_config, on = architecture(config.model), Card(card, card_memory("--on", card))
-    plan = make_plan(Question(config, batch, held, ranks, True, hf_config), hf_config, on, ask)
-    return Row(plan, operations_of(config, plan.checkpointing))
+    plan = make_plan(MemoryRequest(config, batch, held, ranks, True, hf_config), hf_config, on, ask)
+    return PlannedRecipe(plan, operations_of(config, plan.checkpointing))
 
 
-def remembering() -> Callable[[Question], Answer]:
+def remembering() -> Callable[[MemoryRequest], MemoryNeed]:
     """Return ``memory.simulate.answer`` with a memory: a step takes the same offline and online, and with any
     loss, whose own numbers, a few for each completion token, are small beside a layer's."""
-    known: dict[str, Answer] = {}
+    known: dict[str, MemoryNeed] = {}
 
-    def ask(asked: Question) -> Answer:
+    def ask(asked: MemoryRequest) -> MemoryNeed:
         of, tokens = asked.config, sum(map(row_tokens, asked.batch))
         model = replace(of.model, batch_size=1, max_grad_norm=1.0)
         key = repr((model, of_memory(of)[-1], asked.ranks, bool(asked.held_out), tokens))

@@ -21,7 +21,7 @@ DIFFERENT = ("gradient_accumulation_steps",)
 """Names that a setting here ends in as well, with another meaning."""
 
 
-class Row(NamedTuple):
+class Equivalent(NamedTuple):
     """Settings of the other project, and the settings here that say the same."""
 
     there: tuple[str, ...]
@@ -66,18 +66,18 @@ class Row(NamedTuple):
 
 
 @cache
-def sources() -> dict[str, tuple[Row, ...]]:
+def sources() -> dict[str, tuple[Equivalent, ...]]:
     """Return project -> its rows in config/elsewhere.yaml, which is read once a key is unknown."""
     return {whose: tuple(starmap(_row, section(f"elsewhere.yaml:{whose}").items())) for whose in PROJECTS}
 
 
-def _row(there: str, said: Any) -> Row:
+def _row(there: str, said: Any) -> Equivalent:
     said = said if isinstance(said, dict) else {"here": said}
     here = (part.strip() for part in said.get("here", "").split("|") if part)
-    return Row(tuple(there.split()), **said | {"here": tuple(here)})
+    return Equivalent(tuple(there.split()), **said | {"here": tuple(here)})
 
 
-def known_elsewhere(name: str, value: str) -> tuple[str, Row] | None:
+def known_elsewhere(name: str, value: str) -> tuple[str, Equivalent] | None:
     """Return (the project, its row) for the name of a setting in another project; None if neither project has
     it.
 
@@ -101,10 +101,10 @@ def known_elsewhere(name: str, value: str) -> tuple[str, Row] | None:
         if by == whose and row.here
     )
     note = "several are not summed here" if len(several) > 1 else ""
-    return whose, Row((name,), here, note, own=False)
+    return whose, Equivalent((name,), here, note, own=False)
 
 
-def guide_table(rows: tuple[Row, ...]) -> str:
+def guide_table(rows: tuple[Equivalent, ...]) -> str:
     """Return the rows as a markdown table for the guide."""
     lines = ["| there | here |", "|---|---|"]
     for row in rows:

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from common.secrets import is_secret
-from config.elsewhere import DIFFERENT, Row, known_elsewhere
+from config.elsewhere import DIFFERENT, Equivalent, known_elsewhere
 from config.files import FOLDER, section
 
 MOST_NAMED = 4
@@ -84,7 +84,7 @@ def _section(name: str) -> int:
     return SECTIONS.index(first) if first in SECTIONS else len(SECTIONS)
 
 
-def _of(whose: str, row: Row, value: str) -> str:
+def _of(whose: str, row: Equivalent, value: str) -> str:
     said = row.answer(value).replace("`", "")
     whose = f"{whose}'" if whose.endswith("s") else f"{whose}'s"
     return f"is {whose} name, nothing here would read it; {'here: ' if row.here else ''}{said}"

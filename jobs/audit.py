@@ -38,7 +38,7 @@ _ROUND = re.compile(r"[0-9]{3}|[1-9][0-9]{3,}")
 
 
 @dataclass(frozen=True)
-class Row:
+class ScoredSample:
     """A sample: the tokens of its prompt, its own tokens, and the log-probabilities the sampler reported."""
 
     prompt_ids: np.ndarray
@@ -104,7 +104,7 @@ def _of_round(
 ) -> Audit:
     faults: list[str] = []
     stages: list[str] = []
-    rows: list[Row] = []
+    rows: list[ScoredSample] = []
     model = None
     with _noted(faults):
         stages = _stages(folder)
@@ -153,7 +153,7 @@ def _checked(folder: RoundFolder, stage: str) -> list[Line]:
     return []
 
 
-def _rows(line: Line, renderer: Renderer) -> Iterator[Row]:
+def _rows(line: Line, renderer: Renderer) -> Iterator[ScoredSample]:
     from rollouts.ledger import sampled_of
 
     sampled = sampled_of(line)
@@ -161,7 +161,7 @@ def _rows(line: Line, renderer: Renderer) -> Iterator[Row]:
     for one in sampled.completions:
         if one.token_ids and one.behavior_logprobs is not None:
             said = np.array(one.behavior_logprobs)
-            yield Row(ids, one.token_ids, said, one.behavior_temperature)
+            yield ScoredSample(ids, one.token_ids, said, one.behavior_temperature)
 
 
 def _load(folder: Path, config: Config) -> PreTrainedModel:
@@ -194,7 +194,7 @@ def _load(folder: Path, config: Config) -> PreTrainedModel:
     return model.eval()
 
 
-def _differences(model: PreTrainedModel, rows: list[Row]) -> Iterator[np.ndarray]:
+def _differences(model: PreTrainedModel, rows: list[ScoredSample]) -> Iterator[np.ndarray]:
     """Yield for each row the sampler's log-probabilities minus those of ``model``, nats.
 
     Only the tokens that the policy wrote are compared."""

@@ -23,7 +23,7 @@ from jobs.initial_scores import initial_scores
 from jobs.retention import InitialKL
 from models.distributed import gather_objects, rounded
 from models.reference import Reference
-from rollouts.verify import Accuracy, Row, Shown
+from rollouts.verify import Accuracy, AnswerRow, Shown
 from trainers.basic import BasicTrainer
 from trainers.humanline import Humanline
 from trainers.losses.base import TokenScores
@@ -117,7 +117,7 @@ class Evaluator:
             metrics |= {f"eval_{name}_{key.removeprefix('eval_')}": value for key, value in measured}
         return metrics
 
-    def answers(self, initial: bool) -> list[Row]:
+    def answers(self, initial: bool) -> list[AnswerRow]:
         """Return a few answers to held-out prompts as rows of ``rollouts.verify.COLUMNS``: those that the
         last evaluation checked, or else new ones, to be read."""
         if self.accuracy is not None or self.shown is None:

@@ -40,7 +40,7 @@ from jobs.online import Online, make_online_plan, round_steps
 from jobs.patience import EnoughError
 from jobs.plan import first_example, make_plan, training_segment, without_texts
 from jobs.retention import InitialKL, load_second_task
-from jobs.row_scores import OfRows, PlannedBatches, Sums
+from jobs.row_scores import CompletionSums, OfRows, PlannedBatches
 from jobs.run_folder import RunFolder
 from jobs.same_data import WEIGHTS, check_inputs, check_names, data_inputs, hub_commits
 from jobs.same_data import note as note_in_run
@@ -382,7 +382,7 @@ class Job:
                 trainer, batches, size, reference, parts, "score training rows (n_examples)"
             )
             scores = OfRows(known, batches, reference)
-            trainer.use_initial_scores(Sums(scores), known)
+            trainer.use_initial_scores(CompletionSums(scores), known)
             if (
                 config.data.logprob_range is None
             ):  # otherwise choose_groups has already reported every row that is kept

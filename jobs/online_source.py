@@ -62,7 +62,7 @@ class RoundWatch(Protocol):
 
 
 class OnlineSource:
-    """The rounds of a run (a ``trainers.basic.Source``).
+    """The rounds of a run (a ``trainers.basic.SegmentSource``).
 
     Every rank has an instance and makes the same calls; rank 0's ``builder`` makes the rounds."""
 

@@ -61,7 +61,7 @@ class OfRows(Mapping[str, Tensor]):
         return self._scores[key if self._by_row else f"{step}/{key}"]
 
 
-class Sums(Mapping[str, float]):
+class CompletionSums(Mapping[str, float]):
     """Row key -> log-probability of the row's whole completion, nats."""
 
     def __init__(self, scores: Mapping[str, Tensor]) -> None:

@@ -10,7 +10,7 @@ from common.errors import require
 from launch.collect import Result
 from launch.grid import label
 from reports.outcome import FINISHED
-from reports.statistics import Mean, mean
+from reports.statistics import SeedMean, mean
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Cell:
         """Return seed -> value of the finished runs that have the metric."""
         return {run.seed: run.values[metric] for run in self.finished if metric in run.values}
 
-    def mean(self, metric: str) -> Mean | None:
+    def mean(self, metric: str) -> SeedMean | None:
         return mean(list(self.values(metric).values()))
 
     @property

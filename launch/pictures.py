@@ -18,7 +18,7 @@ from launch.cells import Cell
 from launch.collect import Result
 from reports import charts
 from reports.outcome import FINISHED
-from reports.statistics import Comparison, Mean, mean
+from reports.statistics import Comparison, SeedMean, mean
 
 BLUE, GREY = "#0072B2", "#888888"
 COLORS = (BLUE, "#E69F00", "#009E73", "#C0392B", "#AA5C99", "#56B4E9", "#7F5539", "#444444")
@@ -189,7 +189,7 @@ def curve(cell: Cell, metric: str, span: tuple[float, float] | None) -> Figure |
     return figure
 
 
-def mean_curve(runs: Sequence[Result], key: str) -> list[tuple[int, Mean]]:
+def mean_curve(runs: Sequence[Result], key: str) -> list[tuple[int, SeedMean]]:
     """Return (examples, mean over seeds) at the points with the largest number of seeds; elsewhere the mean
     would jump as a seed ends."""
     at: dict[int, list[float]] = {}

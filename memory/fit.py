@@ -15,12 +15,12 @@ from data.balance import row_tokens, share_tokens
 from data.batches import size_of, widest
 from data.types import Example
 from memory.parts import GIB, peak
-from memory.simulate import Answer, Question
+from memory.simulate import MemoryNeed, MemoryRequest
 from models.attention import packs_rows, shares_prompts
 from models.simulated import simulated_gpu
 from trainers.assembly import trainer_class
 
-Ask = Callable[[Question], Answer]
+Ask = Callable[[MemoryRequest], MemoryNeed]
 
 PROBE = 8192
 """Tokens of the smaller of two microbatches that show how memory grows. Small ones are simulated in seconds,
@@ -31,23 +31,23 @@ RETREAT, TRIES = 0.9, 4
 """An estimate that does not fit in the simulation is multiplied by RETREAT, at most TRIES times."""
 
 
-def with_tokens(asked: Question, tokens: int) -> Question:
+def with_tokens(asked: MemoryRequest, tokens: int) -> MemoryRequest:
     """The same question of a run that has ``model.microbatch_tokens=tokens``."""
     return with_settings(asked, microbatch_tokens=tokens, gradient_accumulation_steps=1)
 
 
-def with_settings(asked: Question, **changes: Any) -> Question:
+def with_settings(asked: MemoryRequest, **changes: Any) -> MemoryRequest:
     """The same question of a run with other settings of its model."""
     return replace(asked, config=replace(asked.config, model=replace(asked.config.model, **changes)))
 
 
-def step_size(answer: Answer) -> float:
+def step_size(answer: MemoryNeed) -> float:
     """GiB of a training step at its fullest moment."""
     return sum(peak(answer, evaluation=False).values()) / GIB
 
 
 def fitting_tokens(
-    asked: Question, longest: int, whole: int, room: float, ask: Ask, fewest: float = 0
+    asked: MemoryRequest, longest: int, whole: int, room: float, ask: Ask, fewest: float = 0
 ) -> int | None:
     """Return the ``model.microbatch_tokens`` under which a step takes at most ``room`` GiB. None: the batch
     fits in one pass, or not even its longest example fits. 0: it takes microbatches of less than ``fewest``.
@@ -77,7 +77,7 @@ def fitting_tokens(
     return first_that_fits(asked, most, least, room, ask)
 
 
-def first_that_fits(asked: Question, most: float, least: int, room: float, ask: Ask) -> int | None:
+def first_that_fits(asked: MemoryRequest, most: float, least: int, room: float, ask: Ask) -> int | None:
     """Return the first number of tokens whose simulated step fits, from ``most`` to ``least``, or None."""
     for _ in range(TRIES):
         tokens = int(most) // 1000 * 1000 or int(most)
@@ -89,7 +89,7 @@ def first_that_fits(asked: Question, most: float, least: int, room: float, ask: 
     return least if step_size(ask(with_tokens(asked, least))) <= room else None
 
 
-def what_helps(asked: Question) -> str:
+def what_helps(asked: MemoryRequest) -> str:
     """Return a sentence on how a step that does not fit could."""
     if not (model := asked.config.model).cut_by_plan:
         key = "microbatch_tokens" if model.microbatch_tokens else "gradient_accumulation_steps"
@@ -100,7 +100,7 @@ def what_helps(asked: Question) -> str:
     return f"not even one example of {longest:,} tokens fits; what would help: {', '.join(ways)}"
 
 
-def filled(asked: Question, hf_config: PretrainedConfig) -> Question:
+def filled(asked: MemoryRequest, hf_config: PretrainedConfig) -> MemoryRequest:
     """The same question of two microbatches for every rank, as wide as ``model.microbatch_tokens`` lets the
     batch's examples make them: the heaviest batch of the data may be cut into narrower ones than a light
     one. Of a batch that is not cut, and of examples that are all alike, the same question."""
@@ -122,9 +122,9 @@ def filled(asked: Question, hf_config: PretrainedConfig) -> Question:
 
 def remembered(ask: Ask, hf_config: PretrainedConfig) -> Ask:
     """Return ``ask`` of ``filled`` questions, with a memory: it simulates each size of microbatches once."""
-    answers: dict[Any, Answer] = {}
+    answers: dict[Any, MemoryNeed] = {}
 
-    def once(asked: Question) -> Answer:
+    def once(asked: MemoryRequest) -> MemoryNeed:
         model = asked.config.model
         how = model.activation_checkpointing, model.reshard_after_forward
         key = model.microbatch_tokens, how, bool(asked.held_out)
@@ -136,8 +136,8 @@ def remembered(ask: Ask, hf_config: PretrainedConfig) -> Ask:
 
 
 def chosen(
-    asked: Question, hf_config: PretrainedConfig, room: float, ask: Ask, longest: int
-) -> tuple[Question, int | None]:
+    asked: MemoryRequest, hf_config: PretrainedConfig, room: float, ask: Ask, longest: int
+) -> tuple[MemoryRequest, int | None]:
     """Return (the question with the cut and the activation checkpointing that are chosen, the tokens of the
     cut or None). ``room``: GiB of a GPU for the step's own parts; 0 without a GPU.
 
@@ -156,7 +156,7 @@ def chosen(
 
 
 def planned_tokens(
-    asked: Question, hf_config: PretrainedConfig, room: float, ask: Ask, longest: int, fewest: float = 0
+    asked: MemoryRequest, hf_config: PretrainedConfig, room: float, ask: Ask, longest: int, fewest: float = 0
 ) -> int | None:
     """Return ``fitting_tokens`` for the batch of the question. ``room``: GiB for the step's own parts."""
     config, batch = asked.config, asked.batch

@@ -20,7 +20,7 @@ from config.schema_model import ModelConfig
 from config.schema_rewards import RewardModelConfig, TeacherConfig
 from config.schema_weighted import WeightedConfig
 from config.typed import with_defaults
-from memory.simulate import Answer, evaluates
+from memory.simulate import MemoryNeed, evaluates
 from memory.tracker import WORKSPACE
 from models.attention import heads_of
 from models.policy import decoder_blocks
@@ -81,7 +81,7 @@ class Situation:
 # -- simulated parts -------------------------------------------------------------------------------
 
 
-def peak(given: Answer, evaluation: bool) -> dict[str, int]:
+def peak(given: MemoryNeed, evaluation: bool) -> dict[str, int]:
     """Return bytes by part at the moment of the largest sum.
 
     ``evaluation``: consider the moments of the evaluation instead of those of the training step."""
@@ -186,7 +186,7 @@ def handed_over(config: Config, hf_config: PretrainedConfig) -> float:
     return 4 * (layer + largest) / GIB + max(HANDED, width * largest / GIB)
 
 
-def on_host(config: Config, given: Answer, beside: Neighbours) -> list[Situation]:
+def on_host(config: Config, given: MemoryNeed, beside: Neighbours) -> list[Situation]:
     """Return what rank 0 holds in the host's memory: while weights are read or exported, when it has all of
     them (in float32, but for those under adapters), and while async_save writes from a copy."""
     kept = {"libraries": LIBRARIES} | beside.host

@@ -36,7 +36,7 @@ from memory.parts import (
     own_answers,
     peak,
 )
-from memory.simulate import Answer, Question, answer
+from memory.simulate import MemoryNeed, MemoryRequest, answer
 from models.shapes import architecture
 from trainers.assembly import longest_batch, trainer_class
 
@@ -46,7 +46,7 @@ class MemoryPlan:
     """What a rank holds in every situation, and what the plan decides."""
 
     ranks: int
-    answer: Answer
+    answer: MemoryNeed
     card: Card | None
     situations: tuple[Situation, ...]
     notes: tuple[str, ...]
@@ -177,7 +177,7 @@ def of_examples(
     """
     hf_config = architecture(config.model)
     own = type(hf_config).__module__.startswith("transformers.")
-    asked = Question(config, batch, held_out, ranks, card is not None, hf_config if own else None)
+    asked = MemoryRequest(config, batch, held_out, ranks, card is not None, hf_config if own else None)
     try:
         plan = make_plan(asked, hf_config, card, answer, longest_example)
     except Exception as error:  # code of a model, a loss or torch may need tensors with values
@@ -194,7 +194,7 @@ def of_examples(
 
 
 def make_plan(
-    asked: Question, hf_config: PretrainedConfig, card: Card | None, ask: Ask, longest_example: int = 0
+    asked: MemoryRequest, hf_config: PretrainedConfig, card: Card | None, ask: Ask, longest_example: int = 0
 ) -> MemoryPlan:
     """Return the memory of a rank in every situation, with notes on what would fit."""
     notes: list[str] = []
@@ -233,7 +233,7 @@ def make_plan(
 
 
 def all_situations(
-    asked: Question, hf_config: PretrainedConfig, given: Answer, beside: Neighbours
+    asked: MemoryRequest, hf_config: PretrainedConfig, given: MemoryNeed, beside: Neighbours
 ) -> list[Situation]:
     """Return every situation of a run, the training step first."""
     step = Situation("training step", in_gib(peak(given, evaluation=False)) | beside.always)

@@ -52,7 +52,7 @@ Slots = list[list[list[Example]]]
 
 
 @dataclass(frozen=True)
-class Question:
+class MemoryRequest:
     """The input of a simulation: a run's settings and the examples of a global batch."""
 
     config: Config
@@ -69,7 +69,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Answer:
+class MemoryNeed:
     """The memory that rank 0 takes, in bytes."""
 
     parameters: int
@@ -82,7 +82,7 @@ class Answer:
     """Part -> bytes between two steps."""
 
 
-def answer(question: Question) -> Answer:
+def answer(question: MemoryRequest) -> MemoryNeed:
     """Return what every moment of two steps takes.
 
     Raises whatever a model's own code raises when tensors have no values."""
@@ -112,7 +112,7 @@ def exported_in(given: ModelConfig, hf_config: PretrainedConfig) -> Any:
 
 
 @contextmanager
-def as_folder(question: Question, hf_config: PretrainedConfig) -> Iterator[Question]:
+def as_folder(question: MemoryRequest, hf_config: PretrainedConfig) -> Iterator[MemoryRequest]:
     """Yield the question with the architecture saved in a temporary folder that its settings name."""
     given = question.config.model
     kernel, hf_config = given.attn_implementation, copy.deepcopy(hf_config)
@@ -139,7 +139,7 @@ def as_folder(question: Question, hf_config: PretrainedConfig) -> Iterator[Quest
 # -- the steps -------------------------------------------------------------------------------------
 
 
-def simulated(question: Question, layers: int | None, edge: int = 10**9) -> Answer:
+def simulated(question: MemoryRequest, layers: int | None, edge: int = 10**9) -> MemoryNeed:
     """Simulate two steps and, where the question has held-out examples, an evaluation.
 
     The moments of the first ``edge`` blocks have the block's number, those of the last ``edge`` blocks a
@@ -168,7 +168,7 @@ def simulated(question: Question, layers: int | None, edge: int = 10**9) -> Answ
             resident = tracker.now
             if question.held_out:
                 evaluate(tracker, trainer, question.held_out)
-    return Answer(parameters, tokens, tracker.peaks, resident)
+    return MemoryNeed(parameters, tokens, tracker.peaks, resident)
 
 
 @contextmanager
@@ -354,7 +354,7 @@ def with_layers(hf_config: PretrainedConfig, count: int) -> PretrainedConfig:
     return made
 
 
-def carried_on(few: Answer, more: Answer, layers: Layers) -> Answer:
+def carried_on(few: MemoryNeed, more: MemoryNeed, layers: Layers) -> MemoryNeed:
     """Return the answer for ``layers.count`` layers, extrapolated from answers for two smaller numbers.
 
     Every moment grows linearly with the number of layers, and the moments of the blocks between the first
@@ -371,4 +371,4 @@ def carried_on(few: Answer, more: Answer, layers: Layers) -> Answer:
         moment: grown(few.peaks[moment], parts) for moment, parts in more.peaks.items() if moment in few.peaks
     }
     parameters = round(more.parameters + times * (more.parameters - few.parameters))
-    return Answer(parameters, more.tokens, peaks, grown(few.resident, more.resident))
+    return MemoryNeed(parameters, more.tokens, peaks, grown(few.resident, more.resident))

@@ -14,7 +14,7 @@ SIGNIFICANT = 0.05
 
 
 @dataclass(frozen=True)
-class Mean:
+class SeedMean:
     """Mean over ``n`` seeds and its standard error (sample standard deviation / sqrt n), which is None with
     one seed."""
 
@@ -40,7 +40,7 @@ class Comparison:
 
     a: str
     b: str
-    difference: Mean
+    difference: SeedMean
     p_t: float | None
     p_wilcoxon: float | None
     p_t_holm: float | None = None
@@ -53,16 +53,16 @@ class Comparison:
         return self.p_t_holm is not None and self.p_t_holm < SIGNIFICANT
 
 
-def mean(values: Sequence[float]) -> Mean | None:
+def mean(values: Sequence[float]) -> SeedMean | None:
     """Return the mean and standard error; None for no values."""
     if not values:
         return None
-    return Mean(
+    return SeedMean(
         fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None, len(values)
     )
 
 
-def shown(value: Mean | None) -> str:
+def shown(value: SeedMean | None) -> str:
     """Return a mean and its standard error as text."""
     if value is None:
         return "–"

@@ -28,7 +28,7 @@ from data.turns import AddedTurns
 from data.types import Prompt, Turn
 from models.distributed import gather_objects
 from rollouts.environments.process import Call, EnvironmentProcess
-from rollouts.samplers import Draw, Row, Sample, SamplingSettings, rows_of
+from rollouts.samplers import Continuation, Draw, Sample, SamplingSettings, rows_of
 from rollouts.stop_strings import StopStrings
 
 
@@ -37,7 +37,7 @@ class _Conversation:
     """One conversation, as far as it has come."""
 
     prompt: Prompt
-    row: Row
+    row: Continuation
     """the prompt's tokens, and how many may follow them"""
     turns: list[Turn] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -117,13 +117,13 @@ class Conversations:
         samples = [one.sample() for one in every]
         return [samples[i : i + n] for i in range(0, len(samples), n)]
 
-    def _row(self, one: _Conversation) -> Row:
+    def _row(self, one: _Conversation) -> Continuation:
         """Return the row that is drawn next in a conversation. The first turn is drawn exactly as without an
         environment."""
         first, limit = one.row, self.config.max_turn_tokens
         key = first.key if one.taken == 0 else f"{first.key}/{one.taken}"
         ids = np.concatenate([first.ids, np.array(one.tokens, np.int32)])
-        return Row(key, first.index, ids, one.room if limit is None else min(one.room, limit))
+        return Continuation(key, first.index, ids, one.room if limit is None else min(one.room, limit))
 
     def _take(self, one: _Conversation, sample: Sample) -> None:
         one.take(sample)

@@ -100,7 +100,7 @@ Answered = Callable[[int, list[Sample]], None]
 
 
 @dataclass(frozen=True)
-class Row:
+class Continuation:
     """One sample to be drawn."""
 
     key: str
@@ -112,7 +112,7 @@ class Row:
     max_tokens: int
 
 
-Draw = Callable[[list[Row], SamplingSettings, int, tuple[int, ...]], list[Sample]]
+Draw = Callable[[list[Continuation], SamplingSettings, int, tuple[int, ...]], list[Sample]]
 """Function (rows, settings, seed, stop token ids) -> the rows' samples, in order."""
 
 
@@ -166,7 +166,7 @@ class EmbeddedSampler:
         return [drawn[i : i + n] for i in range(0, len(drawn), n)]
 
     def draw(
-        self, rows: list[Row], settings: SamplingSettings, seed: int, stops: tuple[int, ...]
+        self, rows: list[Continuation], settings: SamplingSettings, seed: int, stops: tuple[int, ...]
     ) -> list[Sample]:
         """Return a sample for each row, which ends with one of ``stops`` or at the row's own
         ``max_tokens``."""
@@ -186,11 +186,11 @@ class EmbeddedSampler:
                     out[i] = sample
                 bar.update(done - bar.n)
             for _ in range(rounds - len(batches)):
-                self._generate([Row("", 0, np.array(stops[:1]), 1)], settings, seed, stops)
+                self._generate([Continuation("", 0, np.array(stops[:1]), 1)], settings, seed, stops)
         return out
 
     def _generate(
-        self, rows: list[Row], settings: SamplingSettings, seed: int, stops: tuple[int, ...]
+        self, rows: list[Continuation], settings: SamplingSettings, seed: int, stops: tuple[int, ...]
     ) -> list[Sample]:
         limits = [row.max_tokens for row in rows]
         draws = [uniforms(seed, row.key, row.index, max(limits)) for row in rows]
@@ -208,12 +208,14 @@ class EmbeddedSampler:
         ]
 
 
-def rows_of(renderer: Renderer, prompts: list[Prompt], n: int, settings: SamplingSettings) -> list[Row]:
+def rows_of(
+    renderer: Renderer, prompts: list[Prompt], n: int, settings: SamplingSettings
+) -> list[Continuation]:
     """Return ``n`` rows for each prompt, with those of one prompt together. Raises DataError for a prompt
     that cannot be rendered."""
     ids = [renderer.prompt_ids(prompt) for prompt in prompts]
     return [
-        Row(prompt.id, i, of_prompt, settings.max_tokens)
+        Continuation(prompt.id, i, of_prompt, settings.max_tokens)
         for prompt, of_prompt in zip(prompts, ids, strict=True)
         for i in range(n)
     ]

@@ -17,7 +17,7 @@ from common.errors import require
 from data.chat import Renderer
 from data.types import Prompt
 from models.distributed import gather_objects
-from rollouts.samplers import Draw, Row, Sample, SamplingSettings, rows_of
+from rollouts.samplers import Continuation, Draw, Sample, SamplingSettings, rows_of
 
 FIRST = 128
 """Tokens of the first part."""
@@ -27,7 +27,7 @@ FIRST = 128
 class _Answer:
     """One answer, as far as it has been drawn."""
 
-    row: Row
+    row: Continuation
     sample: Sample = field(default_factory=lambda: Sample((), False))
     parts: int = 0
     open: bool = True
@@ -36,12 +36,12 @@ class _Answer:
     def room(self) -> int:
         return self.row.max_tokens - len(self.sample.token_ids)
 
-    def next(self, longest: int | None) -> Row:
+    def next(self, longest: int | None) -> Continuation:
         """Return the row that draws the next part. The first is drawn as if there were no strings."""
         known = self.sample.token_ids
         key = self.row.key if self.parts == 0 else f"{self.row.key}/{self.parts}"
         ids = np.concatenate([self.row.ids, np.array(known, np.int32)])
-        return Row(key, self.row.index, ids, min(self.room, longest or max(FIRST, len(known))))
+        return Continuation(key, self.row.index, ids, min(self.room, longest or max(FIRST, len(known))))
 
 
 class StopStrings:

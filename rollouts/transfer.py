@@ -62,7 +62,7 @@ class Meta:
     shape: tuple[int, ...]
 
 
-class Source:
+class WeightSource:
     """The weights in the form that an engine needs. Of vLLM's ``WeightSource``, these two methods are the
     ones that vLLM's engines use."""
 
@@ -141,7 +141,7 @@ def _nothing() -> None:
 class SharedMemory:
     """Sends weights in memory that this process shares with the engines on its machine."""
 
-    def __init__(self, client: Client, source: Source, world: World) -> None:
+    def __init__(self, client: Client, source: WeightSource, world: World) -> None:
         self.client, self.source, self.world = client, source, world
         client.init_weight_transfer_engine({})
 
@@ -208,7 +208,7 @@ def _write(descriptor: int, tensor: Tensor, offset: int) -> None:
 
 
 def make_transfer(
-    backend: str, client: Client, source: Source, world: World, *, workers: int, address: str
+    backend: str, client: Client, source: WeightSource, world: World, *, workers: int, address: str
 ) -> Transfer:
     """Return the transfer to engines that have just been started. Every rank calls it. ``workers``: number of
     workers of all engines together. ``address``: this machine's address as the engines see it. Raises

@@ -39,7 +39,7 @@ SHOWN = 16
 
 
 COLUMNS = ("kind", "prompt", "answer", "reference", "verdict")
-Row = tuple[str, str, str, str | None, float | None]
+AnswerRow = tuple[str, str, str, str | None, float | None]
 READ = 3
 """How many held-out prompts are answered to be read where no verifier judges the answers."""
 
@@ -59,7 +59,7 @@ class Shown:
     def use_cache(self, cache_dir: Path, parts: Mapping[str, str]) -> None:
         self.answers.use_cache(cache_dir, parts)
 
-    def __call__(self, initial: bool) -> list[Row]:
+    def __call__(self, initial: bool) -> list[AnswerRow]:
         """Return the rows. ``initial``: whether the policy has its initial weights."""
         samples = self.answers.everywhere(initial)
         return [
@@ -104,7 +104,7 @@ class Accuracy:
             "sampled": Answers(sampler, prompts, samples, sampled, world, seed),
             "greedy": Answers(sampler, prompts, 1, greedy, world, seed),
         }
-        self.samples: list[Row] = []
+        self.samples: list[AnswerRow] = []
         """A few rows of ``COLUMNS`` from the last call, from this rank's share."""
 
     def use_cache(self, cache_dir: Path, parts: Mapping[str, str]) -> None:

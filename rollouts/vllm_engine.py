@@ -29,7 +29,7 @@ from rollouts.adapters import MERGED
 from rollouts.engines import Facts, write_weights
 from rollouts.probe import Probe, check_probe
 from rollouts.samplers import Answered, Sample, SamplingSettings
-from rollouts.transfer import HEAD, DeferredErrors, Source, Transfer, chosen, make_transfer
+from rollouts.transfer import HEAD, DeferredErrors, Transfer, WeightSource, chosen, make_transfer
 from rollouts.vllm_sampler import VllmSampler
 from rollouts.vllm_server import AnswerError
 
@@ -89,7 +89,7 @@ class VllmEngine:
         """seconds spent on the probe, and on writing files, in this hand-over"""
         self._kept: Path | None = None
         self._restarted = False
-        self._source = Source(partial(whole_weights, policy, getattr(torch, sampler.dtype)))
+        self._source = WeightSource(partial(whole_weights, policy, getattr(torch, sampler.dtype)))
         self._client = DeferredErrors(sampler if world.is_main else None)
         self._transfer: Transfer | None = None
         self.ranks = Ranks(world)

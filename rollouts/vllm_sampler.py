@@ -31,7 +31,7 @@ from data.chat import Renderer
 from data.types import Prompt, Sequence
 from models.adapters import AdapterFolder, adapter_folder
 from rollouts.adapters import highest_rank
-from rollouts.samplers import Answered, Player, Row, Sample, SamplingSettings, rows_of
+from rollouts.samplers import Answered, Continuation, Player, Sample, SamplingSettings, rows_of
 from rollouts.vllm_messages import Generated, GenerateRequest, TokenRow
 from rollouts.vllm_options import engine_environment, engine_options
 from rollouts.vllm_server import ServerEngine, address_towards, alive, host_of
@@ -216,7 +216,7 @@ class VllmSampler:
 
     def draw(
         self,
-        rows: list[Row],
+        rows: list[Continuation],
         settings: SamplingSettings,
         seed: int,
         stops: tuple[int, ...],

@@ -32,7 +32,7 @@ NONE = ""
 """The weight version while not all weights are there."""
 
 
-class Engine:
+class OfflineEngine:
     """vLLM's offline engine behind the few requests that rounds need. Every answer is (vLLM's version of the
     weights that it comes from, value)."""
 
@@ -253,7 +253,7 @@ def _sampling_params(request: GenerateRequest) -> SamplingParams:
 
 
 def main() -> None:
-    engine = Engine()
+    engine = OfflineEngine()
     serve(
         {
             "start": engine.start,

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from launch.frontier import Frontier
 from launch.pictures import STYLE
 from reports import charts
-from reports.statistics import Mean, mean
+from reports.statistics import SeedMean, mean
 from study.plan import Block, Values
 from study.tasks import TITLES
 
@@ -88,7 +88,7 @@ def surface_figure(arms: Mapping[str, tuple[Block, Frontier]]) -> Figure | None:
     return figure
 
 
-def effects_figure(effects: Sequence[tuple[str, Mean]]) -> Figure | None:
+def effects_figure(effects: Sequence[tuple[str, SeedMean]]) -> Figure | None:
     """Draw named effects with their intervals, a row each."""
     rows = [(name, effect) for name, effect in effects if effect.error is not None]
     if not rows:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launch.results import markdown
-from reports.statistics import Mean
+from reports.statistics import SeedMean
 
 Table = list[list[str]]
 
@@ -33,7 +33,7 @@ def as_markdown(title: str, sections: Sequence[Section]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def shown(value: Mean) -> list[str]:
+def shown(value: SeedMean) -> list[str]:
     """Return an effect's cells: value, 95 % interval, number of seeds."""
     low, high = value.interval
     inside = f"[{low:+.1f}, {high:+.1f}]" if value.error is not None else "–"

@@ -19,7 +19,7 @@ from scipy import stats
 
 from common.files import write_whole
 from reports.outcome import drifted
-from reports.statistics import SIGNIFICANT, Mean, holm, mean, paired, paired_power
+from reports.statistics import SIGNIFICANT, SeedMean, holm, mean, paired, paired_power
 from study.figures import effects_figure, lag_figure, surface_figure, svg, variants_figure
 from study.markdown import Section, Table, as_markdown, shown
 from study.plan import DIFFERENT, MAIN, SAME, Block, Plan, Test, Values, told
@@ -58,7 +58,7 @@ class Decision:
     block: Block
     test: Test
     n: int
-    effect: Mean | None = None
+    effect: SeedMean | None = None
     p_holm: float | None = None
     word: str = "not decided: not run to its end"
 
@@ -274,7 +274,7 @@ class Effect:
     base: str
     score: float
     base_score: float
-    difference: Mean
+    difference: SeedMean
 
 
 def effects_of(plan: Plan, blocks: Sequence[Block], values: Values) -> list[Effect]:

@@ -8,7 +8,7 @@ import numpy as np
 from transformers import GemmaConfig, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from data.types import Example, Sequence
-from memory.simulate import Question, with_layers
+from memory.simulate import MemoryRequest, with_layers
 from tests.tiny import KINDS, make_config
 
 SIZES = {"num_attention_heads": 4, "max_position_embeddings": 512}
@@ -56,7 +56,9 @@ NF4 = [*WAYS["LoRA"], "model.quantization=nf4"]
 """Where torchao is."""
 
 
-def question(shape: str, *overrides: str, ranks: int = 1, loss: str = "dpo", gpu: bool = False) -> Question:
+def question(
+    shape: str, *overrides: str, ranks: int = 1, loss: str = "dpo", gpu: bool = False
+) -> MemoryRequest:
     """A run of ``loss`` on 4 examples a rank in two turns."""
     settings = [
         "model.name=small",
@@ -82,13 +84,13 @@ def question(shape: str, *overrides: str, ranks: int = 1, loss: str = "dpo", gpu
         rows = [row for example in batch for row in example.rows]
         two = {id(b): replace(b, prompt_ids=a.prompt_ids) for a, b in zip(rows[::2], rows[1::2], strict=True)}
         batch = [replace(e, rows=tuple(two.get(id(row), row) for row in e.rows)) for e in batch]
-    return Question(config, batch, [], ranks, gpu, SHAPES[shape])
+    return MemoryRequest(config, batch, [], ranks, gpu, SHAPES[shape])
 
 
-def with_many_layers(asked: Question) -> Question:
+def with_many_layers(asked: MemoryRequest) -> MemoryRequest:
     assert asked.hf_config is not None
     return replace(asked, hf_config=with_layers(asked.hf_config, 10))
 
 
-def whole(asked: Question) -> Question:
+def whole(asked: MemoryRequest) -> MemoryRequest:
     return replace(asked, whole=True)

@@ -20,7 +20,7 @@ from torch._C._profiler import (
 from common.ports import free_port
 from common.worker_process import WorkerProcess, serve
 from data.batches import Segment
-from memory.simulate import Question, as_folder, deal_heaviest
+from memory.simulate import MemoryRequest, as_folder, deal_heaviest
 from models.distributed import World, keep_gathered, start, stop
 from models.loading import load_sharded
 from models.policy import decoder_blocks
@@ -33,7 +33,7 @@ gloo's own threads may keep a gathered block for a moment after it was waited fo
 single rank gathers nothing, and its steps are alike."""
 
 
-def real_peaks(questions: Seq[Question]) -> list[int]:
+def real_peaks(questions: Seq[MemoryRequest]) -> list[int]:
     """Bytes that the fullest rank had most at any time of a step that nothing disturbed, for questions of as
     many ranks."""
     size = questions[0].ranks
@@ -57,7 +57,7 @@ def real_peaks(questions: Seq[Question]) -> list[int]:
             rank.close()
 
 
-def peaks_of(questions: list[Question]) -> list[int]:
+def peaks_of(questions: list[MemoryRequest]) -> list[int]:
     """This rank's peaks."""
     world = start()
     try:
@@ -66,7 +66,7 @@ def peaks_of(questions: list[Question]) -> list[int]:
         stop()
 
 
-def peak_of(question: Question, world: World) -> int:
+def peak_of(question: MemoryRequest, world: World) -> int:
     assert question.hf_config is not None and not question.gpu
     with as_folder(question, question.hf_config) as asked:
         config = replace(asked.config, model=replace(asked.config.model, from_config=True))

@@ -49,7 +49,7 @@ Observe = Callable[[Microbatch, TokenScores], None]
 """Callback for every microbatch of a step. It must not make the host wait for the device."""
 
 
-class Source(Protocol):
+class SegmentSource(Protocol):
     """Source of the batches: offline it gives one segment, online one per round."""
 
     def segment(self, index: int) -> Segment | None:
@@ -378,7 +378,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
 
     # -- the loop --------------------------------------------------------------------------------------
 
-    def train(self, source: Source, watch: Watch) -> None:
+    def train(self, source: SegmentSource, watch: Watch) -> None:
         """Train segment after segment until the source has no more. ``watch`` is told of every step and may
         interrupt by raising an exception."""
         while (segment := source.segment(self.progress.segment)) is not None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from models.distributed import World, shard, start
 from models.policy import decoder_blocks
-from rollouts.samplers import EmbeddedSampler, Row, Sample, SamplingSettings
+from rollouts.samplers import Continuation, EmbeddedSampler, Sample, SamplingSettings
 from tests.programs import HANG
 from tests.unit.models.test_families import tiny
 
@@ -23,10 +23,10 @@ SIZES = ((END - 2, END - 5, END - 9), (4, 30, 9, END - 20, 6))
 second has a batch more."""
 
 
-def rows(rank: int) -> list[Row]:
+def rows(rank: int) -> list[Continuation]:
     rng = np.random.default_rng(rank)
     return [
-        Row(f"{rank}", i, rng.integers(3, 40, size).astype(np.int32), END - size)
+        Continuation(f"{rank}", i, rng.integers(3, 40, size).astype(np.int32), END - size)
         for i, size in enumerate(SIZES[rank])
     ]
 

@@ -24,7 +24,7 @@ from rollouts import transfer
 from rollouts.conversations import Conversations
 from rollouts.probe import check_probe
 from rollouts.samplers import SamplingSettings
-from rollouts.transfer import HEAD, DeferredErrors, SharedMemory, Source
+from rollouts.transfer import HEAD, DeferredErrors, SharedMemory, WeightSource
 from rollouts.vllm_sampler import VllmSampler, installed
 from tests.programs import until, writers
 from tests.tiny import make_config
@@ -277,7 +277,7 @@ def test_weights_from_memory_are_those_from_a_folder_and_nothing_is_written(
     older.version = world.version + 1
     older.publish(60)
     for model, same in ((older.model, False), (world.model, True)):
-        source = Source(model.state_dict().items)
+        source = WeightSource(model.state_dict().items)
         assert sampler.own_head() and HEAD in dict(source)
         pids = (os.getpid(), *writers(sampler._workers[0].log))
         before = [written_by(pid) for pid in pids]

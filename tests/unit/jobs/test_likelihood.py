@@ -14,7 +14,7 @@ from common.errors import ConfigError
 from data.selection import select
 from jobs import initial_scores
 from jobs.likelihood import clippable_share, completion_means, group_means, kept_before, score_groups
-from jobs.row_scores import OfRows, Sums
+from jobs.row_scores import CompletionSums, OfRows
 from models.reference import Reference
 from tests.engine import engine_config, make_trainer
 from tests.tiny import random_groups, tiny_policy
@@ -78,7 +78,7 @@ def test_a_row_has_the_scores_of_the_last_batch_that_has_it():
     found = OfRows(scores, batches, Reference())
     for example, value in ((first, -2.0), (second, -1.0)):
         for row in example.rows:
-            assert found[row.key].tolist() == [value] * 3 and Sums(found)[row.key] == 3 * value
+            assert found[row.key].tolist() == [value] * 3 and CompletionSums(found)[row.key] == 3 * value
     assert len(found) == 4 and set(found) == {row.key for row in (*first.rows, *second.rows)}
     assert found.get("0" * 32) is None
 

@@ -13,7 +13,7 @@ from common.errors import ConfigError
 from launch import results
 from launch.frontier import Frontier, Point, power_rows, seeds_needed
 from launch.grid import read_sweep
-from reports.statistics import Comparison, Mean, paired_power
+from reports.statistics import Comparison, SeedMean, paired_power
 from tests.unit.launch.test_results import finish
 
 RATES, BETAS, SEEDS = ("lr1", "lr2", "lr4"), ("beta1", "beta2"), (1, 2, 5)
@@ -75,7 +75,7 @@ def test_frontiers_that_do_not_overlap_are_not_compared():
 def test_the_seeds_that_a_power_needs_are_the_fewest_that_have_it():
     n = int(seeds_needed(0.05, 0.066, 0.05 / 12, 0.8))
     assert paired_power(0.05, 0.066, n, 0.05 / 12) >= 0.8 > paired_power(0.05, 0.066, n - 1, 0.05 / 12)
-    table = power_rows([Comparison("a", "b", Mean(0.0, 0.02, 10), 0.5, 0.5)], 0.05, 43)
+    table = power_rows([Comparison("a", "b", SeedMean(0.0, 0.02, 10), 0.5, 0.5)], 0.05, 43)
     assert table[1][1] == "0.0632" and float(table[1][3]) < 0.3 and table[-1][-1] == table[1][-1]
     assert seeds_needed(1e-9, 1.0, 0.05, 0.8).startswith("more than")
 

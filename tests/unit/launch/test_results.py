@@ -19,7 +19,7 @@ from launch import results, status
 from launch.cells import cells_of
 from launch.collect import NO_NUMBERS, of_folders, read_run
 from reports.metrics import numbers
-from reports.statistics import Mean, compare, holm, mean, paired
+from reports.statistics import SeedMean, compare, holm, mean, paired
 from tests.tiny import compose_config
 
 METRIC = "eval_accuracy_sampled"
@@ -83,7 +83,7 @@ def test_paired_tests_are_scipys(a: list[float], b: list[float]) -> None:
 def test_differences_without_variance() -> None:
     same, shifted = paired("a", "b", [0.0, 0.0, 0.0]), paired("a", "b", [0.5, 0.5, 0.5])
     assert same.p_t == 1 and shifted.p_t is None, "a t-test without a variance proves nothing"
-    assert mean([]) is None and mean([2.0]) == Mean(2.0, None, 1)
+    assert mean([]) is None and mean([2.0]) == SeedMean(2.0, None, 1)
 
 
 def test_pairs_are_of_the_same_seed() -> None:
@@ -102,7 +102,7 @@ def test_best_setting_is_chosen_on_validation_and_never_on_test(tmp_path: Path) 
             finish(tmp_path, f"x-dpo-lr{lr}-s{seed}", validation, f"lr={lr}", f"seed={seed}", test=test)
     cells = cells_of(of_folders([tmp_path]), ["lr"], METRIC)
     assert [(cell.name, cell.selected, len(cell.tried)) for cell in cells] == [("x-dpo", {"lr": 1e-4}, 2)]
-    assert cells[0].mean("test/pass@1") == Mean(0.1, 0.0, 2), (
+    assert cells[0].mean("test/pass@1") == SeedMean(0.1, 0.0, 2), (
         "the better test score belongs to the setting that was not chosen"
     )
     assert (

@@ -22,7 +22,7 @@ from memory import decisions
 from memory.fit import PROBE, filled, fitting_tokens, how_rows_are_joined
 from memory.parts import Card
 from memory.plan import make_plan
-from memory.simulate import Answer, Question
+from memory.simulate import MemoryNeed, MemoryRequest
 from models.shapes import architecture
 from tests.memory_questions import question
 from tests.tiny import make_config
@@ -42,13 +42,13 @@ class Machine:
         """GiB"""
         return self.fixed + self.per_token * tokens * (1 + self.bend * tokens / self.whole)
 
-    def __call__(self, asked: Question) -> Answer:
+    def __call__(self, asked: MemoryRequest) -> MemoryNeed:
         tokens = min(asked.config.model.microbatch_tokens or self.whole, self.whole)
         self.simulated.append(tokens)
-        return Answer(1, tokens, {("backward", 0): {"activations": round(self.size(tokens) * GIB)}}, {})
+        return MemoryNeed(1, tokens, {("backward", 0): {"activations": round(self.size(tokens) * GIB)}}, {})
 
 
-def one_pass(**changes: Any) -> Question:
+def one_pass(**changes: Any) -> MemoryRequest:
     return replace(question("deep", "model.gradient_accumulation_steps=1"), gpu=True, **changes)
 
 

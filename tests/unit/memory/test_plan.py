@@ -26,7 +26,7 @@ from memory.decisions import describe_memory, heaviest_batch
 from memory.fit import PROBE, with_settings
 from memory.parts import Card, neighbours, on_host, own_answers, reward_models
 from memory.plan import all_situations, make_plan
-from memory.simulate import Answer, Layers, Question, with_layers
+from memory.simulate import Layers, MemoryNeed, MemoryRequest, with_layers
 from models.shapes import architecture, known_shapes, parameters_of
 from tests.full_disk import full_disk
 from tests.memory_questions import SHAPES, question
@@ -138,18 +138,18 @@ def test_known_shapes_have_the_published_sizes(name: str, billions: float) -> No
 # -- what is said ----------------------------------------------------------------------------------
 
 
-def given(tokens: int = 1000, activations: float = 10.0) -> Answer:
+def given(tokens: int = 1000, activations: float = 10.0) -> MemoryNeed:
     """A step of 5 GiB that does not depend on tokens, and of activations that do."""
     step = {"weights": 2 * GIB, "optimizer": 3 * GIB, "activations": round(activations * GIB)}
-    return Answer(1_000_000, tokens, {("backward", 0): step}, {"weights": 2 * GIB, "optimizer": 3 * GIB})
+    return MemoryNeed(1_000_000, tokens, {("backward", 0): step}, {"weights": 2 * GIB, "optimizer": 3 * GIB})
 
 
-def planned(room: float, **changes: Any) -> tuple[list[str], list[Question]]:
+def planned(room: float, **changes: Any) -> tuple[list[str], list[MemoryRequest]]:
     """The lines for a card of so much room, and what was simulated."""
     asked = replace(question("deep"), gpu=True, **changes)
-    simulated: list[Question] = []
+    simulated: list[MemoryRequest] = []
 
-    def ask(one: Question) -> Answer:
+    def ask(one: MemoryRequest) -> MemoryNeed:
         simulated.append(one)
         most = one.config.model.microbatch_tokens
         return given() if most is None else given(most, most / 100)
@@ -185,7 +185,7 @@ def test_layers_stay_gathered_where_the_plan_has_room(
     )
     simulated: list[bool | None] = []
 
-    def ask(one: Question) -> Answer:
+    def ask(one: MemoryRequest) -> MemoryNeed:
         setting = one.config.model.reshard_after_forward
         simulated.append(setting)
         answer = given()
@@ -244,7 +244,7 @@ def test_the_hosts_memory_of_rank_0_is_said(billions: float, ranks: int) -> None
     """It has all weights while it reads or exports them, and a copy of its share while it saves."""
     count = int(billions * 1e9)
     share = {part: n * count // ranks for part, n in (("weights", 4), ("optimizer", 8), ("reference", 4))}
-    answer = Answer(count, 1000, {}, share | {"work": GIB})
+    answer = MemoryNeed(count, 1000, {}, share | {"work": GIB})
     beside = neighbours(make_config("experiment=dpo-online"), ranks, Card("H100", 79.1), [])
     reward = sum(beside.models.values())
     loads, saves = on_host(make_config("async_save=true"), answer, beside)
@@ -257,7 +257,7 @@ def test_the_hosts_memory_of_rank_0_is_said(billions: float, ranks: int) -> None
 def test_one_rank_that_answers_itself_holds_no_gradient_of_its_steps() -> None:
     """Where it runs several microbatches, whole gradients are counted as gathered blocks of a step."""
     asked = question("deep", "online=true", "sampler=embedded")
-    step = Answer(1000, 9, {("backward", 0): {"gathered blocks": 99 * GIB}}, {"weights": GIB})
+    step = MemoryNeed(1000, 9, {("backward", 0): {"gathered blocks": 99 * GIB}}, {"weights": GIB})
     assert asked.hf_config is not None
     beside = neighbours(asked.config, 1, None, [])
     named = {each.name: each for each in all_situations(asked, asked.hf_config, step, beside)}
@@ -278,11 +278,11 @@ def test_no_more_is_computed_twice_than_must_be(room: float, way: bool | str, to
     )
     asked = replace(question("deep", *words, loss="kto"), gpu=True, batch=batch)
 
-    def ask(one: Question) -> Answer:
+    def ask(one: MemoryRequest) -> MemoryNeed:
         model, sizes = one.config.model, {False: 40, "selective": 20, True: 10}
         took = min(model.microbatch_tokens or 32_000, 32_000)
         size = 1 + sizes[model.activation_checkpointing] * took / 32_000
-        return Answer(1000, took, {("backward", 0): {"activations": round(size * GIB)}}, {})
+        return MemoryNeed(1000, took, {("backward", 0): {"activations": round(size * GIB)}}, {})
 
     assert asked.hf_config is not None
     plan = make_plan(asked, asked.hf_config, Card("a card", (room + 1) / 0.95), ask)

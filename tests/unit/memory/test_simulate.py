@@ -14,7 +14,7 @@ from common.worker_process import WorkerError, WorkerProcess
 from data.balance import row_tokens
 from memory.bound import bound
 from memory.fit import with_settings
-from memory.simulate import Answer, Question
+from memory.simulate import MemoryNeed, MemoryRequest
 from memory.tracker import WORKSPACE, StorageTracker
 from models.simulated import simulated_gpu
 from tests.memory_questions import NF4, WAYS, question, whole, with_many_layers
@@ -39,12 +39,12 @@ def worker(quick_python: None) -> Iterator[WorkerProcess]:
     made.close()
 
 
-def answered(worker: WorkerProcess, asked: Question) -> Answer:
-    found: Answer = worker.call("answer", asked, timeout=300)
+def answered(worker: WorkerProcess, asked: MemoryRequest) -> MemoryNeed:
+    found: MemoryNeed = worker.call("answer", asked, timeout=300)
     return found
 
 
-def peak(found: Answer) -> int:
+def peak(found: MemoryNeed) -> int:
     return max(sum(parts.values()) for parts in found.peaks.values())
 
 
@@ -60,7 +60,7 @@ def off(planned: int, taken: int) -> bool:
     return abs(planned / taken - 1) > 0.05
 
 
-def layers_bound(asked: Question) -> float:
+def layers_bound(asked: MemoryRequest) -> float:
     """Bytes of weights and layers at most by the shapes, for a step without its head and its evaluation."""
     one = with_settings(asked, eval_batch_size=1)
     assert one.hf_config is not None
@@ -78,11 +78,11 @@ def test_a_few_layers_say_what_many_take(worker: WorkerProcess) -> None:
 
 
 @pytest.fixture(scope="module")
-def of_four_ranks(worker: WorkerProcess) -> Answer:
+def of_four_ranks(worker: WorkerProcess) -> MemoryNeed:
     return answered(worker, question("deep", ranks=4, gpu=True))
 
 
-def test_ranks_share_what_is_sharded(worker: WorkerProcess, of_four_ranks: Answer) -> None:
+def test_ranks_share_what_is_sharded(worker: WorkerProcess, of_four_ranks: MemoryNeed) -> None:
     """States fall as ranks are more; gathered blocks, and the activations of as many tokens, stay."""
     found = (of_four_ranks, answered(worker, question("deep", ranks=16, gpu=True)))
     few, many = (max(each.peaks.values(), key=lambda parts: sum(parts.values())) for each in found)
@@ -92,7 +92,7 @@ def test_ranks_share_what_is_sharded(worker: WorkerProcess, of_four_ranks: Answe
 
 
 def test_blocks_that_stay_gathered_are_all_there_at_once(
-    worker: WorkerProcess, of_four_ranks: Answer
+    worker: WorkerProcess, of_four_ranks: MemoryNeed
 ) -> None:
     """At the moment when most is gathered: four layers where it is one, in the dtype of the computation."""
     stays = answered(worker, question("deep", "model.reshard_after_forward=false", ranks=4, gpu=True))
@@ -103,7 +103,7 @@ def test_blocks_that_stay_gathered_are_all_there_at_once(
     assert four - one == 3 * 4 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 160 + 2 * 64)
 
 
-def test_muon_keeps_one_moment_of_the_matrices(worker: WorkerProcess, of_four_ranks: Answer) -> None:
+def test_muon_keeps_one_moment_of_the_matrices(worker: WorkerProcess, of_four_ranks: MemoryNeed) -> None:
     """And AdamW's two of the rest, here the embedding and the norms."""
     muon = answered(worker, question("deep", "optimizer=Muon", ranks=4, gpu=True))
     matrices = 4 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 160)

@@ -31,7 +31,7 @@ from rollouts.environments.calculator import calculate
 from rollouts.environments.guessing import play, reward
 from rollouts.environments.process import check
 from rollouts.rounds import asked_and_answered
-from rollouts.samplers import EmbeddedSampler, Row, Sample, SamplingSettings
+from rollouts.samplers import Continuation, EmbeddedSampler, Sample, SamplingSettings
 from tests.tiny import ROOT, make_config
 from tests.tiny_tokenizers import tiny_tokenizer
 
@@ -114,7 +114,7 @@ class Script:
         self.renderer, self.texts, self.asked = renderer, texts, []
 
     def __call__(
-        self, rows: list[Row], settings: SamplingSettings, seed: int, stops: tuple[int, ...]
+        self, rows: list[Continuation], settings: SamplingSettings, seed: int, stops: tuple[int, ...]
     ) -> list[Sample]:
         self.asked.append([row.ids.tolist() for row in rows])
         text = self.texts[len(self.asked) - 1]

@@ -16,7 +16,16 @@ from common.worker_process import ROOT, WorkerError
 from config.schema_sampler import SamplerConfig
 from models.distributed import start
 from rollouts import transfer
-from rollouts.transfer import HEAD, DeferredErrors, SharedMemory, Source, chosen, parts, shared, trainer_info
+from rollouts.transfer import (
+    HEAD,
+    DeferredErrors,
+    SharedMemory,
+    WeightSource,
+    chosen,
+    parts,
+    shared,
+    trainer_info,
+)
 from rollouts.vllm_sampler import VllmSampler, installed
 
 WEIGHTS = {
@@ -64,9 +73,9 @@ class Receiver:
         self.calls.append(f"finish {weight_version}")
 
 
-def sent(client, monkeypatch, most: int = 10**9) -> Source:
+def sent(client, monkeypatch, most: int = 10**9) -> WeightSource:
     monkeypatch.setattr(transfer, "PART_BYTES", most)
-    source = Source(WEIGHTS.items)
+    source = WeightSource(WEIGHTS.items)
     patient = DeferredErrors(client, "7")
     SharedMemory(patient, source, start()).send_weights()
     patient.check()
@@ -100,7 +109,7 @@ def test_parts_are_as_large_as_they_may_be_and_a_larger_tensor_is_one():
 
 
 def test_what_the_engine_has_no_place_for_is_not_sent(monkeypatch):
-    source = Source(WEIGHTS.items)
+    source = WeightSource(WEIGHTS.items)
     source.without = frozenset((HEAD,))
     assert HEAD not in dict(source) and len(dict(source)) == len(WEIGHTS) - 1
 
@@ -109,7 +118,7 @@ def test_an_error_waits_until_all_weights_were_gone_through(monkeypatch):
     """Other ranks gather with this one, tensor by tensor."""
     monkeypatch.setattr(transfer, "PART_BYTES", 1)
     gone_through: list[str] = []
-    source = Source(
+    source = WeightSource(
         lambda: ((name, tensor, gone_through.append(name))[:2] for name, tensor in WEIGHTS.items())
     )
     patient = DeferredErrors(client := Receiver(fails_at=2))
@@ -217,8 +226,10 @@ def test_the_backend_of_one_machine_reads_what_was_shared():
 
 
 def test_the_largest_weight_is_counted_in_bytes():
-    assert Source(WEIGHTS.items).largest() == max(t.numel() * t.element_size() for t in WEIGHTS.values())
-    source = Source({"small": torch.zeros(7, dtype=torch.bfloat16), HEAD: torch.zeros(5)}.items)
+    assert WeightSource(WEIGHTS.items).largest() == max(
+        t.numel() * t.element_size() for t in WEIGHTS.values()
+    )
+    source = WeightSource({"small": torch.zeros(7, dtype=torch.bfloat16), HEAD: torch.zeros(5)}.items)
     assert source.largest() == 20
     source.without = frozenset([HEAD])
-    assert source.largest() == 14 and Source(dict[str, torch.Tensor]().items).largest() == 0
+    assert source.largest() == 14 and WeightSource(dict[str, torch.Tensor]().items).largest() == 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.worker_process import WorkerError
-from rollouts.transfer import DeferredErrors, Source, stoppable
+from rollouts.transfer import DeferredErrors, WeightSource, stoppable
 
 WEIGHTS = {f"model.layers.{i}.weight": torch.full((2,), float(i)) for i in range(6)}
 HANG = 20.0
@@ -40,7 +40,7 @@ class Group:
 class Trainer:
     """vLLM 0.32's ``NCCLTrainerWeightTransferEngine``, as far as this project is concerned with it."""
 
-    def __init__(self, client: DeferredErrors, source: Source, group: Group | None) -> None:
+    def __init__(self, client: DeferredErrors, source: WeightSource, group: Group | None) -> None:
         self.client, self.source, self.model_update_group = client, source, group
         self.is_sender = group is not None
 
@@ -99,7 +99,7 @@ class Engine:
 def sent(fails: str | None = None, after: int = 0) -> tuple[Group, Engine, DeferredErrors, list[str]]:
     """Send the weights, and return also the names that were gone through, in order."""
     gone_through: list[str] = []
-    source = Source(lambda: ((n, t, gone_through.append(n))[:2] for n, t in WEIGHTS.items()))
+    source = WeightSource(lambda: ((n, t, gone_through.append(n))[:2] for n, t in WEIGHTS.items()))
     source.metadata()
     gone_through.clear()
     group = Group()
@@ -128,6 +128,6 @@ def test_an_engine_that_refuses_or_dies_does_not_keep_the_trainer_waiting(fails,
 
 def test_ranks_that_do_not_send_go_through_the_weights_alone():
     gone_through: list[str] = []
-    source = Source(lambda: ((n, t, gone_through.append(n))[:2] for n, t in WEIGHTS.items()))
+    source = WeightSource(lambda: ((n, t, gone_through.append(n))[:2] for n, t in WEIGHTS.items()))
     stoppable(Trainer)(DeferredErrors(None), source, None).send_weights()
     assert gone_through == 2 * list(WEIGHTS), "once for their sizes"
