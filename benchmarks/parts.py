@@ -161,7 +161,7 @@ class Settings:
             packing=self.packing,
             share_prompts=self.share_prompts,
             microbatch_tokens=self.microbatch_tokens,
-            gradient_accumulation_steps=self.batch_size // self.micro_size,
+            microbatches=self.batch_size // self.micro_size,
             max_length=self.max_length,
             max_prompt_length=self.max_length - 1,
             activation_checkpointing=self.checkpointing,

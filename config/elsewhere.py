@@ -17,9 +17,6 @@ from config.files import section
 
 PROJECTS = ("TRL", "HALOs")
 
-DIFFERENT = ("gradient_accumulation_steps",)
-"""Names that a setting here ends in as well, with another meaning."""
-
 
 class Equivalent(NamedTuple):
     """Settings of the other project, and the settings here that say the same."""

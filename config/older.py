@@ -12,6 +12,8 @@ from config.schema import Config
 from config.schema_trainer import LossKeys
 from config.typed import without_words
 
+RENAMED = "gradient_accumulation_steps"
+"""``model.microbatches`` of earlier versions. In transformers the word makes the batch larger."""
 COMPOSITION = ("defaults", "hydra")
 """Keys of config.yaml that are not settings."""
 BASES = {"model": "base", "data": "_base", "correction": "none", "environment": "none"}
@@ -34,6 +36,9 @@ def as_today(tree: dict[str, Any]) -> dict[str, Any]:
         # what a trainer accepts changes nothing of what is computed
         accepts = {"feedback": file["feedback"]} if "feedback" in file else {}
         tree["trainer"] = {"corrections": [], "single_answers": True} | file | trainer | accepts
+    if isinstance(model := tree.get("model"), dict) and RENAMED in model:
+        passes = model[RENAMED]
+        tree["model"] = {k: v for k, v in model.items() if k != RENAMED} | {"microbatches": passes}
     if "loss" in tree:
         tree = _with_keys_since(tree, section("config.yaml"))
         for group, base in BASES.items():

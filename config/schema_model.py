@@ -63,7 +63,7 @@ class ModelConfig:
     control_tokens: dict[str, Text]
     new_tokens: list[Text]
     batch_size: Count
-    gradient_accumulation_steps: Count
+    microbatches: Count
     microbatch_tokens: Auto[Annotated[Count, EXAMPLES_EACH]]
     eval_batch_size: Count
     max_length: Count
@@ -103,12 +103,12 @@ class ModelConfig:
             "keeps weights that are not trained in 4 bits: use off, or train adapters on them with "
             "model.use_peft=true",
         )
-        passes = "gradient_accumulation_steps"
-        divides = self.batch_size % self.gradient_accumulation_steps == 0
+        passes = "microbatches"
+        divides = self.batch_size % self.microbatches == 0
         need(self, divides, passes, f"must divide model.batch_size={self.batch_size}")
         need(
             self,
-            self.microbatch_tokens is None or self.gradient_accumulation_steps == 1,
+            self.microbatch_tokens is None or self.microbatches == 1,
             passes,
             f"counts the passes of a step, and model.microbatch_tokens={self.microbatch_tokens} finds out "
             "how many: set one of them",
@@ -129,4 +129,4 @@ class ModelConfig:
     def cut_by_plan(self) -> bool:
         """Whether the memory plan may cut a batch that does not fit a GPU in one pass: no setting says how
         it is cut."""
-        return self.microbatch_tokens is None and self.gradient_accumulation_steps == 1
+        return self.microbatch_tokens is None and self.microbatches == 1

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from common.secrets import is_secret
-from config.elsewhere import DIFFERENT, Equivalent, known_elsewhere
+from config.elsewhere import Equivalent, known_elsewhere
 from config.files import FOLDER, section
 
 MOST_NAMED = 4
@@ -37,7 +37,7 @@ def remedy(key: str, value: str, known: Iterable[str]) -> str:
     same = [name for name in sorted(known, key=_section) if name.rpartition(".")[2] == last]
     meant = [name for name in same if name in sections]
     same = [name for name in same if name not in sections]
-    if (last != key or key in DIFFERENT) and (foreign_setting := known_elsewhere(key, value)):
+    if last != key and (foreign_setting := known_elsewhere(key, value)):
         return _of(*foreign_setting, value)
     if rewards := _rewards_with(key, known):
         return f"{NOTHING} unless {' or '.join(rewards)} is chosen"
@@ -62,7 +62,7 @@ def translated(key: str, value: str, known: Iterable[str]) -> list[str]:
     """Return the words to type here in place of ``key=value``; nothing where there is no equal."""
     last = key.rpartition(".")[2]
     same = [name for name in known if name.rpartition(".")[2] == last]
-    if len(same) == 1 and key not in DIFFERENT:
+    if len(same) == 1:
         return [f"{same[0]}={value}"]
     if (foreign_setting := known_elsewhere(key, value) or known_elsewhere(last, value)) is not None:
         return foreign_setting[1].typed(value)

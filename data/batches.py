@@ -48,7 +48,7 @@ def size_of(model: ModelConfig, ranks: int) -> Size:
     """Return the maximum size of training microbatches."""
     if model.microbatch_tokens is not None:
         return Tokens(model.microbatch_tokens)
-    return model.batch_size // (model.gradient_accumulation_steps * ranks)
+    return model.batch_size // (model.microbatches * ranks)
 
 
 @dataclass(frozen=True)

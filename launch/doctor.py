@@ -205,7 +205,7 @@ def two_steps(config: Config, overrides: Sequence[str], ranks: int) -> Finding:
                 BAD,
                 f"exit code {code}: {last(out)}",
                 "the same command in full says more; less memory: "
-                "model.gradient_accumulation_steps, model.activation_checkpointing=true",
+                "model.microbatches, model.activation_checkpointing=true",
             )
         speed = json.loads((Path(folder) / "doctor" / "summary.json").read_text())["tokens_per_second"]
     return Finding("two steps", OK, f"done and exported, {speed:,.0f} tokens/s on {ranks} rank(s)")

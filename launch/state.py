@@ -40,16 +40,15 @@ def folder_of(config: Config, run: Run) -> Path:
 
 
 def check_ranks(config: Config, run: Run, ranks: int) -> None:
-    """Raise ConfigError unless a batch divides into ranks x accumulation steps; train.py would notice this
+    """Raise ConfigError unless a batch divides into ranks x microbatches; train.py would notice this
     only on the cluster."""
-    parts = config.model.gradient_accumulation_steps * ranks
+    parts = config.model.microbatches * ranks
     if config.model.batch_size % parts:
         raise ConfigError(
             f"{run.name}: model.batch_size",
             config.model.batch_size,
-            f"does not divide into {ranks} ranks x {config.model.gradient_accumulation_steps} accumulation "
-            "steps: use a "
-            "smaller model.gradient_accumulation_steps, or fewer nodes or GPUs (--set nodes=…, --set "
+            f"does not divide into {ranks} ranks x {config.model.microbatches} microbatches: use a smaller "
+            "model.microbatches, or fewer nodes or GPUs (--set nodes=…, --set "
             "gpus_per_node=…)",
         )
 

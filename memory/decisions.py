@@ -90,7 +90,7 @@ class PlannedSettings:
     """Settings that the memory plan decides on rank 0 while the weights load.
 
     It does so on GPUs alone. Batches are cut where the heaviest does not fit in one pass, and neither
-    ``model.microbatch_tokens`` nor ``model.gradient_accumulation_steps`` says how. With
+    ``model.microbatch_tokens`` nor ``model.microbatches`` says how. With
     ``model.reshard_after_forward=auto``, layers stay gathered until their backward where there is room. With
     ``model.activation_checkpointing=auto``, no more is computed twice than must be; without a GPU or a plan,
     whole layers are.
@@ -177,8 +177,8 @@ def why_cut(config: Config, ranks: int, plan: dict[str, Any]) -> str:
         return f"{cut_in_words(tokens)}: by the memory plan, one pass would not fit"
     if model.microbatch_tokens is not None:
         return f"microbatches of {model.microbatch_tokens:,} tokens at most (model.microbatch_tokens)"
-    if model.gradient_accumulation_steps > 1:
-        return f"{model.gradient_accumulation_steps} microbatches a step (model.gradient_accumulation_steps)"
+    if model.microbatches > 1:
+        return f"{model.microbatches} microbatches a step (model.microbatches)"
     share = f"{model.batch_size // ranks} examples a step and rank in one microbatch"
     return f"{share}: {'there is room' if plan.get('fits', plan['over'] == []) else 'no setting cuts them'}"
 

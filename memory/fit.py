@@ -33,7 +33,7 @@ RETREAT, TRIES = 0.9, 4
 
 def with_tokens(asked: MemoryRequest, tokens: int) -> MemoryRequest:
     """The same question of a run that has ``model.microbatch_tokens=tokens``."""
-    return with_settings(asked, microbatch_tokens=tokens, gradient_accumulation_steps=1)
+    return with_settings(asked, microbatch_tokens=tokens, microbatches=1)
 
 
 def with_settings(asked: MemoryRequest, **changes: Any) -> MemoryRequest:
@@ -92,7 +92,7 @@ def first_that_fits(asked: MemoryRequest, most: float, least: int, room: float, 
 def what_helps(asked: MemoryRequest) -> str:
     """Return a sentence on how a step that does not fit could."""
     if not (model := asked.config.model).cut_by_plan:
-        key = "microbatch_tokens" if model.microbatch_tokens else "gradient_accumulation_steps"
+        key = "microbatch_tokens" if model.microbatch_tokens else "microbatches"
         return f"model.{key}={getattr(model, key)} cuts the batch; leave it out, and the plan cuts it"
     longest = max(map(row_tokens, asked.batch))
     ways = ["model.activation_checkpointing=true", "a lower model.max_length", "more ranks"]

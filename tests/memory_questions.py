@@ -63,7 +63,7 @@ def question(
     settings = [
         "model.name=small",
         f"model.batch_size={4 * ranks}",
-        "model.gradient_accumulation_steps=2",
+        "model.microbatches=2",
         "model.dtype=float32",
     ]
     config = make_config(

@@ -11,7 +11,7 @@ L is a product of two means, so the sum of L over microbatches would be another 
 which have no gradient; once the f of the global batch is known, the rest is a sum over tokens. So f is
 counted first, over all microbatches of all ranks, and every microbatch then adds its tokens' share. Value and
 gradient are those of the global batch, however it is split. A rank that runs one microbatch per step counts
-in that forward; with several (model.gradient_accumulation_steps) it runs one more forward of the whole batch,
+in that forward; with several (model.microbatches) it runs one more forward of the whole batch,
 without gradient.
 """
 

@@ -72,15 +72,14 @@ def _check_number(key: str, value: object, annotation: str, scales: bool) -> Non
 
 
 def check_ranks(config: Config, ranks: int) -> None:
-    """Raise ConfigError unless the batch size is a multiple of ranks x accumulation steps."""
+    """Raise ConfigError unless the batch size is a multiple of ranks x microbatches."""
     require(
         ranks % config.replicas == 0, "replicas", config.replicas, f"must divide the number of ranks, {ranks}"
     )
-    parts = config.model.gradient_accumulation_steps * ranks
+    parts = config.model.microbatches * ranks
     require(
         config.model.batch_size % parts == 0,
         "model.batch_size",
         config.model.batch_size,
-        f"must be a multiple of ranks x model.gradient_accumulation_steps = {ranks} x "
-        f"{config.model.gradient_accumulation_steps}",
+        f"must be a multiple of ranks x model.microbatches = {ranks} x {config.model.microbatches}",
     )

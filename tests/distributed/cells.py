@@ -92,7 +92,7 @@ def configs(cache: Path, accumulation: int) -> list[Config]:
                 cache,
                 loss,
                 f"model.batch_size={units}",
-                f"model.gradient_accumulation_steps={accumulation}",
+                f"model.microbatches={accumulation}",
                 "model.eval_batch_size=12",
                 *more,
             ),

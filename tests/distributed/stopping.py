@@ -34,7 +34,7 @@ WORDS = (
     *("rounds.contexts=64", "rounds.contexts_per_round=32", "rounds.samples=2", "sampler.max_tokens=24"),
     *(
         "model.batch_size=8",
-        "model.gradient_accumulation_steps=4",
+        "model.microbatches=4",
         "model.eval_batch_size=2",
         "eval_every=32",
     ),

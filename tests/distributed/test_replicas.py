@@ -32,7 +32,7 @@ def worker(rank: int, store: str, folder: str) -> None:
 
     dist.all_reduce = counted  # what FSDP2 calls
     for turns in TURNS:
-        words = ("model.batch_size=8", f"model.gradient_accumulation_steps={turns}", "lr=0.003")
+        words = ("model.batch_size=8", f"model.microbatches={turns}", "lr=0.003")
         config = engine_config(Path(folder) / "cache", "dpo", *words)
         trainer, segment = make_trainer(config, world=world), Segment(uneven_groups("pairs"), 8, 16, seed=0)
         sent.clear()

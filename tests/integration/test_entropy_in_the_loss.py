@@ -16,9 +16,7 @@ from trainers.assembly import trainer_class
 
 
 def config_of(folder, *words: str, cut: int = 2):
-    return engine_config(
-        folder, "grpo", "model.batch_size=8", f"model.gradient_accumulation_steps={cut}", *words
-    )
+    return engine_config(folder, "grpo", "model.batch_size=8", f"model.microbatches={cut}", *words)
 
 
 def by_hand(batch, bonus: float, share: float) -> tuple[float, float, float]:

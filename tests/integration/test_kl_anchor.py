@@ -35,7 +35,7 @@ def config_of(folder, online: bool, humanline: bool, *more: str) -> Config:
         if humanline
         else []
     )
-    return engine_config(folder, "grpo", "model.gradient_accumulation_steps=2", *words)
+    return engine_config(folder, "grpo", "model.microbatches=2", *words)
 
 
 def live(trainer: BasicTrainer, policy: Policy, segments, humanline: bool) -> list[float]:

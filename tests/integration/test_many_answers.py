@@ -19,7 +19,7 @@ SMALL = (
     "wandb.enabled=false",
     "log_drift=false",
     "model.batch_size=8",
-    "model.gradient_accumulation_steps=2",
+    "model.microbatches=2",
     "n_epochs=1",
     "warmup=0",
 )

@@ -27,7 +27,7 @@ CLIPPED = ("humanline=true", f"log_epsilon_P={LOW}", f"log_epsilon_R={HIGH}")
 
 
 def config_of(folder, *words: str):
-    cut = ("model.batch_size=8", "model.gradient_accumulation_steps=2", "loss.beta=0.5")
+    cut = ("model.batch_size=8", "model.microbatches=2", "loss.beta=0.5")
     return engine_config(folder, "grpo", *cut, *words)
 
 

@@ -25,9 +25,7 @@ TRUST = {"hard-1": (1, 1.0), "hard-3": (3, 1.0), "soft-1": (1, 0.3), "soft-2": (
 
 
 def config_of(folder, *overrides):
-    return engine_config(
-        folder, "dpo", "model.batch_size=4", "model.gradient_accumulation_steps=2", *overrides
-    )
+    return engine_config(folder, "dpo", "model.batch_size=4", "model.microbatches=2", *overrides)
 
 
 def k3(policy: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> float:
@@ -279,7 +277,7 @@ def test_a_draw_does_not_depend_on_how_the_batch_is_cut(tmp_path, loss):
             tmp_path,
             loss,
             "model.batch_size=8",
-            f"model.gradient_accumulation_steps={parts}",
+            f"model.microbatches={parts}",
             "humanline=true",
             "humanline_mode=sample",
             "humanline_sampling.M_P=2",

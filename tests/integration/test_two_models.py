@@ -116,9 +116,7 @@ def trained(tmp_path, loss: str, k: int | None, bounds: tuple[float, float], sta
         if k
         else ["humanline=false"]
     )
-    config = engine_config(
-        tmp_path, loss, f"model.batch_size={units}", "model.gradient_accumulation_steps=2", *humanline
-    )
+    config = engine_config(tmp_path, loss, f"model.batch_size={units}", "model.microbatches=2", *humanline)
     segment = make_segment(config, pairs=4 * STEPS)
     return *run(config, segment, make_trainer(config, copy.deepcopy(start))), segment
 

@@ -171,7 +171,7 @@ def test_a_folder_of_ones_own_settings_may_have_the_reward(tmp_path):
         "model.peft.target_modules=[]": "model.peft.target_modules=[]: name modules",
         "+loss.api_key=hidden": "loss.api_key=[removed]: loss=dpo does not take it",
         "resume=true overwrite=true": "give one",
-        "model.batch_size=30 model.gradient_accumulation_steps=4": "must divide",
+        "model.batch_size=30 model.microbatches=4": "must divide",
         "log_epsilon_P=1": "log_epsilon_P=1.0: is the lower bound",
         "data.source=data.nope.f": "data.source=data.nope.f: cannot be imported",
     }.items(),

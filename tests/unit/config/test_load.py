@@ -86,6 +86,16 @@ def test_a_record_from_before_shapes_and_advantages_is_gone_on_with(loss: str) -
     assert settings_of(own)["loss"] == OmegaConf.to_container(OmegaConf.create(own).loss)
 
 
+def test_a_record_from_before_microbatches_had_their_name_is_gone_on_with() -> None:
+    config = compose_config(["model.microbatches=4", "model.batch_size=32"])
+    before = OmegaConf.create(dump(config))
+    before.model.gradient_accumulation_steps = before.model.pop("microbatches")
+    assert changed(settings_of(OmegaConf.to_yaml(before)), config) == []
+    before.model.gradient_accumulation_steps = 2
+    (change,) = changed(settings_of(OmegaConf.to_yaml(before)), config)
+    assert (change.key, change.before, change.now) == ("model.microbatches", 2, 4)
+
+
 def test_a_record_from_before_a_key_is_gone_on_with() -> None:
     """Every key that is at its default, one at a time."""
     config = compose_config(["loss=dpo", "online=true"])

@@ -47,6 +47,7 @@ ROWS = [(whose, row) for whose, rows in sources().items() for row in rows]
         ("reward.classifier.nam_or_path", "x", "reward=bradley_terry or reward=classifier is chosen"),
         ("loss.bet", "1", "did you mean loss.beta?"),
         ("gradient_accumulation_steps", "4", "there it makes the batch of an update larger"),
+        ("model.gradient_accumulation_steps", "4", "here: model.microbatches=4 (the passes in which a rank"),
         ("loss_type", "apo_zero", "none: nearest is loss=kto"),
         ("datasets", "[ultrabin]", "here: data=ultrafeedback_binarized"),
         ("dataset_name", "mine.jsonl", "here: data=local data.path=mine.jsonl"),

@@ -15,7 +15,7 @@ from launch.state import inspect
 from launch.sweep import refuse_too_large
 
 SWEEP = """
-base: {model.batch_size: 4, model.gradient_accumulation_steps: 2}
+base: {model.batch_size: 4, model.microbatches: 2}
 grid:
   humanline: [true, false]
   lr: [1e-4, 2e-4]

@@ -233,7 +233,7 @@ def test_a_file_that_is_no_text_is_refused(tmp_path, capsys):
 def test_batches_that_do_not_divide_over_the_ranks_are_refused_before_the_cluster_is_asked(
     tmp_path: Path,
 ) -> None:
-    config = compose_config(["model.batch_size=32", "model.gradient_accumulation_steps=2"])
+    config = compose_config(["model.batch_size=32", "model.microbatches=2"])
     run = Run("s", "c", 1, {}, None)
     check_ranks(config, run, 16)
     with pytest.raises(ConfigError, match="32 ranks x 2"):

@@ -49,7 +49,7 @@ class Machine:
 
 
 def one_pass(**changes: Any) -> MemoryRequest:
-    return replace(question("deep", "model.gradient_accumulation_steps=1"), gpu=True, **changes)
+    return replace(question("deep", "model.microbatches=1"), gpu=True, **changes)
 
 
 @settings(max_examples=50)
@@ -139,7 +139,7 @@ def plan_for(room: float, *overrides: str) -> Any:
 
 
 def test_the_plan_of_a_run_without_a_cut_has_one_that_fits():
-    plan = plan_for(11.0, "model.gradient_accumulation_steps=1")  # 1 of them CUDA's
+    plan = plan_for(11.0, "model.microbatches=1")  # 1 of them CUDA's
     assert plan.microbatch_tokens is not None and not plan.over
     assert plan.lines()[-1].strip() == (
         f"microbatches of {plan.microbatch_tokens:,} tokens at most (model.microbatch_tokens=auto): "
@@ -148,10 +148,10 @@ def test_the_plan_of_a_run_without_a_cut_has_one_that_fits():
 
 
 @pytest.mark.parametrize(
-    "said", ["model.gradient_accumulation_steps=2", "model.microbatch_tokens=19999"], ids=["passes", "tokens"]
+    "said", ["model.microbatches=2", "model.microbatch_tokens=19999"], ids=["passes", "tokens"]
 )
 def test_a_cut_that_the_settings_name_is_left_as_it_is(said):
-    settings = [said] if "accum" in said else ["model.gradient_accumulation_steps=1", said]
+    settings = [said] if "microbatches=" in said else ["model.microbatches=1", said]
     plan = plan_for(11.5, *settings)
     assert plan.microbatch_tokens is None and plan.over
 

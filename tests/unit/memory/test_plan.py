@@ -63,7 +63,7 @@ def recipes() -> list[tuple[Config, int, str]]:
         for config in map(composer.config, sweep.runs()):
             model = config.model
             rows = model.batch_size * trainer_class(config).rows_per_example
-            size = (model.gradient_accumulation_steps, model.microbatch_tokens, rows, model.max_length)
+            size = (model.microbatches, model.microbatch_tokens, rows, model.max_length)
             key = (model.name, size, job.world_size, job.card)
             if key not in found or rank(config) > rank(found[key][0]):
                 found[key] = config, job.world_size, job.card
@@ -72,7 +72,7 @@ def recipes() -> list[tuple[Config, int, str]]:
 
 def cut_to_one(config: Config) -> Config:
     longest = row_tokens(longest_batch(config, trainer_class(config), 1)[0])
-    cut = {"microbatch_tokens": longest, "gradient_accumulation_steps": 1, "reshard_after_forward": True}
+    cut = {"microbatch_tokens": longest, "microbatches": 1, "reshard_after_forward": True}
     cut |= {"activation_checkpointing": True} if config.model.activation_checkpointing == "auto" else {}
     return replace(config, model=replace(config.model, **cut))
 
@@ -180,7 +180,7 @@ def test_layers_stay_gathered_where_the_plan_has_room(
 ) -> None:
     """They take half a GiB here."""
     asked = with_settings(
-        replace(question("deep", "model.gradient_accumulation_steps=2"), gpu=True, ranks=ranks),
+        replace(question("deep", "model.microbatches=2"), gpu=True, ranks=ranks),
         reshard_after_forward=setting,
     )
     simulated: list[bool | None] = []
@@ -204,11 +204,11 @@ def test_layers_stay_gathered_where_the_plan_has_room(
 def test_a_step_that_its_settings_make_too_large_is_told_so() -> None:
     lines, simulated = planned(room=12.0)
     assert any("too much: 16.0 GiB" in line for line in lines) and len(simulated) == 1
-    assert "model.gradient_accumulation_steps=2 cuts the batch; leave it out" in lines[-1]
+    assert "model.microbatches=2 cuts the batch; leave it out" in lines[-1]
 
 
 def test_where_no_microbatch_fits_other_remedies_are_named() -> None:
-    one_pass = make_config("model.gradient_accumulation_steps=1", "model.batch_size=4")
+    one_pass = make_config("model.microbatches=1", "model.batch_size=4")
     lines, _ = planned(room=4.0, config=one_pass)
     assert "not even one example of" in lines[-1]
     assert "model.activation_checkpointing=true" in lines[-1]
@@ -273,7 +273,7 @@ def test_no_more_is_computed_twice_than_must_be(room: float, way: bool | str, to
     batch = [Example(f"p{i}", (Sequence(np.zeros(999, np.int32), np.zeros(1, np.int32)),)) for i in range(32)]
     words = (
         "model.activation_checkpointing=auto",
-        "model.gradient_accumulation_steps=1",
+        "model.microbatches=1",
         "model.batch_size=32",
     )
     asked = replace(question("deep", *words, loss="kto"), gpu=True, batch=batch)

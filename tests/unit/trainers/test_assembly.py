@@ -27,8 +27,8 @@ def test_an_example_above_the_token_budget_is_refused_by_its_prompt():
     [
         (["model.microbatch_tokens=0"], "model.microbatch_tokens"),
         (
-            ["model.microbatch_tokens=99", "model.gradient_accumulation_steps=2"],
-            "model.gradient_accumulation_steps",
+            ["model.microbatch_tokens=99", "model.microbatches=2"],
+            "model.microbatches",
         ),
     ],
 )

@@ -198,7 +198,7 @@ def test_what_a_step_trains_is_the_weighted_loss_whatever_its_cut(tmp_path, loss
     float64."""
     found = []
     for cut in (1, 4):
-        words = (f"model.packing={packing}", f"model.gradient_accumulation_steps={cut}")
+        words = (f"model.packing={packing}", f"model.microbatches={cut}")
         config = engine_config(tmp_path, loss, "correction=weighted_pairs", "model.batch_size=8", *words)
         segment = make_segment(config, pairs=16)
         found.append(run(config, segment)[1])

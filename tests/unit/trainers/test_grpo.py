@@ -29,7 +29,7 @@ BOUNDS = {"dppo": {"divergence_bound": 0.02}, "cppo": {"prefix_bound": 0.001}, "
 def settings(cache, parts=1, humanline=False, **loss):
     """GRPO on batches of 8 in ``parts`` microbatches."""
     config = engine_config(cache, "grpo", "model.batch_size=8", "loss.advantage=batch")
-    model = replace(config.model, gradient_accumulation_steps=parts)
+    model = replace(config.model, microbatches=parts)
     return replace(config, model=model, humanline=humanline, loss=config.loss | loss)
 
 

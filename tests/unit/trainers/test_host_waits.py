@@ -125,7 +125,7 @@ def prepared(weights, loss: str, *overrides: str, dtype: str = "float32") -> tup
         weights,
         loss,
         "model.batch_size=4",
-        "model.gradient_accumulation_steps=2",
+        "model.microbatches=2",
         f"model.name_or_path={weights}",
         f"model.dtype={dtype}",
         *overrides,

@@ -57,7 +57,7 @@ def trained(folder, loss, *overrides, pairs=24):
 @pytest.mark.parametrize("loss", MORE)
 def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(tmp_path, loss):
     (one, lines), (other, again) = (
-        trained(tmp_path, loss, f"model.gradient_accumulation_steps={parts}") for parts in (1, 4)
+        trained(tmp_path, loss, f"model.microbatches={parts}") for parts in (1, 4)
     )
     for a, b in zip(lines, again, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4, abs=1e-6) and a["grad_norm"] == pytest.approx(
@@ -114,7 +114,7 @@ def test_bco_shifts_by_the_mean_of_all_rewards_before(tmp_path):
 
 def test_a_batch_whose_rewards_are_not_finite_leaves_bcos_shift_alone(tmp_path):
     """Its update is skipped; the next steps go on from what was before it."""
-    config = engine_config(tmp_path, "bco", "model.batch_size=8", "model.gradient_accumulation_steps=2")
+    config = engine_config(tmp_path, "bco", "model.batch_size=8", "model.microbatches=2")
     trainer, shifts = make_trainer(config), []
     run_on = trainer.compute_loss
 
@@ -162,7 +162,7 @@ def test_ppo_pays_each_completion_its_own_score(tmp_path):
 
 
 def test_ppo_pays_at_the_last_token_and_normalises_over_the_batch(tmp_path):
-    config = engine_config(tmp_path, "ppo", "model.batch_size=8", "model.gradient_accumulation_steps=4")
+    config = engine_config(tmp_path, "ppo", "model.batch_size=8", "model.microbatches=4")
     trainer, segment = make_trainer(config, policy_for("ppo")), make_segment(config, pairs=4)
     micros = trainer.microbatches(segment.batch(0))
     targets = trainer.prepare([(0, micro) for micro in micros], trainer.scorer)

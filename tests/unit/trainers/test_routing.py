@@ -67,7 +67,7 @@ def trained(folder, accumulation: int, coefficient: float | None, recompute: boo
         "humanline=true",
         "model.batch_size=4",
         "n_epochs=2",
-        f"model.gradient_accumulation_steps={accumulation}",
+        f"model.microbatches={accumulation}",
         f"model.router_aux_loss_coef={coefficient or 'null'}",
     )
     policy = tiny("mixtral")

@@ -84,7 +84,7 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(tmp_path, loss):
             loss,
             "model.batch_size=8",
             f"model.microbatch_tokens={'null' if tokens is None else tokens}",
-            f"model.gradient_accumulation_steps={parts}",
+            f"model.microbatches={parts}",
             f"model.packing={str(ranks > 1 or share).lower()}",
             f"model.share_prompts={str(share).lower()}",
             *(["humanline=true"] if loss != "sft" else []),
@@ -126,7 +126,7 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(tmp_path, loss):
 
 def test_a_step_says_how_evenly_its_tokens_lie_on_the_ranks(tmp_path):
     """Every rank the same number, without asking the others; a single rank never waits."""
-    sizes = "model.batch_size=16", "model.gradient_accumulation_steps=2"
+    sizes = "model.batch_size=16", "model.microbatches=2"
     config = engine_config(tmp_path, "kto", "model.packing=true", *sizes)
     segment, found = make_segment(config, pairs=8), []
     for rank, ranks in ((0, 1), (0, 2), (1, 2)):
@@ -247,9 +247,7 @@ def test_one_rank_adds_gradients_up_as_if_each_turn_were_reduced(tmp_path, monke
     monkeypatch.setattr(FSDPModule, "set_requires_gradient_sync", noted)
     for slots in (basic.reduced_once, lambda policy, world, slots: iter(slots)):
         monkeypatch.setattr(basic, "reduced_once", slots)
-        config = engine_config(
-            tmp_path, "dpo", "model.batch_size=8", "model.gradient_accumulation_steps=4", *more
-        )
+        config = engine_config(tmp_path, "dpo", "model.batch_size=8", "model.microbatches=4", *more)
         trainer = make_trainer(config, tiny_policy())
         run(config, make_segment(config, pairs=24), trainer)
         found.append(weights(trainer))

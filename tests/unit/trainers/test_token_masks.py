@@ -102,7 +102,7 @@ def test_the_first_step_is_that_of_the_other_tokens_alone(tmp_path, what, packin
     name, model = f"model.packing={packing}", tiny_policy().model.double()
     lines = []
     for cut in (1, 4):
-        more = (name, "model.batch_size=8", f"model.gradient_accumulation_steps={cut}", *words)
+        more = (name, "model.batch_size=8", f"model.microbatches={cut}", *words)
         config = engine_config(tmp_path, loss, *more)
         segment = masked_segment(config)
         lines.append(run(config, segment, make_trainer(config))[1])
@@ -123,7 +123,7 @@ def test_with_humanline_it_does_not_depend_on_the_cut_either(tmp_path, loss):
     """The reference's scores, KTO's mismatched rows and corrections are of the tokens that count."""
     found = []
     for cut in (1, 4):
-        more = (f"model.gradient_accumulation_steps={cut}", "model.batch_size=8", "humanline=true")
+        more = (f"model.microbatches={cut}", "model.batch_size=8", "humanline=true")
         more += ("sync_freq=2",) + (("correction=sequence_masked",) if loss == "grpo" else ())
         config = engine_config(tmp_path, loss, *more)
         found.append(run(config, masked_segment(config))[1])
