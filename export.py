@@ -61,8 +61,8 @@ def export_run(run: Path, step: int | None, to: Path | None, trust_remote_code: 
         if renderer.template is not None:
             tokenizer.chat_template = renderer.template
         folder = to or run / "model"
-        of = (export_dtype(config.model), renderer.stop_token_ids)
-        export(full_state(policy), policy, tokenizer, folder, *of)
+        export_arguments = (export_dtype(config.model), renderer.stop_token_ids)
+        export(full_state(policy), policy, tokenizer, folder, *export_arguments)
     finally:
         stop()
     return folder

@@ -115,17 +115,17 @@ def report(
     loss: str, samples: dict[str, list[Sample]], against: Floor, memory: dict[str, dict[str, float]]
 ) -> str:
     rows = []
-    for name, of in samples.items():
+    for name, variant_samples in samples.items():
         to_scored, to_cached, wall = (
-            ratio(of, samples["scored"]),
-            ratio(of, samples["cached"]),
-            ratio(of, samples["scored"], "wall"),
+            ratio(variant_samples, samples["scored"]),
+            ratio(variant_samples, samples["cached"]),
+            ratio(variant_samples, samples["scored"], "wall"),
         )
         used = memory.get(name)
         rows.append(
             [
                 name,
-                f"{min(s.cpu for s in of):.2f}",
+                f"{min(s.cpu for s in variant_samples):.2f}",
                 str(to_scored),
                 str(wall),
                 str(to_cached),

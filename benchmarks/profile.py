@@ -155,10 +155,10 @@ def peak(sizes: tuple[int, ...] = (256, 512, 1024, 2048)) -> float:
     return max(rate((size, size, size)) for size in sizes)
 
 
-def rate(of: Shape, work: float = 4e9, tries: int = 5) -> float:
+def rate(sizes: Shape, work: float = 4e9, tries: int = 5) -> float:
     """Return the operations a second of a product of this shape alone, the best of ``tries`` tries, which
     together do about ``work`` operations."""
-    m, k, n = of
+    m, k, n = sizes
     left, right, repeats = torch.randn(m, k), torch.randn(k, n), max(int(work / tries / (2 * m * k * n)), 1)
     return (
         2

@@ -63,7 +63,10 @@ def humanline_cost(loss: str, base: Policy) -> dict[str, float]:
 def least(variants: dict[str, Variant]) -> dict[str, float]:
     """Return the CPU seconds of the cheapest of a few rounds of each variant. There is no warm-up round,
     because a slow first round is never the cheapest."""
-    return {name: min(s.cpu for s in of) for name, of in alternate(variants, ROUNDS, warm_up=False).items()}
+    return {
+        name: min(s.cpu for s in samples)
+        for name, samples in alternate(variants, ROUNDS, warm_up=False).items()
+    }
 
 
 def products_alone(operations: float, size: int = 512) -> Work:

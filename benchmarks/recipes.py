@@ -107,9 +107,9 @@ def remembering() -> Callable[[MemoryRequest], MemoryNeed]:
     known: dict[str, MemoryNeed] = {}
 
     def ask(asked: MemoryRequest) -> MemoryNeed:
-        of, tokens = asked.config, sum(map(row_tokens, asked.batch))
-        model = replace(of.model, batch_size=1, max_grad_norm=1.0)
-        key = repr((model, of_memory(of)[-1], asked.ranks, bool(asked.held_out), tokens))
+        config, tokens = asked.config, sum(map(row_tokens, asked.batch))
+        model = replace(config.model, batch_size=1, max_grad_norm=1.0)
+        key = repr((model, of_memory(config)[-1], asked.ranks, bool(asked.held_out), tokens))
         if key not in known:
             known[key] = answer(asked)
         return known[key]

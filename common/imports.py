@@ -83,7 +83,7 @@ def written_signature(path: str) -> inspect.Signature | None:
     made = [part for part in body if isinstance(part, ast.FunctionDef) and part.name == name]
     if not made or made[-1].decorator_list:
         return None
-    of = made[-1].args
+    arguments = made[-1].args
     empty = inspect.Parameter.empty
     positional, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     anything = inspect.Parameter.VAR_KEYWORD
@@ -96,9 +96,13 @@ def written_signature(path: str) -> inspect.Signature | None:
                 annotation=empty if one.annotation is None else ast.unparse(one.annotation),
             )
             for kind, names, defaults in (
-                (positional, of.posonlyargs + of.args, [None] * len(of.posonlyargs + of.args)),
-                (keyword, of.kwonlyargs, of.kw_defaults),
-                (anything, [of.kwarg] if of.kwarg else [], [None]),
+                (
+                    positional,
+                    arguments.posonlyargs + arguments.args,
+                    [None] * len(arguments.posonlyargs + arguments.args),
+                ),
+                (keyword, arguments.kwonlyargs, arguments.kw_defaults),
+                (anything, [arguments.kwarg] if arguments.kwarg else [], [None]),
             )
             for one, default in zip(names, defaults, strict=False)
         ]

@@ -323,13 +323,13 @@ class Config:
     def _check_correction(self) -> None:
         """Check what a correction, or a ratio to the behaviour policy, requires of the loss, and of the
         sampler, by whose log-probabilities it divides."""
-        correction, of = self.correction, self.trainer.corrections
+        correction, supported = self.correction, self.trainer.corrections
         require(
-            correction._target_ is None or correction.weighs in of,
+            correction._target_ is None or correction.weighs in supported,
             "correction",
             correction.name,
-            f"weighs {correction.weighs}, and of loss={self.loss['name']} {' or '.join(of) or 'nothing'} can "
-            "be weighed; use correction=none or another loss",
+            f"weighs {correction.weighs}, and of loss={self.loss['name']} {' or '.join(supported) or 'nothing'} "
+            "can be weighed; use correction=none or another loss",
         )
         if self.ratio_reference == "behavior":
             self._check_ratio_to_behavior()

@@ -87,6 +87,6 @@ class WeightedConfig:
         key = f"{KEY}.{name}.reward"
         require(kind != "weighted", key, kind, "is this reward itself: name its parts here")
         tree = group_file("reward", key, str(kind))
-        section = next(of for of in tree if of not in OWN_KEYS)
+        section = next(tree_key for tree_key in tree if tree_key not in OWN_KEYS)
         with self.of_part(name):
             return Part(float(weight), RewardConfig.from_tree(tree | {section: tree[section] | settings}))

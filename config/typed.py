@@ -89,12 +89,14 @@ def must(test: Callable[[Any], bool], says: str) -> AfterValidator:
     return AfterValidator(checked)
 
 
-def need(of: Any, condition: bool, name: str, says: str) -> None:
-    """Raise ConfigError about the setting ``name`` of the section ``of``, with its value, unless
+def need(settings: Any, condition: bool, name: str, says: str) -> None:
+    """Raise ConfigError about the setting ``name`` of the section ``settings``, with its value, unless
     ``condition``."""
     if not condition:
-        value = getattr(of, name)
-        raise ConfigError(f"{place_of(of)}{name}", word_of(type(of), name) if value is None else value, says)
+        value = getattr(settings, name)
+        raise ConfigError(
+            f"{place_of(settings)}{name}", word_of(type(settings), name) if value is None else value, says
+        )
 
 
 def yaml_defaults(*places: str, name: str | None = None) -> Callable[[type[T]], type[T]]:
@@ -169,15 +171,15 @@ def _from_mapping(cls: type, source: Any, handler: Callable[[Any], Any]) -> Any:
     return schema
 
 
-def with_defaults(of: type[T], **values: Any) -> T:
+def with_defaults(section_class: type[T], **values: Any) -> T:
     """Return a section built from ``values``, with the defaults for all other fields. A type checker does not
     see these defaults, so it would reject the plain call."""
-    return of(**values)
+    return section_class(**values)
 
 
-def nested(of: type[T]) -> T:
+def nested(section_class: type[T]) -> T:
     """Return the default of a field that is itself a section: that section with all its defaults."""
-    return cast(T, field(default_factory=of))
+    return cast(T, field(default_factory=section_class))
 
 
 def typed(cfg: DictConfig | dict[str, Any], schema: type[T], prefix: str = "") -> T:
@@ -319,7 +321,7 @@ def _parts(hint: Any) -> Iterator[Any]:
             yield from _parts(part)
 
 
-def place_of(of: Any) -> str:
+def place_of(settings: Any) -> str:
     """Return the place of a section among all settings, with a full stop behind it; "" for all of them."""
-    place: str = getattr(of, "_place", "")
+    place: str = getattr(settings, "_place", "")
     return f"{place}." if place else ""

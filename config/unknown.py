@@ -140,8 +140,8 @@ def _losses_with(number: str) -> list[str]:
 def _rewards_with(key: str, known: Iterable[str]) -> list[str]:
     """Return the choices to type for the rewards that have the section of ``key``, which the chosen reward
     does not have."""
-    of, kind, *_ = [*key.split("."), ""]
-    if of != "reward" or kind == "" or f"reward.{kind}" in known:
+    group, kind, *_ = [*key.split("."), ""]
+    if group != "reward" or kind == "" or f"reward.{kind}" in known:
         return []
     files = sorted((FOLDER / "reward").glob("*.yaml"))
     return [f"reward={path.stem}" for path in files if kind in section(f"reward/{path.name}")]

@@ -53,15 +53,15 @@ class Work:
     def of(cls, architecture: Any, other: float = 1.0) -> Work:
         """Return what rows cost in a transformers configuration; without the numbers of a decoder in it,
         tokens alone count."""
-        of = architecture.get_text_config()
+        text_config = architecture.get_text_config()
         try:
-            heads, layers = of.num_attention_heads, of.num_hidden_layers
-            size = getattr(of, "head_dim", None) or of.hidden_size // heads
-            keys = getattr(of, "num_key_value_heads", None) or heads
-            inner = getattr(of, "moe_intermediate_size", None) or of.intermediate_size
-            inner *= getattr(of, "num_experts_per_tok", None) or 1
-            weights = of.hidden_size * (2 * size * (heads + keys) + 3 * inner)
-            head = of.vocab_size * of.hidden_size / (layers * weights)
+            heads, layers = text_config.num_attention_heads, text_config.num_hidden_layers
+            size = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
+            keys = getattr(text_config, "num_key_value_heads", None) or heads
+            inner = getattr(text_config, "moe_intermediate_size", None) or text_config.intermediate_size
+            inner *= getattr(text_config, "num_experts_per_tok", None) or 1
+            weights = text_config.hidden_size * (2 * size * (heads + keys) + 3 * inner)
+            head = text_config.vocab_size * text_config.hidden_size / (layers * weights)
             return cls(heads * size / weights, head, other)
         except (AttributeError, TypeError):  # no such number, or one for each layer
             return cls(other=other)

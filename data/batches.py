@@ -215,7 +215,7 @@ def _slices(batch: Seq[Example], ranks: int, size: int) -> list[list[list[Exampl
     # Deal evenly: a batch of 5 in two slots of 4 is 3 + 2, not 4 + 1.
     size = -(-len(by_length) // (slots * ranks)) if slots else size
     firsts = [[(slot * ranks + rank) * size for rank in range(ranks)] for slot in range(slots)]
-    return [[by_length[first : first + size] for first in of] for of in firsts]
+    return [[by_length[first : first + size] for first in slot_firsts] for slot_firsts in firsts]
 
 
 def dealing(packed: bool, shared: bool = False, work: Work = TOKENS) -> str:

@@ -45,7 +45,7 @@ def deal_together(
     else:
         whole = [bundle[i : i + most] for bundle in by_prompt(batch) for i in range(0, len(bundle), most)]
     costs = [(bundle, cost(bundle)) for bundle in whole]
-    least = sum(of for _, of in costs)
+    least = sum(bundle_cost for _, bundle_cost in costs)
     candidates: list[tuple[int, Slots]] = [(_longest(apart, cost), apart)] if apart else []
     slots = max(1, -(-sum(map(measure, whole)) // (ranks * most)))
     while True:
@@ -53,9 +53,9 @@ def deal_together(
         for largest in LARGEST if ranks > 1 else LARGEST[:1]:
             limit = largest * least / (slots * ranks)
             pieces = [
-                (part, of if part is bundle else cost(part))
-                for bundle, of in pieces
-                for part in ([bundle] if of <= limit else _halved(bundle, cost, limit))
+                (part, bundle_cost if part is bundle else cost(part))
+                for bundle, bundle_cost in pieces
+                for part in ([bundle] if bundle_cost <= limit else _halved(bundle, cost, limit))
             ]
             if len(pieces) == tried:
                 continue
@@ -105,7 +105,7 @@ def _dealt(
     shares: Shares = [[] for _ in range(parts)]
     loads, left = np.zeros(parts, np.int64), np.full(parts, most)
     while waiting:
-        bundle, of = waiting.pop()
+        bundle, bundle_cost = waiting.pop()
         size = measure(bundle)
         fits = np.flatnonzero(left >= size)
         part = int(fits[loads[fits].argmin()]) if len(fits) else int(left.argmax())
@@ -114,14 +114,16 @@ def _dealt(
                 return None
             size = int(left[part])
             waiting.append((bundle[size:], cost(bundle[size:])))
-            bundle, of = bundle[:size], cost(bundle[:size])
+            bundle, bundle_cost = bundle[:size], cost(bundle[:size])
         shares[part].append(len(placed))
-        placed.append((bundle, of))
+        placed.append((bundle, bundle_cost))
         sizes.append(size)
-        loads[part] += of
+        loads[part] += bundle_cost
         left[part] -= size
     if ranks > 1:
-        shares = evened(shares, [of for _, of in placed], max(map(len, shares)) + 1, sizes, most)
+        shares = evened(
+            shares, [bundle_cost for _, bundle_cost in placed], max(map(len, shares)) + 1, sizes, most
+        )
     else:
         shares = [shares[part] for part in np.argsort(-loads, kind="stable")]
     dealt = [[example for i in share for example in placed[i][0]] for share in shares]

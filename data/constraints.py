@@ -132,7 +132,10 @@ def prompt(topic: str, rng: random.Random) -> Prompt:
     while KINDS[first].about == KINDS[second].about:
         second = rng.choice(sorted(KINDS))
     wanted = {name: rng.choice(KINDS[name].values) for name in (first, second)}
-    asked = [rng.choice(ASKS).format(topic), *(KINDS[name].words.format(of) for name, of in wanted.items())]
+    asked = [
+        rng.choice(ASKS).format(topic),
+        *(KINDS[name].words.format(value) for name, value in wanted.items()),
+    ]
     return Prompt((Turn("user", " ".join(asked)),), reference_answer=json.dumps(wanted))
 
 
@@ -155,7 +158,7 @@ def wanted_of(reference: str | None) -> dict[str, Any] | None:
 
 def met(answer: str, wanted: dict[str, Any]) -> dict[str, bool]:
     """Return whether an answer meets each of the constraints ``wanted``. An empty one meets none."""
-    return {name: bool(answer.strip()) and KINDS[name].met(answer, of) for name, of in wanted.items()}
+    return {name: bool(answer.strip()) and KINDS[name].met(answer, value) for name, value in wanted.items()}
 
 
 def all_met(completions: list[str], references: list[str | None]) -> list[float | None]:

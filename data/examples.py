@@ -57,13 +57,13 @@ class Columns:
 
     def pick(self, groups: np.ndarray) -> Columns:
         """Return those of the groups at these indices ([n] int64), in that order."""
-        starts, first_rows = (np.append(0, np.cumsum(of)) for of in (self.sizes, self.counts))
+        starts, first_rows = (np.append(0, np.cumsum(column)) for column in (self.sizes, self.counts))
         examples = ranges(starts[groups], starts[groups + 1])
         rows = ranges(first_rows[examples], first_rows[examples + 1])
         return Columns(
             self.sizes[groups],
-            *(of[examples] for of in (self.counts, self.labels)),
-            *(of[rows] for of in (self.prompts, self.completions, self.behavior)),
+            *(column[examples] for column in (self.counts, self.labels)),
+            *(column[rows] for column in (self.prompts, self.completions, self.behavior)),
         )
 
     @property
@@ -127,7 +127,7 @@ class ExampleTable(Seq[tuple[Example, ...]]):
 
     def pick(self, indices: np.ndarray) -> ExampleTable:
         """Return the groups at ``indices`` ([n] int64), in that order."""
-        picked = (of[indices] for of in (self._groups, self._prompt_ids, self._numbers))
+        picked = (column[indices] for column in (self._groups, self._prompt_ids, self._numbers))
         return ExampleTable(self.file, self.columns.pick(indices), *picked)
 
 
@@ -164,11 +164,11 @@ def columns_of(groups: ExampleGroups) -> Columns:
 
 def longest(groups: ExampleGroups) -> Example:
     """Return the first of the examples with most tokens."""
-    of = columns_of(groups)
-    total = np.append(0, np.cumsum(np.add(of.prompts, of.completions, dtype=np.int64)))
-    most = int(np.diff(total[np.append(0, np.cumsum(of.counts))]).argmax())
-    group = int(np.searchsorted(np.cumsum(of.sizes), most, side="right"))
-    return groups[group][most - int(of.sizes[:group].sum())]
+    columns = columns_of(groups)
+    total = np.append(0, np.cumsum(np.add(columns.prompts, columns.completions, dtype=np.int64)))
+    most = int(np.diff(total[np.append(0, np.cumsum(columns.counts))]).argmax())
+    group = int(np.searchsorted(np.cumsum(columns.sizes), most, side="right"))
+    return groups[group][most - int(columns.sizes[:group].sum())]
 
 
 def picked_groups(groups: ExampleGroups, indices: np.ndarray) -> ExampleGroups:
@@ -363,8 +363,13 @@ def make_examples(
 def groups_digest(groups: ExampleGroups) -> str:
     """Return 32 hex digits of the examples of these groups: token ids, which of them count, labels. Reading a
     million pairs from the token cache takes seconds."""
-    digest, of = hashlib.blake2b(digest_size=16), columns_of(groups)
-    for column, kind in ((of.sizes, int), (of.labels, float), (of.prompts, int), (of.completions, int)):
+    digest, columns = hashlib.blake2b(digest_size=16), columns_of(groups)
+    for column, kind in (
+        (columns.sizes, int),
+        (columns.labels, float),
+        (columns.prompts, int),
+        (columns.completions, int),
+    ):
         digest.update(np.ascontiguousarray(column, np.dtype(kind)).data)
     if len(groups) and groups[0] and groups[0][0].numbers:  # data.numbers: all examples have some, or none
         digest.update(np.array([example.numbers for group in groups for example in group]).data)

@@ -83,7 +83,7 @@ class DataReport:
     @classmethod
     def of(cls, loaded: Loaded, evaluation: Loaded, examples: Examples, cut: Mapping[str, int]) -> DataReport:
         """Return the report before anything is scored. ``cut`` is ``Renderer.cuts``."""
-        of = columns_of(examples.groups)
+        example_columns = columns_of(examples.groups)
         ids, held_out = prompt_ids(loaded.groups), prompt_ids(evaluation.groups)
         return cls(
             origin=loaded.origin,
@@ -102,8 +102,8 @@ class DataReport:
             columns=loaded.columns,
             unused=loaded.unused,
             read_back=loaded.read_back,
-            prompt_tokens=Spread.of(of.prompts),
-            completion_tokens=Spread.of(of.completions),
+            prompt_tokens=Spread.of(example_columns.prompts),
+            completion_tokens=Spread.of(example_columns.completions),
         )
 
     def with_logprobs(
@@ -159,13 +159,13 @@ class DataReport:
 
     def with_selection(self, selection: Selection, kept: Examples) -> DataReport:
         """Return the report with the examples and lengths of the groups that ``data.logprob_range`` kept."""
-        of = columns_of(kept.groups)
+        example_columns = columns_of(kept.groups)
         return replace(
             self,
             selection=selection,
             examples=kept.count,
-            prompt_tokens=Spread.of(of.prompts),
-            completion_tokens=Spread.of(of.completions),
+            prompt_tokens=Spread.of(example_columns.prompts),
+            completion_tokens=Spread.of(example_columns.completions),
         )
 
     def warnings(self) -> list[str]:

@@ -61,15 +61,15 @@ def _batches(groups: Iterable[Rows | str]) -> Iterator[pa.RecordBatch]:
 
 
 def _batch(groups: list[Rows | str]) -> pa.RecordBatch:
-    of = [() if isinstance(group, str) else group for group in groups]
-    rows = [row for group in of for row in group]
-    firsts = pa.array(np.cumsum([0, *map(len, of)], dtype=np.int32))
+    group_rows = [() if isinstance(group, str) else group for group in groups]
+    rows = [row for group in group_rows for row in group]
+    firsts = pa.array(np.cumsum([0, *map(len, group_rows)], dtype=np.int32))
 
     def nested(name: str, kind: pa.DataType) -> pa.ListArray:
         return pa.ListArray.from_arrays(firsts, lists([getattr(row, name) for row in rows], kind))
 
     columns = [
-        lists([group[0].prompt_ids if group else None for group in of], pa.int32()),
+        lists([group[0].prompt_ids if group else None for group in group_rows], pa.int32()),
         nested("completion_ids", pa.int32()),
         pa.array(
             [group.encode(errors="surrogatepass") if isinstance(group, str) else b"" for group in groups]

@@ -61,10 +61,10 @@ def result_name(target: Target, stage: EvalStage) -> str:
     """Return the result's file name without the suffix."""
     if stage.name is not None:
         return stage.name
-    of = [target.config.data.name] if stage.kind in ("accuracy", "compare") else []
+    data_names = [target.config.data.name] if stage.kind in ("accuracy", "compare") else []
     against = [target.other.name] if target.other is not None else []
     step = [f"step{target.step}"] if target.step is not None else []
-    return "-".join([stage.kind, *of, *against, *step])
+    return "-".join([stage.kind, *data_names, *against, *step])
 
 
 def result_path(target: Target, stage: EvalStage) -> Path:

@@ -214,8 +214,8 @@ class Job:
         if config.data.logprob_range is not None:
             self.choose_groups(trainer, parts, folder)
         self.score_training_rows(trainer, parts)
-        of = (self.plan.steps, signals, self.make_diagnostics(trainer), self.observers, inputs)
-        run = RunWatch(config, folder, trainer, evaluator, *of)
+        watch_arguments = (self.plan.steps, signals, self.make_diagnostics(trainer), self.observers, inputs)
+        run = RunWatch(config, folder, trainer, evaluator, *watch_arguments)
         state = run.resume() if exists else None
         if exists:
             self.say(
@@ -276,12 +276,14 @@ class Job:
         if held_out and config.model.head != "reward":
             prompts, tokens = on_main(self.own_counts)
             tokens = min(tokens, config.model.max_length - config.model.max_prompt_length)
-            of = (config, policy, self.renderer, self.world)
+            sampler_arguments = (config, policy, self.renderer, self.world)
             if config.retention.kl:
-                sampler = embedded_sampler(*of, "initial answers (retention.prompts, retention.tokens)")
+                sampler = embedded_sampler(
+                    *sampler_arguments, "initial answers (retention.prompts, retention.tokens)"
+                )
                 initial_kl = InitialKL(trainer, sampler, held_out, self.renderer, (prompts, tokens))
             if accuracy is None:
-                sampler = embedded_sampler(*of, "answers to read (retention.tokens)")
+                sampler = embedded_sampler(*sampler_arguments, "answers to read (retention.tokens)")
                 shown = Shown(sampler, prompts_of(held_out), self.renderer, self.world, tokens)
         dtype = export_dtype(config.model)
         named = {
@@ -309,8 +311,8 @@ class Job:
         if not one.checkable:
             return None
         player = self.conversations if one.played else None
-        of = (self.config, policy, self.renderer, one.checkable, self.world, one.data, player)
-        return make_accuracy(*of, section=f"evaluations.{one.name}")
+        accuracy_arguments = (self.config, policy, self.renderer, one.checkable, self.world, one.data, player)
+        return make_accuracy(*accuracy_arguments, section=f"evaluations.{one.name}")
 
     def make_diagnostics(self, trainer: BasicTrainer) -> Diagnostics | None:
         """Return the diagnostics of the run; None if they are off or the loss has no reference."""
@@ -433,8 +435,8 @@ class Job:
             run.tracker.settle()
             note_in_run(folder, "memory", summary["memory"])
             remove_unfinished(folder / "model")
-            of = (export_dtype(self.config.model), self.renderer.stop_token_ids)
-            export(state, policy, self.tokenizer, folder / "model", *of)
+            export_arguments = (export_dtype(self.config.model), self.renderer.stop_token_ids)
+            export(state, policy, self.tokenizer, folder / "model", *export_arguments)
             write_model_card(folder / "model", asdict(self.config), summary)
             write_whole(folder / "summary.json", json.dumps(summary, indent=2))
             if self.config.report:
@@ -476,12 +478,12 @@ class Job:
         self.say(data_page(self.report.to_dict()))
         self.say(f"{'at most ' * (self.online is not None)}{self.tokens:,} tokens to train on")
         plan, ranks = self.plan, self.config.plan.ranks or self.world.size
-        of = (self.config, plan.train, self.held_out(), self.trainer_class, ranks)
+        memory_arguments = (self.config, plan.train, self.held_out(), self.trainer_class, ranks)
         with phase("plan the memory", "plan"):
             if self.world.size == 1 and self.world.device.type == "cpu":
                 stop()  # the plan's simulation makes a process group of its own
-                said = describe_memory(*of, here=True)
+                said = describe_memory(*memory_arguments, here=True)
             else:
-                said = on_main(lambda: describe_memory(*of))
+                said = on_main(lambda: describe_memory(*memory_arguments))
         self.say(said)
         return {"steps": self.plan.steps, "examples": self.plan.train.n_examples}

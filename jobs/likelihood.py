@@ -64,9 +64,9 @@ def group_means(groups: ExampleGroups, scores: Scores) -> np.ndarray:
     """Return the mean log-probability of each group's completion tokens, [groups] float64, nats.
 
     A row counts once, even if several examples share it."""
-    keys, of = row_keys(groups), columns_of(groups)
+    keys, columns = row_keys(groups), columns_of(groups)
     sums, counts = (_of_each_row(keys, scores, what) for what in (lambda row: row.double().sum(), len))
-    ends = np.append(0, np.cumsum(of.counts))[np.cumsum(of.sizes)]
+    ends = np.append(0, np.cumsum(columns.counts))[np.cumsum(columns.sizes)]
     out = np.empty(len(groups))
     for g, (first, last) in enumerate(itertools.pairwise([0, *ends.tolist()])):
         rows = [first + r for r in np.sort(np.unique(keys[first:last], return_index=True)[1])]

@@ -92,8 +92,8 @@ def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer) -
         )
         expected = examples.groups[: last - first]
     held_out = make_examples(evaluation.groups[: config.n_eval_examples], trainer.view_of(config), renderer)
-    for made, of in ((examples, loaded), (held_out, evaluation)):
-        check_vocabulary(renderer.tokenizer, token_ids(made.groups), of.origin.partition(";")[0])
+    for made, source in ((examples, loaded), (held_out, evaluation)):
+        check_vocabulary(renderer.tokenizer, token_ids(made.groups), source.origin.partition(";")[0])
     return Plan(
         train=training_segment(config, expected),
         held_out=Segment(held_out.groups, config.model.eval_batch_size, held_out.count, seed=0)

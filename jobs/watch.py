@@ -79,8 +79,8 @@ class RunWatch:
         self._undo: Callable[[], None] = lambda: None
         self._failed: StoppedError | None = None
         self.watchdog, self.pulse = Watchdog(trainer.world, config.watchdog_seconds), Pulse(trainer.world)
-        of = (trainer.world, config.keep_checkpoints, config.async_save, self.ranking)
-        self.checkpoints = RankedCheckpoints(folder / "checkpoints", *of)
+        checkpoint_arguments = (trainer.world, config.keep_checkpoints, config.async_save, self.ranking)
+        self.checkpoints = RankedCheckpoints(folder / "checkpoints", *checkpoint_arguments)
         self.saving_seconds = 0.0
         """Seconds that steps have waited for checkpoints."""
         self.bar = progress(total_steps, "train", done=trainer.progress.step, shown=trainer.world.is_main)
@@ -325,17 +325,17 @@ class RunWatch:
     def observe(self, micro: Microbatch, scores: TokenScores) -> None:
         """Pass a microbatch of a step to the diagnostics, and count it. A run that was asked to stop stops
         here: nothing but the gradients has changed since the step began."""
-        of = self.trainer.microbatches_of_step
+        n_microbatches = self.trainer.microbatches_of_step
         try:
-            if of > 1:
+            if n_microbatches > 1:
                 pause_together()
         except Requeue:
             self._undo()
             self._stop_if_asked()
             raise
         self._micro += 1
-        if of > 1:
-            self.bar.desc = f"train (microbatch {self._micro}/{of})"
+        if n_microbatches > 1:
+            self.bar.desc = f"train (microbatch {self._micro}/{n_microbatches})"
         if self.diagnostics is not None:
             self.diagnostics.observe(micro, scores)
 

@@ -86,7 +86,7 @@ def of_folders(paths: Iterable[Path], logs: Path = ROOT / "logs") -> list[Result
     """
     results: list[Result] = []
     seen: set[Path] = set()
-    of = cache(lambda sweep: Statuses(logs / sweep))
+    statuses_of = cache(lambda sweep: Statuses(logs / sweep))
     for path in paths:
         records = [path / RECORD] if (path / RECORD).exists() else sorted(path.glob("*/config.yaml"))
         require(bool(records), "runs", path, "is no run folder and holds none")
@@ -96,7 +96,7 @@ def of_folders(paths: Iterable[Path], logs: Path = ROOT / "logs") -> list[Result
             seen.add(folder)
             run = read_run(record.parent.absolute())  # "." has no name
             if run.cell in run.tags[1:2]:  # a run of a sweep, as launch.grid tags them
-                run = replace(run, about=of(run.tags[0]).of(run.name, record.parent))
+                run = replace(run, about=statuses_of(run.tags[0]).of(run.name, record.parent))
             results.append(run)
     return results
 

@@ -143,7 +143,9 @@ def numeric_rows(cells: Sequence[Cell], metrics: Sequence[str]) -> list[list[obj
 def run_rows(results: Sequence[Result], cells: Sequence[Cell]) -> list[list[object]]:
     """Return a row for every run, chosen or not, with its wandb group and tags."""
     metrics = sorted({key for run in results for key in run.values})
-    of = {id(run): cell for cell in cells for runs in cell.tried for run in runs}  # names may stand twice
+    cells_by_run = {
+        id(run): cell for cell in cells for runs in cell.tried for run in runs
+    }  # names may stand twice
     chosen = {id(run) for cell in cells for run in cell.chosen}
     head: list[object] = [
         "run",
@@ -163,7 +165,7 @@ def run_rows(results: Sequence[Result], cells: Sequence[Cell]) -> list[list[obje
         tags = " ".join(run.tags)
         about: list[object] = [
             run.name,
-            of[id(run)].name,
+            cells_by_run[id(run)].name,
             run.seed,
             run.status,
             run.about.detail,

@@ -66,10 +66,15 @@ def read_suite(named: str) -> Suite:
         said = "is a list of words of eval.py, as [kind=accuracy]"
         require(texts, f"suite.evaluations.{name}", words, said)
     for column, by in average.items():
-        of = str(column).partition("/")[0]
+        evaluation = str(column).partition("/")[0]
         is_number = type(by) in (int, float) and math.isfinite(by)
         require(is_number, f"suite.average.{column}", by, "must be a number, by which the column counts")
-        require(of in commands, "suite.average", column, f"is NAME/metric, NAME one of {', '.join(commands)}")
+        require(
+            evaluation in commands,
+            "suite.average",
+            column,
+            f"is NAME/metric, NAME one of {', '.join(commands)}",
+        )
     return Suite(path.stem, {str(name): tuple(words) for name, words in commands.items()}, average)
 
 

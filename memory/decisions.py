@@ -58,8 +58,8 @@ def describe_memory(
     bounded = bounded_plan(config, train, held_out, ranks, card)
     if bounded is not None and bounded["fits"]:
         return str(bounded["text"])
-    of = (config, train, heaviest_evaluated(held_out), trainer, ranks, card)
-    return str(simulated_plan(*of, here)["text"])
+    plan_arguments = (config, train, heaviest_evaluated(held_out), trainer, ranks, card)
+    return str(simulated_plan(*plan_arguments, here)["text"])
 
 
 def card_of(config: Config) -> Card | None:
@@ -160,14 +160,14 @@ def measured(world: World, predicted: float | None) -> dict[str, Any]:
     """Return the most that the fullest rank has held so far, as words, beside ``predicted`` (GiB of its
     tensors), and as GiB; a collective."""
     if world.device.type == "cuda":
-        own, of = torch.cuda.max_memory_allocated(world.device) / GIB, "tensors on the GPU"
+        own, description = torch.cuda.max_memory_allocated(world.device) / GIB, "tensors on the GPU"
     else:
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB  # Linux counts in KiB
-        of = "the whole process"
+        description = "the whole process"
     most = max(gather_objects(own))
     if predicted is not None and world.device.type == "cuda":
-        of += f", {most / predicted:.0%} of what was predicted"
-    return {"measured": f"{most:.2f} GiB ({of})", "measured_gib": most}
+        description += f", {most / predicted:.0%} of what was predicted"
+    return {"measured": f"{most:.2f} GiB ({description})", "measured_gib": most}
 
 
 def why_cut(config: Config, ranks: int, plan: dict[str, Any]) -> str:

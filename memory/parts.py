@@ -120,7 +120,7 @@ def neighbours(config: Config, ranks: int, card: Card | None, notes: list[str]) 
     shares = card is not None and config.online and config.sampler.separate
     shares = shares and config.sampler.shares_devices
     sleeping = {"sampler asleep": 1} | ({} if config.sampler.enforce_eager else {"its CUDA graphs": 1})
-    outside, asleep = ({part: n * ASSUMED[part] for part, n in of.items()} for of in (held, sleeping))
+    outside, asleep = ({part: n * ASSUMED[part] for part, n in counts.items()} for counts in (held, sleeping))
     outside = {} if card is None else outside
     try:
         models = reward_models(config)

@@ -37,7 +37,7 @@ def architecture_digest(config: ModelConfig) -> str:
 def _plain(value: Any) -> Any:
     """Return a config's content without the fields that have no effect, with names that JSON can sort."""
     if isinstance(value, dict):
-        return {str(key): _plain(of) for key, of in value.items() if key not in WITHOUT_EFFECT}
+        return {str(key): _plain(child) for key, child in value.items() if key not in WITHOUT_EFFECT}
     if isinstance(value, (list, tuple)):
-        return [_plain(of) for of in value]
+        return [_plain(child) for child in value]
     return value

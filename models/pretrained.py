@@ -224,7 +224,9 @@ def check_weights(config: ModelConfig, hf_config: PretrainedConfig) -> list[str]
     stored = stored_tensors(config)
     if stored is None:
         return said
-    held = {name: torch.empty(of.shape, dtype=torch.float32, device="meta") for name, of in stored.items()}
+    held = {
+        name: torch.empty(tensor.shape, dtype=torch.float32, device="meta") for name, tensor in stored.items()
+    }
     with init_empty_weights(include_buffers=False):
         kind: Any = type(_built(config, hf_config))
     model, info = _loaded(
@@ -375,7 +377,10 @@ def in_float32(module: nn.Module) -> Iterator[None]:
 
 def about_new_tokens(config: ModelConfig, hf_config: PretrainedConfig) -> list[str]:
     """Return a sentence about ``model.new_tokens``, if there are any. ``hf_config``: from ``check_model``."""
-    rows, known = (of.get_text_config().vocab_size for of in (hf_config, _as_stored(config, hf_config)))
+    rows, known = (
+        architecture.get_text_config().vocab_size
+        for architecture in (hf_config, _as_stored(config, hf_config))
+    )
     tokens = ", ".join(config.new_tokens)
     said = (
         f"{tokens}: tokens of their own (model.new_tokens); the embedding has {rows} rows, {rows - known} new"
@@ -395,9 +400,11 @@ def _read(config: ModelConfig, hf_config: PretrainedConfig, stored: torch.dtype 
     ConfigError."""
     stored_tensors(config)  # names the file that is damaged
     auto, path = _auto(config), source(resolve_model_path(config.name_or_path))
-    of = {"config": _as_stored(config, hf_config), "revision": config.revision} | _how(config, stored)
+    load_options = {"config": _as_stored(config, hf_config), "revision": config.revision} | _how(
+        config, stored
+    )
     model: PreTrainedModel
-    model, _ = _loaded(config, lambda: auto.from_pretrained(**path, **of, **_LOADS))
+    model, _ = _loaded(config, lambda: auto.from_pretrained(**path, **load_options, **_LOADS))
     model = dequantised(model)
     if stored is None:
         check_finite(model, config)

@@ -80,16 +80,16 @@ class Pulse:
         timings = gather_objects((least, socket.gethostname()))
         return slowest(timings) if all(seconds for seconds, _ in timings) else None
 
-    def news(self, of: Slowest) -> str | None:
+    def news(self, straggler: Slowest) -> str | None:
         """Return the message about a rank that is slow again and again, once; None if there is none."""
-        again = of.times > SLOW and of.rank == self._last
-        self._in_a_row = self._in_a_row + 1 if again else int(of.times > SLOW)
-        self._last = of.rank
+        again = straggler.times > SLOW and straggler.rank == self._last
+        self._in_a_row = self._in_a_row + 1 if again else int(straggler.times > SLOW)
+        self._last = straggler.rank
         if self._in_a_row != IN_A_ROW:
             return None
         return (
-            f"rank {of.rank} ({of.host}) takes {of.times:.2f} times as long as the median rank for the same "
-            f"products of matrices, for {IN_A_ROW * EVERY} steps: the others wait for it"
+            f"rank {straggler.rank} ({straggler.host}) takes {straggler.times:.2f} times as long as "
+            f"the median rank for the same products of matrices, for {IN_A_ROW * EVERY} steps: the others wait for it"
         )
 
     @torch.no_grad()

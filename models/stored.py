@@ -47,7 +47,8 @@ def stored_alike(config: ModelConfig) -> torch.dtype | None:
         return None
     # float64 is trained as float32, which rounds it
     dtypes = {
-        None if of.dtype == "F64" else FLOATS.get(of.dtype) for of in (stored_tensors(config) or {}).values()
+        None if tensor.dtype == "F64" else FLOATS.get(tensor.dtype)
+        for tensor in (stored_tensors(config) or {}).values()
     }
     dtype = getattr(torch, dtypes.pop() or "", None) if len(dtypes) == 1 else None
     return None if config.use_peft and dtype != getattr(torch, config.dtype) else dtype
@@ -55,7 +56,9 @@ def stored_alike(config: ModelConfig) -> torch.dtype | None:
 
 def made_of_files(model: PreTrainedModel) -> bool:
     """Return whether transformers left all weights in their files: it computed none of them from several."""
-    return not any(isinstance(of, WeightConverter) for of in getattr(model, "_weight_conversions", ()))
+    return not any(
+        isinstance(conversion, WeightConverter) for conversion in getattr(model, "_weight_conversions", ())
+    )
 
 
 def check_finite(model: nn.Module, config: ModelConfig) -> None:

@@ -39,9 +39,9 @@ def drifted(summary: dict[str, Any]) -> list[str]:
 def told(summary: dict[str, Any]) -> str | None:
     """Return the outcome in a sentence; None where every update of a finished run was done and it stayed near
     its start (``drifted``)."""
-    of = f"of {summary.get('steps', 0)} updates"
+    of_updates = f"of {summary.get('steps', 0)} updates"
     counts = [
-        f"{count} {of} {what}"
+        f"{count} {of_updates} {what}"
         for key, what in (
             ("skipped_steps", "skipped, as their gradients were not finite"),
             ("silent_steps", "without a signal: all their advantages, or their whole gradient, were 0"),

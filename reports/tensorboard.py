@@ -45,16 +45,16 @@ class TensorBoard:
         inner = np.asarray(edges, dtype=np.float64)
         limits = np.append(inner, inner[-1] + 1)  # the last bin is open, and TensorBoard needs its end
         middles = np.concatenate([inner[:1], (inner[1:] + inner[:-1]) / 2, inner[-1:]])
-        of = np.asarray(counts, dtype=np.float64)
+        bin_counts = np.asarray(counts, dtype=np.float64)
         self._opened(step).add_histogram_raw(
             name,
             min=float(limits[0]),
             max=float(limits[-1]),
-            num=int(of.sum()),
-            sum=float((middles * of).sum()),
-            sum_squares=float((middles**2 * of).sum()),
+            num=int(bin_counts.sum()),
+            sum=float((middles * bin_counts).sum()),
+            sum_squares=float((middles**2 * bin_counts).sum()),
             bucket_limits=limits.tolist(),
-            bucket_counts=of.tolist(),
+            bucket_counts=bin_counts.tolist(),
             global_step=step,
         )
 

@@ -290,7 +290,7 @@ def part_means(stages: Facts, parts: list[str], counts: list[int]) -> dict[str, 
         for name, value in stages[f"scores{suffix}"]["metrics"].items():
             if name.startswith("reward_"):
                 sums.setdefault(name, []).append((value, count))
-    return {name: sum(v * n for v, n in of) / sum(n for _, n in of) for name, of in sums.items()}
+    return {name: sum(v * n for v, n in terms) / sum(n for _, n in terms) for name, terms in sums.items()}
 
 
 def conversation_metrics(completions: list[Completion]) -> dict[str, float]:

@@ -55,7 +55,7 @@ class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
     """the first byte of each tensor, a multiple of its element size"""
 
     def __post_init__(self) -> None:
-        lengths = {len(of) for of in (self.names, self.dtype_names, self.shapes, self.offsets)}
+        lengths = {len(field) for field in (self.names, self.dtype_names, self.shapes, self.offsets)}
         if len(lengths) != 1:
             raise ValueError(f"names, dtype_names, shapes and offsets have {sorted(lengths)} entries")
 

@@ -322,7 +322,9 @@ class VllmEngine:
     def _compare(self, prompts: list[Prompt], answers: list[list[Sample]]) -> None:
         """Raise AnswerError unless the log-probabilities of some samples, from every engine, are the
         trainer's."""
-        every = [(p, one) for p, of in zip(prompts, answers, strict=True) for one in of if one.logprobs]
+        every = [
+            (p, one) for p, samples in zip(prompts, answers, strict=True) for one in samples if one.logprobs
+        ]
         chosen = [every[i * len(every) // COMPARED] for i in range(min(COMPARED, len(every)))]
         if not chosen:
             return

@@ -63,14 +63,14 @@ def run_plan(
     file = out / "runs.jsonl"
     out.mkdir(parents=True, exist_ok=True)
     runs = plan.runs()
-    of = {run.name: run for _, run in runs}
+    runs_by_name = {run.name: run for _, run in runs}
     costs = {run.name: plan.cost(block, run) for block, run in runs}
 
     def keep(name: str) -> None:
-        append_record(file, read_record(of[name], runs_dir / name))
+        append_record(file, read_record(runs_by_name[name], runs_dir / name))
         shutil.rmtree(runs_dir / name)
 
-    for name in of:  # finished just before an earlier start was killed
+    for name in runs_by_name:  # finished just before an earlier start was killed
         if finished(runs_dir / name):
             keep(name)
     failed: list[str] = []

@@ -29,14 +29,16 @@ def frontier(block: Block, records: Mapping[str, Record]) -> Frontier | None:
     missing = {run.seed for run in block.runs if run.name not in records}
     if block.kind != "surface" or missing == set(block.sweep.seeds):
         return None
-    of: dict[str, list[Result]] = {}
+    results_by_cell: dict[str, list[Result]] = {}
     for run in block.runs:
         if run.seed not in missing:
             record = records[run.name]
             points = record.after | {SAMPLED: 100 * record.after[SAMPLED]}
             result = Result(run.name, run.cell, run.seed, Status(FINISHED), {}, points)
-            of.setdefault(run.cell, []).append(result)
-    return Frontier.of(block.sweep, [Cell(name, runs, [], {}) for name, runs in of.items()], SAMPLED)
+            results_by_cell.setdefault(run.cell, []).append(result)
+    return Frontier.of(
+        block.sweep, [Cell(name, runs, [], {}) for name, runs in results_by_cell.items()], SAMPLED
+    )
 
 
 def surface_table(arms: Mapping[str, tuple[Block, Frontier]]) -> Table:

@@ -145,10 +145,10 @@ class Correction:
         return cls(config.correction, weigh)
 
     @torch.no_grad()
-    def weights(self, scores: TokenScores, micro: Microbatch, of: str) -> Tensor | None:
-        """Return the weights, [R, T] for ``of="tokens"`` or [examples] for ``of="examples"``; None where the
-        correction does not weigh those."""
-        if self.weigh is None or self.settings.weighs != of:
+    def weights(self, scores: TokenScores, micro: Microbatch, unit: str) -> Tensor | None:
+        """Return the weights, [R, T] for ``unit="tokens"`` or [examples] for ``unit="examples"``; None where
+        the correction does not weigh those."""
+        if self.weigh is None or self.settings.weighs != unit:
             return None
         return self.weigh(self.settings, scores, Behavior.of(micro, scores.mask), micro.labels)
 

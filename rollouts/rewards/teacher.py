@@ -230,7 +230,10 @@ class EndpointTeacher(Teacher):
         reply = await self.endpoint.post(json.dumps(asked).encode())
         try:
             given = reply["choices"][0]["prompt_logprobs"][len(prompt) :]
-            logprobs = [of[str(token)]["logprob"] for of, token in zip(given, ids, strict=True)]
+            logprobs = [
+                position_logprobs[str(token)]["logprob"]
+                for position_logprobs, token in zip(given, ids, strict=True)
+            ]
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             raise FailedError(
                 "the endpoint's reply has no prompt_logprobs of these tokens (vLLM's completions have)",

@@ -100,8 +100,8 @@ def normalised_apart(prompts: Sequence[Prompt], scores: Sequence[float | Missing
         if not isinstance(score, Missing):
             groups.setdefault(prompt.id, {})[i] = score
     out = list(scores)
-    for of in groups.values():
-        for i, value in zip(of, advantages(of.values()), strict=True):
+    for group in groups.values():
+        for i, value in zip(group, advantages(group.values()), strict=True):
             out[i] = value
     return out
 

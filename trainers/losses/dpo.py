@@ -55,8 +55,8 @@ def dpo(
     reward_l = beta * implied_reward(sequence(rejected), divergence, divergence_alpha)
     margin = reward_w - reward_l
     if hypo:
-        of = token_mean if length_normalized else token_sum
-        reference = of(chosen.reference, chosen.mask) - of(rejected.reference, rejected.mask)
+        reduce = token_mean if length_normalized else token_sum
+        reference = reduce(chosen.reference, chosen.mask) - reduce(rejected.reference, rejected.mask)
         margin = margin + beta * reference.clamp(max=0)  # s_w - s_l has all of it already
     losses = -logsigmoid(margin)
     if nll_weight:
