@@ -328,8 +328,8 @@ class Config:
             correction._target_ is None or correction.weighs in supported,
             "correction",
             correction.name,
-            f"weighs {correction.weighs}, and of loss={self.loss['name']} {' or '.join(supported) or 'nothing'} "
-            "can be weighed; use correction=none or another loss",
+            f"weighs {correction.weighs}, and of loss={self.loss['name']} "
+            f"{' or '.join(supported) or 'nothing'} can be weighed; use correction=none or another loss",
         )
         if self.ratio_reference == "behavior":
             self._check_ratio_to_behavior()

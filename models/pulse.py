@@ -89,7 +89,8 @@ class Pulse:
             return None
         return (
             f"rank {straggler.rank} ({straggler.host}) takes {straggler.times:.2f} times as long as "
-            f"the median rank for the same products of matrices, for {IN_A_ROW * EVERY} steps: the others wait for it"
+            f"the median rank for the same products of matrices, for {IN_A_ROW * EVERY} steps: the others "
+            "wait for it"
         )
 
     @torch.no_grad()
