@@ -150,7 +150,7 @@ def reward_models(config: Config) -> dict[str, float]:
     if alone is None:
         return {}
     if isinstance(alone.settings, WeightedConfig):
-        rewards = {f"reward model of {name}": part.reward for name, part in alone.settings.found().items()}
+        rewards = {f"reward model of {name}": part.reward for name, part in alone.settings.typed().items()}
     else:
         name = getattr(alone.settings, "name_or_path", alone.name)
         rewards = {f"reward model {name}": alone}
