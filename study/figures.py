@@ -122,6 +122,7 @@ def lag_figure(blocks: Sequence[Block], values: Values) -> Figure | None:
         ax.axhline(middle(f"{name}-fixed"), color=RED, linestyle=":")
         ax.set_xscale("log", base=2)
         ax.set_xlim(0.9, 9)  # also where no run is there yet
+        ax.set_xticks((1, 2, 4, 8), ("1", "2", "4", "8"))
         ax.set_xlabel("mean lag of the reference, steps")
         ax.set_ylabel(POINTS)
     axes[0][0].legend(fontsize=7.5)
