@@ -7,7 +7,6 @@ python export.py runs/NAME --push-to-hub org/name   # to the hub, with its card
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from common.errors import ConfigError, StoppedError, require
 from common.imports import importing
+from common.options import options_of
 from config.cli import guarded
 from config.load import load_run, settings_of
 
@@ -86,9 +86,7 @@ def push_run(run: Path, exported: Path | None, repository: str, private: bool) -
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of("python export.py", __doc__)
     parser.add_argument("run", type=Path, help="the folder of a run")
     parser.add_argument(
         "--step", type=int, help="the checkpoint before this step; default: the newest sound one"

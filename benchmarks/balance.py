@@ -12,7 +12,6 @@ step is given relative to one in which they are not.
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import dataclass
 from itertools import product
@@ -21,6 +20,7 @@ import numpy as np
 
 from benchmarks.measure import ROOT, machine, table
 from benchmarks.parts import KNOWN, Pair, benchmark_pairs, shape
+from common.options import options_of
 from data.balance import Work
 from data.batches import Tokens, deal
 from data.types import Example, Sequence
@@ -171,9 +171,7 @@ def sized(shape: str) -> tuple[int | Tokens, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of("python -m benchmarks.balance", __doc__)
     parser.add_argument("--data", nargs="+", default=list(DATA), help=f"{', '.join(DATA)}, PATH:FORMAT")
     parser.add_argument("--losses", nargs="+", default=list(LOSSES), choices=list(LOSSES))
     parser.add_argument("--examples", type=int, default=2048, help="how many of each are read")

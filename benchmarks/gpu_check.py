@@ -36,6 +36,7 @@ from typing import Any
 
 from benchmarks.checks import FAILED, NOTE, SHAPE_NAMES, Check, read_checks
 from common.files import write_whole
+from common.options import options_of
 from common.output import guard_output
 
 ROOT = Path(__file__).parent.parent
@@ -191,9 +192,7 @@ def commit() -> str | None:
 
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of("python -m benchmarks.gpu_check", __doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], help="by default GPUs if there are any")
     parser.add_argument("--ranks", type=int, help="by default one for each GPU, or one")
     parser.add_argument(

@@ -9,7 +9,6 @@ the checks of whole steps and runs.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import os
 from collections.abc import Callable, Iterator
@@ -35,6 +34,7 @@ from benchmarks.parts import (
     segment,
 )
 from common.errors import ConfigError
+from common.options import options_of
 from config.schema_model import SELECTIVE
 from data.batches import microbatch
 from data.types import Example, Sequence
@@ -368,9 +368,7 @@ def same_bits(device: torch.device) -> Check:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of("python -m benchmarks.gpu_paths", __doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], help="by default a GPU if there is one")
     parser.add_argument("--out", type=Path, help="also append every check to this file, as JSON lines")
     args = parser.parse_args()

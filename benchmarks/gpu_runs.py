@@ -7,7 +7,6 @@ sampled by vLLM.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -27,6 +26,7 @@ from safetensors.torch import load_file
 from benchmarks.checks import FAILED, NOT_HERE, NOTE, OK, Check, attempted, written
 from benchmarks.measure import ROOT
 from benchmarks.processes import end
+from common.options import options_of
 from launch.doctor import last
 
 SECONDS = 1800.0
@@ -154,9 +154,7 @@ def rounds(runs: Runs) -> Check:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of("python -m benchmarks.gpu_runs", __doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], help="by default GPUs if there are any")
     parser.add_argument("--ranks", type=int, help="by default one for each GPU, or one")
     parser.add_argument("--out", type=Path, help="also append every check to this file, as JSON lines")

@@ -43,6 +43,7 @@ from benchmarks.parts import (
     segment,
     shape,
 )
+from common.options import options_of
 from common.worker_process import WorkerError, WorkerProcess
 from config.schema_model import SELECTIVE
 from data.balance import row_tokens
@@ -345,9 +346,7 @@ def synchronize() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of("python -m benchmarks.gpu_step", __doc__)
     parser.add_argument("--shape", default="qwen2.5-1.5b", choices=SHAPE_NAMES)
     parser.add_argument("--losses", nargs="+", default=list(LOSSES), choices=list(LOSSES))
     parser.add_argument("--length", type=int, default=2048, help="most tokens of a row")

@@ -10,7 +10,6 @@ available at once. The samples are random: meaningful text compresses better.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import random
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from benchmarks.measure import Spread, Work, alternate, machine, ratio, table
+from common.options import options_of
 from data.chat import make_renderer
 from data.types import Prompt, Turn
 from models.pretrained import load_tokenizer
@@ -91,9 +91,7 @@ def ready_builder(prompts: int, tokens: int) -> RoundBuilder:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of("python -m benchmarks.ledger", __doc__)
     parser.add_argument("--prompts", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--repeats", type=int, default=3)

@@ -11,7 +11,6 @@ compared with ``scored`` (the same forwards), and its ratio to ``cached`` is com
 
 from __future__ import annotations
 
-import argparse
 import json
 
 import torch
@@ -43,6 +42,7 @@ from benchmarks.parts import (
     segment,
     shape,
 )
+from common.options import options_of
 from data.batches import Segment
 from data.types import Sequence
 from data.views import mismatched
@@ -146,9 +146,7 @@ def report(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of("python -m benchmarks.offline_vs_humanline", __doc__)
     parser.add_argument("--data", default="hh", help="hh, gsm8k, drawn, or PATH:FORMAT")
     parser.add_argument("--losses", nargs="+", default=list(LOSSES), choices=list(LOSSES))
     parser.add_argument("--model", default="small")

@@ -13,7 +13,6 @@ any operator). Operations are counted from the operands' shapes.
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -35,6 +34,7 @@ from benchmarks.parts import (
     segment,
     shape,
 )
+from common.options import options_of
 from data.batches import Segment
 from trainers.basic import BasicTrainer
 
@@ -215,9 +215,7 @@ def batch_tokens(trainer: BasicTrainer, plan: Segment) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of("python -m benchmarks.profile", __doc__)
     parser.add_argument("--data", default="hh", help="hh, gsm8k, drawn, or PATH:FORMAT")
     parser.add_argument("--loss", default="dpo", choices=list(LOSSES))
     parser.add_argument("--variant", default="cached", help="cached, or k=1 and so on")

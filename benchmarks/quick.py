@@ -11,7 +11,6 @@ time. A ratio that fails is measured once more before it counts.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence as Seq
@@ -36,6 +35,7 @@ from benchmarks.parts import (
     segment,
     shape,
 )
+from common.options import options_of
 from data.batches import collate
 from data.types import Sequence, Sequences
 from models.policy import Policy
@@ -151,9 +151,7 @@ def worse(costs: dict[str, float], before: dict[str, float]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of("python -m benchmarks.quick", __doc__)
     parser.add_argument("--write", action="store_true", help="write the ratios found to baseline.json")
     args = parser.parse_args()
     torch.set_num_threads(1)

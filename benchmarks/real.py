@@ -14,7 +14,6 @@ tokens. *memory*: the peak of a run against its plan.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import math
@@ -32,6 +31,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from benchmarks.measure import table
+from common.options import options_of
 from data.constraints import all_met
 from data.groups import read_groups, write_groups
 from data.types import Group
@@ -223,9 +223,7 @@ def picture(gates: Sequence[Gate], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of("python -m benchmarks.real", __doc__)
     parser.add_argument("--full", action="store_true", help="the sanity set for each loss and variant")
     parser.add_argument("--only", choices=("step0", "sanity"))
     parser.add_argument("--out", type=Path, default=Path("runs/real"))

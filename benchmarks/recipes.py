@@ -10,13 +10,13 @@ memory are one line: with and without humanline, and with other samples or learn
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from typing import Any
 
 from benchmarks.floor import floor, forward
+from common.options import options_of
 from config.schema import Config
 from config.schema_model import SELECTIVE
 from config.schema_plan import card_memory
@@ -131,9 +131,7 @@ def table(only: str, on: Iterable[str]) -> Iterable[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of("python -m benchmarks.recipes", __doc__)
     parser.add_argument("--only", default="*", help="recipes by pattern")
     parser.add_argument("--on", nargs="+", default=ON, help="number of GPUs and kind, as in 8xH100")
     args = parser.parse_args()

@@ -29,6 +29,7 @@ from benchmarks.parts import (
     score_all,
     shape,
 )
+from common.options import options_of
 from data.balance import share_tokens
 from data.batches import Segment
 from data.types import Example, Sequence
@@ -99,9 +100,7 @@ def saved(groups: Groups) -> float:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of("python -m benchmarks.shared_prompts", __doc__)
     parser.add_argument("--data", default="hh", help="hh, gsm8k, drawn, or PATH:FORMAT")
     parser.add_argument("--longest", type=int, default=512, help="rows are cut at so many tokens")
     parser.add_argument("--loss", default="grpo", choices=("grpo", "kto", "dpo"))

@@ -10,7 +10,6 @@ python -m benchmarks.startup --memory            # 60,000 pairs from a file to t
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import resource
@@ -23,6 +22,7 @@ from pathlib import Path
 
 from benchmarks.measure import ROOT, Sample, machine, table, timed
 from benchmarks.parts import SHARED, real_rows, trained_tokenizer
+from common.options import options_of
 from config.schema_data import DataConfig
 from config.typed import with_defaults
 from data.batches import Segment, token_count
@@ -168,9 +168,7 @@ def first_steps(starts: int = 2) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of("python -m benchmarks.startup", __doc__)
     parser.add_argument("--pairs", type=int, default=60_000)
     parser.add_argument("--path", type=Path, default=SHARED / "hh_harmless_test.jsonl.gz")
     parser.add_argument("--format", default="hh")

@@ -52,6 +52,7 @@ from benchmarks.parts import (
     train,
     trained_tokenizer,
 )
+from common.options import options_of
 from data.batches import Segment
 from data.types import Example, Sequence
 from models.policy import Policy
@@ -269,9 +270,7 @@ def real_share(pairs: list[Pair]) -> float:
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of("python -m benchmarks.trl_compare", __doc__)
     parser.add_argument("--data", default="hh", help="hh, gsm8k, drawn, or PATH:FORMAT")
     parser.add_argument("--losses", nargs="+", default=["dpo", "kto", "grpo"])
     parser.add_argument("--model", default="small")

@@ -10,7 +10,6 @@ The exit code is 1 if a file differs from what was written, or if the weights di
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.errors import ConfigError, DataError, StoppedError, require
+from common.options import options_of
 from config.cli import guarded
 from config.load import load_run
 from config.schema import Config
@@ -239,9 +239,7 @@ def report(round_audit: Audit, dtype: str) -> tuple[str, bool]:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of("python -m jobs.audit", __doc__)
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("--rounds", help="these alone, as in 0,7")
     parser.add_argument("--prompts", type=int, help="at most so many of a sampling's prompts are scored")

@@ -12,7 +12,6 @@ does. They end with this program, however it ends. The exit code is 1 when a ser
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import os
 import shutil
@@ -29,6 +28,7 @@ from pathlib import Path
 
 from common.errors import ConfigError, StoppedError, require
 from common.files import write_whole
+from common.options import options_of
 from common.ports import free_port
 from common.progress import phase, pulse
 from common.worker_process import ROOT
@@ -203,8 +203,7 @@ def towards(trainer: str | None) -> str | None:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m jobs.serve", description=__doc__, formatter_class=form)
+    parser = options_of("python -m jobs.serve", __doc__)
     parser.add_argument("settings", nargs="*", help="key=value, as for train.py")
     parser.add_argument("--ready", type=Path, metavar="FILE", help="gets the addresses once all answer")
     where = parser.add_mutually_exclusive_group()

@@ -9,7 +9,6 @@ settings are not valid.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -21,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.options import options_of
 from common.progress import phase, pulse
 from config.cli import answered, compose
 from config.schema import Config
@@ -244,8 +244,7 @@ def last(out: str) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    form = argparse.RawDescriptionHelpFormatter
-    about = argparse.ArgumentParser("python -m launch.doctor", description=__doc__, formatter_class=form)
+    about = options_of("python -m launch.doctor", __doc__)
     about.add_argument("overrides", nargs="*", help="the settings of the run, as for train.py")
     about.add_argument("--no-steps", action="store_true", help="leave out the two steps")
     options = about.parse_intermixed_args(words)

@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 from common.errors import require
 from common.files import check_name, write_whole
+from common.options import options_of
 from config.cli import answered
 from launch.cells import Cell, cells_of
 from launch.collect import Result, of_folders, of_sweep
@@ -180,8 +181,7 @@ def run_rows(results: Sequence[Result], cells: Sequence[Cell]) -> list[list[obje
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    form = argparse.RawDescriptionHelpFormatter
-    about = argparse.ArgumentParser("python -m launch.results", description=__doc__, formatter_class=form)
+    about = options_of("python -m launch.results", __doc__)
     about.add_argument("sources", nargs="+", type=Path, help="a sweep file, or run folders")
     about.add_argument(
         "--select", default="", metavar="KEYS", help="settings tried out: the best is chosen on validation"

@@ -13,13 +13,13 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.options import options_of
 from config.cli import answered
 from launch.results import load
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    form = argparse.RawDescriptionHelpFormatter
-    about = argparse.ArgumentParser("python -m launch.status", description=__doc__, formatter_class=form)
+    about = options_of("python -m launch.status", __doc__)
     about.add_argument("sources", nargs="+", type=Path, help="a sweep file, or run folders")
     about.add_argument("--name", help="the sweep's other name, as for launch.sweep")
     about.add_argument(

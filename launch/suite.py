@@ -11,7 +11,6 @@ of its own, and one whose result is there is not done again. The average is eval
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shlex
@@ -24,6 +23,7 @@ from typing import Any
 
 from common.errors import require
 from common.files import check_name, write_whole
+from common.options import options_of
 from config.cli import answered
 from launch.collect import read_run
 from launch.grid import read_yaml
@@ -112,8 +112,7 @@ def measure_all(suite: Suite, runs: Sequence[Path]) -> int:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    form = argparse.RawDescriptionHelpFormatter
-    about = argparse.ArgumentParser("python -m launch.suite", description=__doc__, formatter_class=form)
+    about = options_of("python -m launch.suite", __doc__)
     about.add_argument("suite", help="a file of launch/suites, or a yaml file of your own")
     about.add_argument("runs", nargs="+", type=Path, help="folders of finished runs")
     about.add_argument("--print", action="store_true", dest="shown", help="print the commands alone")

@@ -23,6 +23,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from common.errors import ConfigError, require
+from common.options import options_of
 from common.progress import SOON, progress, pulse
 from config.cli import answered
 from config.schema import Config
@@ -73,8 +74,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    form = argparse.RawDescriptionHelpFormatter
-    about = argparse.ArgumentParser("python -m launch.sweep", description=__doc__, formatter_class=form)
+    about = options_of("python -m launch.sweep", __doc__)
     about.add_argument("sweep", type=Path, help="a sweep file (the form: launch/grid.py)")
     about.add_argument("settings", nargs="*", default=[], help="key=value for every run, as for train.py")
     about.add_argument(

@@ -9,7 +9,6 @@ so a killed run can be reported too.
 
 from __future__ import annotations
 
-import argparse
 import base64
 import json
 import shlex
@@ -23,6 +22,7 @@ import yaml  # type: ignore[import-untyped]
 
 from common.errors import ConfigError, require
 from common.files import write_whole
+from common.options import options_of
 from common.secrets import scrub
 from config.cli import answered
 from config.schema_trainer import loss_numbers
@@ -261,8 +261,7 @@ def _damaged(path: Path, why: str) -> ConfigError:
 
 def main(words: Sequence[str]) -> int:
     """Draw the report of each run named; return 2 if one is no run, or cannot be read or written."""
-    form = argparse.RawDescriptionHelpFormatter
-    about = argparse.ArgumentParser("python -m reports.report", description=__doc__, formatter_class=form)
+    about = options_of("python -m reports.report", __doc__)
     about.add_argument("runs", nargs="+", type=Path, help="the folders of runs")
     folders = about.parse_args(words).runs
 

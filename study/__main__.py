@@ -23,6 +23,7 @@ from pathlib import Path
 
 from common.errors import ConfigError, StoppedError, require
 from common.files import check_name
+from common.options import options_of
 from config.cli import answered
 from study.plan import MAIN, PLANS, PUBLISHED, known, read_plan
 
@@ -42,9 +43,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    about = argparse.ArgumentParser(
-        "python -m study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    about = options_of("python -m study", __doc__)
     about.add_argument("plan", metavar="PLAN", help=f"{QUICK}, {', '.join(PLANS)}, or a plan's file")
     about.add_argument("--report", action="store_true", help="run nothing, write the page")
     about.add_argument(

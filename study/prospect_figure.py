@@ -12,7 +12,6 @@ samples are the diagonal, and human perception (equation 4 on those samples) is 
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +21,7 @@ import torch
 from matplotlib.figure import Figure
 
 from common.errors import require
+from common.options import options_of
 from config.cli import guarded
 from config.load import load_run
 from config.schema import Config
@@ -176,9 +176,7 @@ def plain(model: ModelConfig) -> ModelConfig:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of("python -m study.prospect_figure", __doc__)
     parser.add_argument("run", type=Path, help="the folder of a finished run")
     parser.add_argument(
         "--prompts", type=int, default=256, help="prompts of the training data that are sampled and scored"

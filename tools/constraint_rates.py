@@ -8,12 +8,12 @@ A kind is of use in the band of 20 to 80 %: outside it most prompts have samples
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
 
+from common.options import options_of
 from data.constraints import KINDS, met
 from rollouts.files import read_samples
 from rollouts.rewards.constraints import repetition, share_of_words
@@ -40,9 +40,7 @@ def rates(files: list[Path]) -> tuple[dict[str, list[bool]], dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of("python -m tools.constraint_rates", __doc__)
     parser.add_argument("samples", nargs="+", type=Path, help="files of sample.py")
     tries, means = rates(parser.parse_args().samples)
     low, high = BAND

@@ -7,7 +7,6 @@ The weights are those of transformers' reader, in float32, so that none is round
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 from importlib.metadata import distribution
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from common.errors import StoppedError
+from common.options import options_of
 from config.cli import guarded
 from config.files import section
 from config.schema_model import ModelConfig
@@ -69,9 +69,7 @@ def smollm2(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of("python -m tools.gguf", __doc__)
     parser.add_argument("file", type=Path, help="a GGUF file, or smollm2")
     parser.add_argument("folder", type=Path, nargs="?", default=FOLDER)
     given = parser.parse_args()

@@ -6,13 +6,13 @@ python -m tools.make_adder pairs RUN FOLDER    # pairs.jsonl and eval_pairs.json
 
 from __future__ import annotations
 
-import argparse
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
 from tokenizers import Regex, decoders, pre_tokenizers
 
+from common.options import options_of
 from config.schema_data import DataConfig
 from config.schema_model import ModelConfig
 from config.typed import with_defaults
@@ -105,9 +105,7 @@ def _is_text(renderer: Renderer, prompt: Prompt, sample: Sample, completion: Com
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of("python -m tools.make_adder", __doc__)
     steps = parser.add_subparsers(dest="step", required=True)
     steps.add_parser("blank").add_argument("folder", type=Path)
     step = steps.add_parser("pairs")

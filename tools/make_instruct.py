@@ -12,7 +12,6 @@ python -m tools.make_instruct authors                   # what each author's sto
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import sys
@@ -23,6 +22,7 @@ from statistics import fmean, stdev
 from tokenizers import pre_tokenizers
 
 from common.errors import UserError, one_of
+from common.options import options_of
 from data.groups import read_groups, to_dict, write_groups
 from data.instruct import HALVES, candidates, prompts, text_of
 from data.stories import Language, read_language
@@ -73,9 +73,7 @@ def authors(language: Language) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of("python -m tools.make_instruct", __doc__)
     parser.add_argument("--language", default=LANGUAGE, metavar="FILE")
     steps = parser.add_subparsers(dest="step", required=True)
     steps.add_parser("blank").add_argument("folder", type=Path)

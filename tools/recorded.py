@@ -8,7 +8,6 @@ refused commands.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -25,6 +24,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from common.options import options_of
+
 ROOT = Path(__file__).parent.parent
 TIMES = re.compile(r"second|_at$|^time")
 """Keys of numbers that differ from run to run."""
@@ -33,8 +34,7 @@ VARIES = ("wandb/", "logs/", "run.lock", "run.json", "summary.json", "checkpoint
 
 
 def main(words: Sequence[str]) -> int:
-    form = argparse.RawDescriptionHelpFormatter
-    about = argparse.ArgumentParser("python -m tools.recorded", description=__doc__, formatter_class=form)
+    about = options_of("python -m tools.recorded", __doc__)
     about.add_argument("out", nargs="?", metavar="OUT.json", type=Path, help="the record to write")
     about.add_argument("names", nargs="*", metavar="NAME", help="its runs, and wrong; default: all")
     about.add_argument("--compare", nargs=2, type=Path, metavar=("OLD.json", "NEW.json"))

@@ -8,7 +8,6 @@ python -m tools.reference --check    # exit 1 if any is out of date
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from common.options import options_of
 from config.elsewhere import guide_table, sources
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -222,9 +222,7 @@ def line_of(tree: ast.Module | ast.ClassDef, names: list[str]) -> int | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of("python -m tools.reference", __doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
     check = parser.parse_args().check
     stale = []
