@@ -67,6 +67,9 @@ def act(words: Sequence[str]) -> None:
             raise ConfigError("study", word, f"is written otherwise now: {new}")
     options = parser().parse_args(words)
     require(options.jobs >= 1, "--jobs", options.jobs, "must be at least 1")
+    require(
+        not (options.report and options.only), "--only", options.only, "chooses runs, and --report runs none"
+    )
     quick = options.plan == QUICK
     file = PLANS.get("paper" if quick else options.plan) or Path(options.plan)
     plan = read_plan(file)

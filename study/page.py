@@ -26,7 +26,7 @@ from study.plan import DIFFERENT, MAIN, SAME, Block, Plan, Test, Values, told
 from study.records import SAMPLED, Record
 from study.surface import frontier, law, near_table, surface_table
 
-TITLES = {
+HEADINGS = {
     "paper": "The paper's comparisons in miniature",
     "evidence": "Is humanline more than a larger rate with a weaker anchor?",
 }
@@ -42,10 +42,10 @@ LIMITS = (
     "no GPU. Seeds change the order of the data, which half of it is trained on and what is sampled, so "
     "intervals cover seeds alone and understate what another model or data set would give. Points are of "
     "100: sampled accuracy on sums, true reward on stories. At k = 1 the three losses are one experiment on "
-    "stories. "
+    "stories."
 )
 FRESH = (
-    "Settings of the tests come from earlier runs of the same two tasks; their seeds and prompts are new, "
+    " Settings of the tests come from earlier runs of the same two tasks; their seeds and prompts are new, "
     "the tasks are not."
 )
 
@@ -157,7 +157,7 @@ def write_page(name: str, file: Path, plan: Plan, records: Mapping[str, Record],
     for stem, figure in drawn.items():
         (out / f"{stem}.svg").write_bytes(svg(figure))
     there = [s if s.figure is None or s.figure[0] in drawn else replace(s, figure=None) for s in sections]
-    write_whole(out / "report.md", as_markdown(TITLES.get(name, name), there))
+    write_whole(out / "report.md", as_markdown(HEADINGS.get(name, name), there))
     return f"The page: {out}/report.md"
 
 
@@ -212,15 +212,16 @@ UNTUNED = "Each minus the cell whose settings it has but for its change; none is
 
 def state(name: str, file: Path, plan: Plan, records: Mapping[str, Record]) -> str:
     """Return how much of the plan is in the page, and what it was made with."""
-    far = sum(bool(drifted({"before": r.before, "after": r.after})) for r in records.values())
-    machines = Counter(", ".join(f"{k} {v}" for k, v in r.machine.items()) for r in records.values())
-    commits = Counter(r.commit for r in records.values())
+    runs = {frozenset(r.command): r for r in records.values()}.values()  # one may stand in two blocks
+    far = sum(bool(drifted({"before": r.before, "after": r.after})) for r in runs)
+    machines = Counter(", ".join(f"{k} {v}" for k, v in r.machine.items()) for r in runs)
+    commits = Counter(r.commit for r in runs)
     made = "; ".join(
         f"{n} runs on {machine or 'a machine not noted'}" for machine, n in machines.most_common()
     )
     at = "; ".join(f"{n} at `{(commit or 'no noted commit')[:12]}`" for commit, n in commits.most_common())
     return (
-        f"{told(plan, records)}. {len(records)} records are in this page, {far} of which went far from their "
+        f"{told(plan, records)}. {len(runs)} runs are in this page, {far} of which went far from their "
         "start (ten tokens longer answers, or more than 1 nat a token)."
         + (f" Made by `python -m study {name}`: {made}; {at}. " if records else " ")
         + "Each line of a file of records is a run: `python train.py` with its `command` and "

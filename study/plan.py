@@ -146,12 +146,24 @@ def read_plan(path: Path) -> Plan:
     """Raises ConfigError for a part that is missing, unknown or of the wrong type."""
     raw = read_yaml("plan", path, "is neither a plan of the study nor a file")
     parts(f"{path}", raw, {"seconds": dict, "parts": dict})
+    for task in raw["seconds"]:
+        parts(f"seconds.{task}", raw["seconds"][task], dict.fromkeys(("offline", "online"), int))
+    parts("parts", raw["parts"], dict.fromkeys(raw["parts"], dict))
     tasks = {task: read_task(folder) for task, folder in FOLDERS.items()}
     blocks: list[Block] = []
     for name, part in raw["parts"].items():
         given = {"settings": {}, "seeds": [], "tuned": False} | part
         kinds = {"hours": object, "settings": dict, "seeds": list, "tuned": bool, "blocks": dict}
         parts(f"parts.{name}", given, kinds)
+        parts(f"parts.{name}.blocks", given["blocks"], dict.fromkeys(given["blocks"], dict))
+        for key, block in given["blocks"].items():
+            task = block.get("task")
+            require(
+                task in raw["seconds"],
+                f"{key}: task",
+                task,
+                f"has no seconds: {', '.join(raw['seconds'])} have",
+            )
         blocks += [
             _block(name, key, {"seeds": given["seeds"]} | block, given, tasks)
             for key, block in given["blocks"].items()
@@ -174,10 +186,14 @@ def _block(part: str, name: str, raw: Any, shared: Settings, tasks: Mapping[str,
         "test": dict,
     }
     parts(f"{part}.{name}", whole, kinds)
+    parts(f"{name}: cells", whole["cells"], dict.fromkeys(whole["cells"], dict))
+    parts(f"{name}: grid", whole["grid"], dict.fromkeys(whole["grid"], list))
     require(whole["task"] in tasks, f"{name}: task", whole["task"], f"is none of {', '.join(tasks)}")
     task, loss = tasks[whole["task"]], whole["loss"]
     test, seeds, cells, like = dict(whole["test"]), whole["seeds"], {}, {}
     if test:
+        of_test = {"claim": str, "held": str, "kind": str, "effect": object, "deviation": object}
+        parts(f"{name}: test", test, of_test | {"measured": list, "seeds": int})
         seeds = range(FRESH, FRESH + test.pop("seeds"))
         require(test["kind"] in (DIFFERENT, SAME), f"{name}: kind", test["kind"], f"is {DIFFERENT} or {SAME}")
         require(len(whole["cells"]) == 2, f"{name}: cells", list(whole["cells"]), "must be two")
