@@ -156,18 +156,15 @@ def read_plan(path: Path) -> Plan:
         kinds = {"hours": object, "settings": dict, "seeds": list, "tuned": bool, "blocks": dict}
         parts(f"parts.{name}", given, kinds)
         parts(f"parts.{name}.blocks", given["blocks"], dict.fromkeys(given["blocks"], dict))
-        for key, block in given["blocks"].items():
-            task = block.get("task")
-            require(
-                task in raw["seconds"],
-                f"{key}: task",
-                task,
-                f"has no seconds: {', '.join(raw['seconds'])} have",
-            )
         blocks += [
             _block(name, key, {"seeds": given["seeds"]} | block, given, tasks)
             for key, block in given["blocks"].items()
         ]
+    for one in blocks:
+        have = ", ".join(raw["seconds"])
+        require(
+            one.task in raw["seconds"], f"{one.sweep.name}: task", one.task, f"has no seconds; {have} have"
+        )
     hours = {name: number(f"parts.{name}.hours", part["hours"]) for name, part in raw["parts"].items()}
     return Plan(tuple(blocks), hours, raw["seconds"])
 

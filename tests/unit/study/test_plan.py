@@ -146,6 +146,7 @@ def broken(change):
             "dpo-oflin.*is none of",
         ),
     ],
+    ids=lambda text: text if len(text) < 40 else "broken",
 )
 def test_what_is_no_plan_is_refused_by_the_part_that_is_wrong(text, key, tmp_path):
     (tmp_path / "mine.yaml").write_text(text)
