@@ -157,7 +157,7 @@ def write_page(name: str, file: Path, plan: Plan, records: Mapping[str, Record],
     for stem, figure in drawn.items():
         (out / f"{stem}.svg").write_bytes(svg(figure))
     there = [s if s.figure is None or s.figure[0] in drawn else replace(s, figure=None) for s in sections]
-    write_whole(out / "report.md", as_markdown(HEADINGS.get(name, name), there))
+    write_whole(out / "report.md", as_markdown(HEADINGS.get(file.stem, file.stem), there))
     return f"The page: {out}/report.md"
 
 

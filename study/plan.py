@@ -236,6 +236,8 @@ def told(plan: Plan, there: Mapping[str, Record], failed: Sequence[str] = ()) ->
     spent, slower, lines, left = spent_hours(plan, there), pace(plan, there), [], 0.0
     for part, hours in plan.hours.items():
         runs = [(block, run) for block, run in plan.runs() if block.part == part]
+        if not runs:  # left out (--only)
+            continue
         missing = slower * sum(plan.cost(block, run) for block, run in runs if run.name not in there) / 3600
         left += (now := max(0.0, min(missing, hours - spent[part])))
         done = sum(run.name in there for _, run in runs)
