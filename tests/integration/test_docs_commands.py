@@ -75,7 +75,7 @@ RULES = [
     Rule(r"make eval-tools$"),
     Rule(r"make docs$"),
     Rule(r"make venv( GPU=1| PYTHON=python3)?$", swapped={"GPU=1": "GPU=0"}),  # gigabytes for a GPU
-    Rule(r"make study", "MODE=mine.yaml ARGS='--jobs 1'"),
+    Rule(r"make study", "MODE=mine.yaml ARGS='--jobs 1'", {"MODE=evidence": "MODE=mine.yaml"}),
     # Its server ends with a signal alone: what it would show is listed
     Rule(r"tensorboard ", "--inspect", {r"^tensorboard": "python -m tensorboard.main"}),
     # Programs that are only named
