@@ -163,7 +163,7 @@ def sanity(suite: Suite, loss: str, variant: str) -> Iterator[Gate]:
     prompts = len({group.prompt.id for group in read_groups(suite.sanity_set)})
     words = ["data.verifier=data.constraints.all_met", "n_eval_samples=8", "lr=1e-4", "warmup=0"]
     if online := "online" in variant:
-        words += [f"rounds.contexts={prompts * 12}", f"rounds.contexts_per_round={prompts}"]
+        words += [f"rounds.contexts={prompts * 16}", f"rounds.contexts_per_round={prompts}"]
         words += ["model.batch_size=64", suite.sampler[0]]
     else:
         words += ["n_epochs=auto", "n_examples=96", f"model.batch_size={8 if loss == 'dpo' else 16}"]

@@ -126,7 +126,7 @@ RULES = [
         {"in=constrained": "in=labelled", "out=labelled": "out=scored"},
     ),
     Rule(r"python label\.py ", "overwrite_out=true"),
-    Rule(r"python -m tools\.constraint_rates "),
+    Rule(r"python -m tools\.(constraint_rates|dialogue_parts) "),
     # Evaluation
     Rule(r"python eval\.py .*kind=alpacaeval alpacaeval\.annotations"),
     Rule(r"python eval\.py .*kind=alpacaeval", f"limit=4 {JUDGED}"),
@@ -151,6 +151,7 @@ RULES = [
         f"{OFFLINE} n_eval_samples=1 --only '*-foreign-no_humanline-none-shapeppo-s1'",
     ),
     Rule(r"python -m launch\.sweep sweeps/constraints", f"{EVERY} --only '*-offline-lr1e-05-beta0.1-s11'"),
+    Rule(r"python -m launch\.sweep sweeps/preferences", f"{OFFLINE} --only '*-offline-s1'"),
     Rule(r"python -m launch\.sweep .*--rate", "--only '*-kto-offline-s1'"),
     Rule(r"python -m launch\.sweep .*--local 4", f"{OFFLINE} --only '*-kto-*-s1'"),
     Rule(r"python -m launch\.sweep .*--local", SWEPT),
@@ -193,6 +194,14 @@ MADE = {
     r"runs/my-reward": (
         "runs/my-reward/summary.json",
         [f"python train.py loss=bradley_terry exp_name=my-reward {OFFLINE}"],
+    ),
+    r"parts/|preferences|runs/judge": (
+        "parts/policy.jsonl",
+        ["python -m tools.dialogue_parts harmless.jsonl.gz parts"],
+    ),
+    r"runs/judge": (
+        "runs/judge/summary.json",
+        [f"python train.py loss=bradley_terry model=smollm2-135m-instruct exp_name=judge {OFFLINE}"],
     ),
     r"runs/adder-": (
         "runs/adder-dpo-humanline-s1",

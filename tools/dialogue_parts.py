@@ -1,0 +1,52 @@
+"""Cut dialogues of Anthropic HH into parts that share no opening, by dialogue and not by row:
+
+    python -m tools.dialogue_parts harmless.jsonl.gz parts      # parts/{reward,policy,test}.jsonl
+
+A reward model learns from the first part, a policy from the second, and both are tested on the third. Rows that
+open with the same human turn are continuations of one dialogue, and come into one part, which a hash of that
+turn chooses.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections import defaultdict
+from pathlib import Path
+
+from common.files import write_whole
+from common.options import options_of
+
+SHARES = {"reward": 0.5, "policy": 0.3, "test": 0.2}
+
+
+def part_of(opening: str) -> str:
+    """Return the part of the dialogue whose first human turn is ``opening``."""
+    place, end = int(hashlib.sha256(opening.encode()).hexdigest(), 16) / 2**256, 0.0
+    for name, share in SHARES.items():
+        end += share
+        if place < end:
+            return name
+    return name
+
+
+def main() -> None:
+    parser = options_of("python -m tools.dialogue_parts", __doc__)
+    parser.add_argument("file", type=Path, help="a file of HH, .jsonl or .jsonl.gz")
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    parts: dict[str, list[str]] = defaultdict(list)
+    opened = gzip.open if args.file.suffix == ".gz" else open
+    with opened(args.file, "rt", encoding="utf-8") as lines:
+        for line in lines:
+            opening = json.loads(line)["chosen"].partition("\n\nAssistant:")[0]
+            parts[part_of(opening)].append(line)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in parts.items():
+        write_whole(args.folder / f"{name}.jsonl", "".join(rows))
+        print(f"{args.folder / name}.jsonl: {len(rows)} rows")
+
+
+if __name__ == "__main__":
+    main()
