@@ -2,9 +2,9 @@
 
     python -m tools.dialogue_parts harmless.jsonl.gz parts      # parts/{reward,policy,test}.jsonl
 
-A reward model learns from the first part, a policy from the second, and both are tested on the third. Rows that
-open with the same human turn are continuations of one dialogue, and come into one part, which a hash of that
-turn chooses.
+A reward model learns from the first part, a policy from the second, and both are tested on the third. Rows
+that open with the same human turn are continuations of one dialogue, and come into one part, which a hash of
+that turn chooses.
 """
 
 from __future__ import annotations

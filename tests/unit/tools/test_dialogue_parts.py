@@ -12,23 +12,24 @@ import pytest
 from tools import dialogue_parts
 
 
-def row(opening: str, *turns: str) -> str:
-    asked = f"\n\nHuman: {opening}" + "".join(turns)
-    return json.dumps({"chosen": f"{asked}\n\nAssistant: Yes.", "rejected": f"{asked}\n\nAssistant: No."}) + "\n"
+def row(opening: str, later: str) -> str:
+    asked = f"\n\nHuman: {opening}{later}"
+    return json.dumps({"chosen": f"{asked}\n\nAssistant: Yes.", "rejected": f"{asked}\n\nAssistant: No."})
 
 
 def test_continuations_of_a_dialogue_are_in_one_part_and_no_row_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "pairs.jsonl.gz"
-    rows = [row(f"Question {i % 300}?", "\n\nAssistant: What?\n\nHuman: That." * (i // 300)) for i in range(900)]
+    file, folder = tmp_path / "pairs.jsonl.gz", tmp_path / "parts"
+    later = "\n\nAssistant: What?\n\nHuman: That."
+    rows = [row(f"Question {i % 300}?", later * (i // 300)) for i in range(900)]
     with gzip.open(file, "wt", encoding="utf-8") as out:
-        out.writelines(rows)
-    monkeypatch.setattr(sys, "argv", ["dialogue_parts", str(file), str(tmp_path / "parts")])
+        out.write("\n".join(rows) + "\n")
+    monkeypatch.setattr(sys, "argv", ["dialogue_parts", str(file), str(folder)])
     dialogue_parts.main()
-    written = {part.stem: part.read_text().splitlines(keepends=True) for part in (tmp_path / "parts").iterdir()}
-    assert sorted(sum(written.values(), [])) == sorted(rows)
-    openings = {name: {json.loads(line)["chosen"].split("?")[0] for line in lines} for name, lines in written.items()}
-    assert sum(map(len, openings.values())) == len(set.union(*openings.values())) == 300
+    written = {part.stem: part.read_text().splitlines() for part in folder.iterdir()}
+    assert sorted(line for lines in written.values() for line in lines) == sorted(rows)
+    openings = [{json.loads(line)["chosen"].split("?")[0] for line in lines} for lines in written.values()]
+    assert sum(map(len, openings)) == len(set.union(*openings)) == 300
     for name, share in dialogue_parts.SHARES.items():
         assert abs(len(written[name]) / 900 - share) < 0.1
