@@ -151,7 +151,7 @@ RULES = [
         f"{OFFLINE} n_eval_samples=1 --only '*-foreign-no_humanline-none-shapeppo-s1'",
     ),
     Rule(r"python -m launch\.sweep sweeps/constraints", f"{EVERY} --only '*-offline-lr1e-05-beta0.1-s11'"),
-    Rule(r"python -m launch\.sweep sweeps/preferences", f"{OFFLINE} --only '*-offline-s1'"),
+    Rule(r"python -m launch\.sweep sweeps/preferences", f"{EVERY} --only '*-offline-s1'"),
     Rule(r"python -m launch\.sweep .*--rate", "--only '*-kto-offline-s1'"),
     Rule(r"python -m launch\.sweep .*--local 4", f"{OFFLINE} --only '*-kto-*-s1'"),
     Rule(r"python -m launch\.sweep .*--local", SWEPT),
