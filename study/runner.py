@@ -68,6 +68,8 @@ def run_plan(
 
     def keep(name: str) -> None:
         append_record(file, read_record(runs_by_name[name], runs_dir / name))
+        # First, so that --report in between reads no half of a folder
+        (runs_dir / name / FACTS).unlink(missing_ok=True)
         shutil.rmtree(runs_dir / name)
 
     for name in runs_by_name:  # finished just before an earlier start was killed
