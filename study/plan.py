@@ -1,6 +1,7 @@
-"""The study's plans: sweeps on the two embedded tasks, by part, and confirmatory tests.
+"""The study's plans: sweeps on its tasks, by part, and confirmatory tests.
 
-``study/evidence.yaml`` and ``study/paper.yaml`` are plans. Nothing about a run is decided elsewhere.
+``study/evidence.yaml``, ``paper.yaml`` and ``constraints.yaml`` are plans. Nothing about a run is decided
+elsewhere.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from reports.statistics import SIGNIFICANT
 from study.records import Record, collect
 from study.tasks import FOLDERS, TITLES, Task, number, parts, read_task, read_yaml
 
-PLANS = {name: Path(__file__).with_name(f"{name}.yaml") for name in ("paper", "evidence")}
+PLANS = {name: Path(__file__).with_name(f"{name}.yaml") for name in ("paper", "evidence", "constraints")}
 _DOCS = Path(__file__).parents[1] / "docs" / "study"
 PUBLISHED = {
-    "paper": [_DOCS / "paper" / f"{title}.jsonl" for title in TITLES.values()],
+    "paper": [_DOCS / "paper" / f"{title}.jsonl" for title in ("sums", "stories")],
     "evidence": [_DOCS / "evidence" / "runs.jsonl"],
+    "constraints": [_DOCS / "constraints" / "runs.jsonl"],
 }
 MAIN = "main"
 DIFFERENT, SAME = "different", "same"

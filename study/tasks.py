@@ -1,5 +1,5 @@
-"""The two embedded tasks of the study, from their files: the settings of {DPO, KTO, GRPO} x the variants of
-training, and what tuning chose for each of these cells."""
+"""The study's tasks, from their files: the settings of losses x the variants of training, and what tuning
+chose for each of these cells. Two are embedded, the third is a real model's."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from common.errors import ConfigError, require
 from config.files import Loader
 from launch.grid import Settings
 
-FOLDERS = {name: Path(__file__).parent / name for name in ("adder", "instruct")}
-TITLES = {"adder": "sums", "instruct": "stories"}
+FOLDERS = {name: Path(__file__).parent / name for name in ("adder", "instruct", "constraints")}
+TITLES = {"adder": "sums", "instruct": "stories", "constraints": "constraints"}
 
 
 @dataclass(frozen=True)
 class Task:
     """``cells``: ``dpo-offline`` … -> its settings but the tuned ones. ``tuned``: the same cells -> learning
-    rate and anchor (β, or GRPO's ε) that tuning chose."""
+    rate and anchor (β, or GRPO's ε) that tuning chose; none where the folder has no chosen.yaml."""
 
     cells: Mapping[str, Settings]
     tuned: Mapping[str, Settings]
 
     def settings(self, cell: str, tuned: bool) -> Settings:
+        """Raises ConfigError for ``tuned`` where tuning chose nothing."""
+        require(not tuned or cell in self.tuned, "tuned", cell, "has no tuned settings")
         return self.cells[cell] | (self.tuned[cell] if tuned else {})
 
 
@@ -46,6 +48,8 @@ def read_task(folder: Path) -> Task:
             settings["rounds.examples"] = raw["losses"][loss]["n_examples"]
         own = raw["exceptions"].get(f"{loss}-{variant}", {})
         cells[f"{loss}-{variant}"] = raw["base"] | settings | own
+    if not (folder / "chosen.yaml").is_file():
+        return Task(cells, {})
     chosen = read_yaml("task", folder / "chosen.yaml", "is not a file")
     parts(f"{folder}/chosen.yaml", chosen, {"cells": dict})
     parts(f"{folder}/chosen.yaml", chosen["cells"], dict.fromkeys(cells, dict))

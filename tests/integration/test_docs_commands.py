@@ -150,7 +150,6 @@ RULES = [
         r"python -m launch\.sweep sweeps/off_policy",
         f"{OFFLINE} n_eval_samples=1 --only '*-foreign-no_humanline-none-shapeppo-s1'",
     ),
-    Rule(r"python -m launch\.sweep sweeps/constraints", f"{EVERY} --only '*-offline-lr1e-05-beta0.1-s11'"),
     Rule(r"python -m launch\.sweep sweeps/preferences", f"{EVERY} --only '*-offline-s1'"),
     Rule(r"python -m launch\.sweep .*--rate", "--only '*-kto-offline-s1'"),
     Rule(r"python -m launch\.sweep .*--local 4", f"{OFFLINE} --only '*-kto-*-s1'"),
@@ -164,8 +163,12 @@ RULES = [
     Rule(r"python -m launch\.doctor "),
     Rule(r"python -m reports\.report "),
     # The study, benchmarks
-    Rule(r"python -m study (evidence|paper) --report$"),
-    Rule(r"python -m study ", "--jobs 1", {r" (quick|paper|evidence)\b": " mine.yaml", r" --only \S+": ""}),
+    Rule(r"python -m study (evidence|paper|constraints) --report$"),
+    Rule(
+        r"python -m study ",
+        "--jobs 1",
+        {r" (quick|paper|evidence|constraints)\b": " mine.yaml", r" --only \S+": ""},
+    ),
     Rule(r"python -m study\.prospect_figure ", "--prompts 4"),
     Rule(r"python -m benchmarks\.gpu_check", "--device cpu --only paths"),
     Rule(r"python -m benchmarks\.balance", "--data adder --ranks 2 --shapes 4x1 --batches 2"),
