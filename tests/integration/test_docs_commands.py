@@ -75,7 +75,7 @@ RULES = [
     Rule(r"make eval-tools$"),
     Rule(r"make docs$"),
     Rule(r"make venv( GPU=1| PYTHON=python3)?$", swapped={"GPU=1": "GPU=0"}),  # gigabytes for a GPU
-    Rule(r"make study", "MODE=mine.yaml ARGS='--jobs 1'", {"MODE=evidence": "MODE=mine.yaml"}),
+    Rule(r"make study", "MODE=mine.yaml ARGS='--jobs 1 --name a-study'", {"MODE=evidence": "MODE=mine.yaml"}),
     # Its server ends with a signal alone: what it would show is listed
     Rule(r"tensorboard ", "--inspect", {r"^tensorboard": "python -m tensorboard.main"}),
     # Programs that are only named
@@ -166,7 +166,7 @@ RULES = [
     Rule(r"python -m study (evidence|paper|constraints) --report$"),
     Rule(
         r"python -m study ",
-        "--jobs 1",
+        "--jobs 1 --name a-study",  # runs/mine is a run's
         {r" (quick|paper|evidence|constraints)\b": " mine.yaml", r" --only \S+": ""},
     ),
     Rule(r"python -m study\.prospect_figure ", "--prompts 4"),
