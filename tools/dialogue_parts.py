@@ -15,8 +15,10 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
+from common.errors import ConfigError, require
 from common.files import write_whole
 from common.options import options_of
+from config.cli import guarded
 
 SHARES = {"reward": 0.5, "policy": 0.3, "test": 0.2}
 
@@ -31,21 +33,32 @@ def part_of(opening: str) -> str:
     return name
 
 
+def cut(file: Path, folder: Path) -> None:
+    """Write the parts of ``file`` into ``folder``. Raises ConfigError for a file or a line that is not HH's,
+    and OSError."""
+    require(file.is_file(), "file", file, "is not a file")
+    parts: dict[str, list[str]] = defaultdict(list)
+    opened = gzip.open if file.suffix == ".gz" else open
+    with opened(file, "rt", encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                opening = json.loads(line)["chosen"].partition("\n\nAssistant:")[0]
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                wanted = f"line {number} has no text `chosen` ({type(error).__name__}): files of HH have one"
+                raise ConfigError("file", file, wanted) from error
+            parts[part_of(opening)].append(line)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in parts.items():
+        write_whole(folder / f"{name}.jsonl", "".join(rows))
+        print(f"{folder / name}.jsonl: {len(rows)} rows")
+
+
 def main() -> None:
     parser = options_of("python -m tools.dialogue_parts", __doc__)
     parser.add_argument("file", type=Path, help="a file of HH, .jsonl or .jsonl.gz")
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
-    parts: dict[str, list[str]] = defaultdict(list)
-    opened = gzip.open if args.file.suffix == ".gz" else open
-    with opened(args.file, "rt", encoding="utf-8") as lines:
-        for line in lines:
-            opening = json.loads(line)["chosen"].partition("\n\nAssistant:")[0]
-            parts[part_of(opening)].append(line)
-    args.folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in parts.items():
-        write_whole(args.folder / f"{name}.jsonl", "".join(rows))
-        print(f"{args.folder / name}.jsonl: {len(rows)} rows")
+    guarded(lambda: cut(args.file, args.folder))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import ConfigError
 from tools import dialogue_parts
 
 
@@ -33,3 +34,11 @@ def test_continuations_of_a_dialogue_are_in_one_part_and_no_row_is_lost(
     assert sum(map(len, openings)) == len(set.union(*openings)) == 300
     for name, share in dialogue_parts.SHARES.items():
         assert abs(len(written[name]) / 900 - share) < 0.1
+
+
+@pytest.mark.parametrize("text", ['{"prompt": "a"}', "[1]", "chosen", '{"chosen": 3}'])
+def test_a_line_of_another_form_is_refused_by_its_number(text: str, tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text(row("Question?", "") + "\n" + text + "\n")
+    with pytest.raises(ConfigError, match="line 2 has no text `chosen`"):
+        dialogue_parts.cut(tmp_path / "pairs.jsonl", tmp_path / "parts")
+    assert not (tmp_path / "parts").exists()
