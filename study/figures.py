@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -36,10 +36,14 @@ def canvas(columns: int, width: float, height: float, rows: int = 1, **keywords:
         return figure, figure.subplots(rows, columns, squeeze=False, **keywords)
 
 
-def place(axes: Any, block: Block) -> Any:
-    """Return the block's axes among two rows of three, a row for a task and a column for a loss; its title is
-    set."""
-    ax = axes[list(TITLES).index(block.task)][LOSSES.index(block.loss)]
+def tasks_of(blocks: Iterable[Block]) -> list[str]:
+    there = {block.task for block in blocks}
+    return [task for task in TITLES if task in there]
+
+
+def place(axes: Any, block: Block, tasks: Sequence[str]) -> Any:
+    """Return the block's axes, in a row for each of ``tasks`` and a column for each loss, with its title."""
+    ax = axes[tasks.index(block.task)][LOSSES.index(block.loss)]
     ax.set_title(f"{block.loss.upper()}, {TITLES[block.task]}", fontsize=9)
     return ax
 
@@ -48,9 +52,10 @@ def variants_figure(blocks: Sequence[Block], values: Values) -> Figure | None:
     """Draw each cell of the blocks: mean, interval and every seed."""
     if not any(name in values for block in blocks for name in block.sweep.coordinates):
         return None
-    figure, axes = canvas(3, 11, 5, rows=2, sharey="row")
+    tasks = tasks_of(blocks)
+    figure, axes = canvas(3, 11, 2.5 * len(tasks), rows=len(tasks), sharey="row")
     for block in blocks:
-        ax = place(axes, block)
+        ax = place(axes, block, tasks)
         for x, cell in enumerate(block.sweep.cells):
             points = list(values.get(f"{block.sweep.name}-{cell}", {}).values())
             color = VARIANTS.get(cell, GREY)
@@ -69,16 +74,17 @@ def surface_figure(arms: Mapping[str, tuple[Block, Frontier]]) -> Figure | None:
     if not arms:
         return None
     colors = {"plain": RED, "k1": ORANGE, "k16": PURPLE, "online": BLUE}
-    figure, axes = canvas(3, 11, 6.4, rows=2, sharey="row")
+    tasks = tasks_of(block for block, _ in arms.values())
+    figure, axes = canvas(3, 11, 3.2 * len(tasks), rows=len(tasks), sharey="row")
     for block, surface in arms.values():
-        ax = place(axes, block)
+        ax = place(axes, block, tasks)
         for arm, points in surface.arms.items():
             dots = [(p.kl[s], p.score[s]) for p in points.values() for s in p.score.keys() & p.kl.keys()]
-            ax.plot(*zip(*dots, strict=True), ".", color=colors[arm], markersize=3, alpha=0.5)
+            ax.plot(*zip(*dots, strict=True), ".", color=colors.get(arm, GREY), markersize=3, alpha=0.5)
             lines = [line for seed in surface.seeds if len((line := surface.frontier(arm, seed))[0])]
             at = np.geomspace(max(kl[0] for kl, _ in lines) + 1e-4, min(kl[-1] for kl, _ in lines), 60)
             middle = np.mean([np.interp(at, *line) for line in lines], axis=0)
-            ax.plot(at, middle, color=colors[arm], label=arm)
+            ax.plot(at, middle, color=colors.get(arm, GREY), label=arm)
         ax.set_xscale("log")
         ax.set_xlabel("KL from the start, nats a token")
     for row in axes:
@@ -109,13 +115,14 @@ def lag_figure(blocks: Sequence[Block], values: Values) -> Figure | None:
     if not any(f"{block.sweep.name}-d1" in values for block in blocks):
         return None
     colors = {"delayed": GREEN, "periodic": ORANGE, "ema": PURPLE}
-    figure, axes = canvas(3, 11, 6.4, rows=2)
+    tasks = tasks_of(blocks)
+    figure, axes = canvas(3, 11, 3.2 * len(tasks), rows=len(tasks))
 
     def middle(cell: str) -> float:
         return fmean(values[cell].values()) if cell in values else math.nan
 
     for block in blocks:
-        name, ax = block.sweep.name, place(axes, block)
+        name, ax = block.sweep.name, place(axes, block, tasks)
         for schedule, color in colors.items():
             scores = [middle(f"{name}-d1"), *(middle(f"{name}-d{d}-{schedule}") for d in (2, 4, 8))]
             ax.plot((1, 2, 4, 8), scores, "o-", color=color, label=schedule, markersize=3)

@@ -9,16 +9,16 @@ that turn chooses.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 from collections import defaultdict
 from pathlib import Path
 
-from common.errors import ConfigError, require
+from common.errors import DataError
 from common.files import write_whole
 from common.options import options_of
 from config.cli import guarded
+from data.rows import Dropped, read_rows
 
 SHARES = {"reward": 0.5, "policy": 0.3, "test": 0.2}
 
@@ -34,19 +34,16 @@ def part_of(opening: str) -> str:
 
 
 def cut(file: Path, folder: Path) -> None:
-    """Write the parts of ``file`` into ``folder``. Raises ConfigError for a file or a line that is not HH's,
-    and OSError."""
-    require(file.is_file(), "file", file, "is not a file")
+    """Write the parts of ``file`` into ``folder``. Raises ConfigError for what is no file of rows, DataError
+    for a row that is not HH's, and OSError."""
     parts: dict[str, list[str]] = defaultdict(list)
-    opened = gzip.open if file.suffix == ".gz" else open
-    with opened(file, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                opening = json.loads(line)["chosen"].partition("\n\nAssistant:")[0]
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                wanted = f"line {number} has no text `chosen` ({type(error).__name__}): files of HH have one"
-                raise ConfigError("file", file, wanted) from error
-            parts[part_of(opening)].append(line)
+    for row in read_rows(file, "file"):
+        if isinstance(row, Dropped):
+            raise DataError(f"{file}, row {row.row}: {row.reason}")
+        chosen = row.values.get("chosen")
+        if not isinstance(chosen, str):
+            raise DataError(f"{file}, row {row.number}: has no text `chosen`, which the rows of HH have")
+        parts[part_of(chosen.partition("\n\nAssistant:")[0])].append(json.dumps(dict(row.values)) + "\n")
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in parts.items():
         write_whole(folder / f"{name}.jsonl", "".join(rows))
@@ -55,7 +52,7 @@ def cut(file: Path, folder: Path) -> None:
 
 def main() -> None:
     parser = options_of("python -m tools.dialogue_parts", __doc__)
-    parser.add_argument("file", type=Path, help="a file of HH, .jsonl or .jsonl.gz")
+    parser.add_argument("file", type=Path, help="a file of HH")
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
     guarded(lambda: cut(args.file, args.folder))

@@ -11,6 +11,7 @@ import yaml
 from common.errors import ConfigError
 from launch.composing import Composer
 from study.__main__ import QUICK_SEEDS, main
+from study.figures import variants_figure
 from study.page import effects_of
 from study.plan import MAIN, PLANS, PUBLISHED, known, read_plan
 from study.records import SAMPLED, read_records
@@ -57,6 +58,13 @@ def test_the_real_model_s_cells_see_as_many_answers_in_as_many_steps_and_are_tun
             if config.online:
                 length = config.rounds.contexts_per_round * (8 if block.loss == "grpo" else 1)
                 assert length / config.model.batch_size == 4, "a round's steps"
+
+
+def test_a_figure_has_a_row_for_each_task_of_its_blocks():
+    constraints = read_plan(PLANS["constraints"]).blocks
+    for blocks, rows in ((constraints, 1), (PAPER.only([MAIN]).blocks, 2)):
+        figure = variants_figure(blocks, {next(iter(blocks[0].sweep.coordinates)): {1: 30.0}})
+        assert len(figure.axes) == 3 * rows
 
 
 def test_a_cell_has_the_tuned_settings_of_the_cell_it_is_like_but_for_its_own_changes():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError
+from common.errors import DataError
 from tools import dialogue_parts
 
 
@@ -36,9 +36,9 @@ def test_continuations_of_a_dialogue_are_in_one_part_and_no_row_is_lost(
         assert abs(len(written[name]) / 900 - share) < 0.1
 
 
-@pytest.mark.parametrize("text", ['{"prompt": "a"}', "[1]", "chosen", '{"chosen": 3}'])
-def test_a_line_of_another_form_is_refused_by_its_number(text: str, tmp_path: Path) -> None:
-    (tmp_path / "pairs.jsonl").write_text(row("Question?", "") + "\n" + text + "\n")
-    with pytest.raises(ConfigError, match="line 2 has no text `chosen`"):
+@pytest.mark.parametrize("text", [b'{"prompt": "a"}', b"[1]", b"chosen", b'{"chosen": 3}', b"\xb4\xff"])
+def test_a_row_of_another_form_is_refused_by_its_number(text: bytes, tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_bytes(row("Question?", "").encode() + b"\n" + text + b"\n")
+    with pytest.raises(DataError, match="row 2: "):
         dialogue_parts.cut(tmp_path / "pairs.jsonl", tmp_path / "parts")
     assert not (tmp_path / "parts").exists()
