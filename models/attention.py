@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from common.errors import require
 from config.schema_model import ModelConfig
@@ -30,6 +31,7 @@ from models import flash_kernel
 from models.simulated import has_gpu, on_gpu, simulates_gpu
 
 PACKED = "packed_rows"
+DECODING = "grouped_decoding"
 MODEL_TYPES = (
     *("llama", "qwen2", "qwen3", "mistral", "gemma", "phi", "phi3", "olmo", "olmo2", "smollm3", "starcoder2"),
     *("gpt_neox", "gpt2", "gpt_bigcode", "granite", "cohere", "glm", "glm4", "arcee", "apertus", "helium"),
@@ -367,4 +369,25 @@ def _flash(
     return cast(Tensor, out)[None]
 
 
+def decode(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **others: Any
+) -> tuple[Tensor, None]:
+    """Return [B, L, H, d], transformers' sdpa of query [B, H, L, d] to key and value [B, H', S, d]. Where
+    every row has one new token, the H / H' query heads of a key head are that head's L: transformers would
+    copy all keys and values for each of them, at each token."""
+    heads, keys = query.shape[1], key.shape[1]
+    if query.shape[2] > 1 or heads == keys or others.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **others)
+    out = F.scaled_dot_product_attention(
+        query.unflatten(1, (keys, heads // keys)).squeeze(3),
+        key,
+        value,
+        attn_mask=attention_mask,
+        scale=others.get("scaling"),
+    )
+    return out.flatten(1, 2)[:, None], None
+
+
 AttentionInterface.register(PACKED, attend)
+AttentionInterface.register(DECODING, decode)
+AttentionMaskInterface.register(DECODING, sdpa_mask)

@@ -26,7 +26,7 @@ from transformers import (
 from common.errors import ConfigError, require
 from config.schema_model import SELECTIVE
 from data.types import Sequences
-from models.attention import PACKED, packable, row_limits
+from models.attention import DECODING, PACKED, packable, row_limits
 from models.logprobs import chunked_collisions, chunked_entropies, chunked_logprobs
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class Policy(nn.Module):
         run uncompiled."""
         generate, config = cast(Callable[..., Tensor], self.model.generate), causal_lm(self.model).config
         if self.packs:  # that kernel supports neither a cache nor padding on the left
-            config._attn_implementation = "sdpa"
+            config._attn_implementation = DECODING
         # A cache would make dynamo compile the layers again for each of them. At its limit it would leave
         # them uncompiled, in training too.
         stance = torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()

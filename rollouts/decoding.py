@@ -115,6 +115,8 @@ class Decoder:
         cache = None if self.synced else selectable_cache(self.policy)
         rows = np.arange(len(ids))  # that have not ended
         with without_generation_defaults(self.policy):
+            if cache is not None:
+                self._read_once(ids, mask, cache, stops[0])
             while len(rows):
                 done = ids.shape[1] - width
                 steps: list[LogitsProcessor] = []
@@ -150,6 +152,16 @@ class Decoder:
                 mask = torch.cat([mask, mask.new_ones(made.shape)], dim=1)[kept]
                 ids, rows = ids[kept], rows[going]
         return tokens, logprobs
+
+
+    def _read_once(self, ids: Tensor, mask: Tensor, cache: DynamicCache, pad: int) -> None:
+        """Compute the keys and values of prompts that several rows have once, all but the last token's. ``ids``
+        and ``mask``: [R, P]. Does nothing where most rows have prompts of their own."""
+        distinct, places = torch.stack([ids, mask]).unique(dim=1, return_inverse=True)
+        if distinct.shape[1] <= len(ids) / 2 and ids.shape[1] > 1:
+            once = GenerationConfig(max_new_tokens=1, do_sample=False, pad_token_id=pad)
+            self.policy.generate(*distinct[..., :-1], once, past_key_values=cache)
+            cache.batch_select_indices(places)
 
 
 def selectable_cache(policy: Policy) -> DynamicCache | None:

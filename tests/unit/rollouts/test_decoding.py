@@ -10,7 +10,9 @@ import pytest
 import torch
 from transformers import Phi3ForCausalLM
 from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from models.attention import decode
 from models.distributed import start
 from models.policy import Policy
 from rollouts.decoding import ENDED, FEWEST, Decoder, GrowingLayer, ManyEnded, selectable_cache
@@ -77,6 +79,41 @@ def test_rows_that_stay_are_continued_as_if_none_had_left(family):
     for row, length in enumerate(lengths):
         assert np.array_equal(leaving[0][row, :length], together[0][row, :length]), row
         np.testing.assert_allclose(leaving[1][row, :length], together[1][row, :length], atol=2e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_that_several_rows_have_is_computed_once(family):
+    policy, computed = tiny(family), []
+    prompts, limits, draws = batch(3 * FEWEST)
+    prompts = [prompts[row // 8] for row in range(len(prompts))]
+    wanted = Decoder(policy, CPU, synced=True).decode(prompts, limits, draws, 0.9, 0.95, STOPS)
+    policy.model.register_forward_pre_hook(
+        lambda module, args, given: computed.append(given["input_ids"].shape), with_kwargs=True
+    )
+    found = Decoder(policy, CPU, synced=False).decode(prompts, limits, draws, 0.9, 0.95, STOPS)
+    longest = max(map(len, prompts))
+    if selectable_cache(policy) is not None:
+        assert computed[:2] == [(len(prompts) // 8, longest - 1), (len(prompts), 1)]
+    else:
+        assert computed[0] == (len(prompts), longest)
+    for row, length in enumerate(ends(wanted[0], limits)):
+        assert np.array_equal(found[0][row, :length], wanted[0][row, :length]), row
+        np.testing.assert_allclose(found[1][row, :length], wanted[1][row, :length], atol=2e-5)
+
+
+@pytest.mark.parametrize("heads", [(6, 2), (6, 1), (4, 4)])
+@pytest.mark.parametrize(("new", "hidden"), [(1, True), (1, False), (3, True)])
+def test_attention_of_new_tokens_is_transformers_own(heads, new, hidden):
+    generator, (queries, keys) = torch.Generator().manual_seed(3), heads
+    module = torch.nn.Module()
+    module.num_key_value_groups = queries // keys  # type: ignore[assignment]
+    q = torch.randn(5, queries, new, 8, generator=generator)
+    k, v = torch.randn(2, 5, keys, 11, 8, generator=generator)
+    mask = torch.arange(11) >= torch.tensor([0, 4, 7, 1, 0])[:, None, None, None]
+    mask = mask.expand(5, 1, new, 11).tril(11 - new) if hidden else None
+    found, wanted = (f(module, q, k, v, mask, scaling=0.3)[0] for f in (decode, sdpa_attention_forward))
+    assert found.shape == wanted.shape == (5, new, queries, 8)
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("greedy", [False, True])
