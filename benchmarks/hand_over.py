@@ -26,8 +26,8 @@ from data.chat import Renderer
 from data.types import Prompt, Turn
 from models.distributed import start
 from rollouts.engines import Facts
-from rollouts.vllm_engine import VllmEngine, probe_rows
-from rollouts.vllm_sampler import VllmSampler
+from rollouts.vllm.engine import VllmEngine, probe_rows
+from rollouts.vllm.sampler import VllmSampler
 from tests.tiny_tokenizers import tiny_tokenizer
 
 WAYS = ("disk", "shared_memory")

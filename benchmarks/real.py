@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import torch
 from matplotlib.figure import Figure
 
 from benchmarks.measure import table
@@ -77,7 +78,9 @@ class Suite:
         self.out = out
         self.threads = str(max(1, (os.cpu_count() or 1) // jobs))
         self.words = ["model=smollm2-135m-instruct", f"runs_dir={out}", f"cache_dir={out}/cache"]
-        self.words += ["wandb.enabled=false", *words]
+        able = torch.cpu.get_capabilities()  # bfloat16 is emulated elsewhere, 60 times as slow as float32
+        fast = any(able.get(name) for name in ("avx512_bf16", "amx_bf16"))
+        self.words += [f"model.dtype={'bfloat16' if fast else 'float32'}", "wandb.enabled=false", *words]
         self.vllm = importlib.util.find_spec("vllm") is not None
         self.sampler = [f"sampler={'vllm' if self.vllm else 'embedded'}", "sampler.top_p=1"]
 

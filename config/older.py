@@ -14,6 +14,8 @@ from config.typed import without_words
 
 RENAMED = "gradient_accumulation_steps"
 """``model.microbatches`` of earlier versions. In transformers the word makes the batch larger."""
+MOVED = {"rollouts.vllm_sampling.VllmSampling": "rollouts.vllm.sampling.VllmSampling"}
+"""Import path in earlier versions -> today's."""
 COMPOSITION = ("defaults", "hydra")
 """Keys of config.yaml that are not settings."""
 BASES = {"model": "base", "data": "_base", "correction": "none", "environment": "none"}
@@ -58,8 +60,9 @@ def as_today(tree: dict[str, Any]) -> dict[str, Any]:
         tree["sampler"] = sampler | {
             key: today[key] for key in ("_target_", "separate", "options") if key in today
         }
-    if isinstance(tree.get("sampler"), dict):
-        tree["sampler"] = {"stop": []} | tree["sampler"]
+    if isinstance(sampler := tree.get("sampler"), dict):
+        target = sampler.get("_target_")
+        tree["sampler"] = {"stop": []} | sampler | {"_target_": MOVED.get(target, target)}
     return without_words(tree, Config)
 
 

@@ -107,7 +107,7 @@ class SamplerConfig:
     @property
     def copies(self) -> int:
         """Number of engines: data_parallel; where it is auto, as many as ``devices`` are enough for, or one
-        (``rollouts.vllm_options.with_engines`` counts the machine's GPUs)."""
+        (``rollouts.vllm.options.with_engines`` counts the machine's GPUs)."""
         if self.data_parallel != AUTO:
             return int(self.data_parallel)
         return max(1, len(self.devices or ()) // self.tensor_parallel)

@@ -47,11 +47,11 @@ def server_words(config: Config, url: str) -> tuple[list[str], dict[str, str]]:
     import torch
 
     from models.weight_files import resolve_model_path
-    from rollouts.adapters import base_of_adapters, with_adapters
-    from rollouts.transfer import chosen
-    from rollouts.vllm_key import key_file
-    from rollouts.vllm_options import engine_options
-    from rollouts.vllm_server import serve_command
+    from rollouts.vllm.adapters import base_of_adapters, with_adapters
+    from rollouts.vllm.key import key_file
+    from rollouts.vllm.options import engine_options
+    from rollouts.vllm.server import serve_command
+    from rollouts.vllm.transfer import chosen
 
     model, device = config.model, torch.device("cuda" if torch.cuda.is_available() else "cpu")
     options = engine_options(config.sampler, model.max_length, model.dtype, model.logit_temperature)
@@ -131,7 +131,7 @@ def servers(config: Config, host: str | None) -> Iterator[dict[str, subprocess.P
     """Start the servers and yield their processes by address; kill them at the end. ``host``: the address of
     this machine at whose ports they listen; None: they listen at sockets in a folder of this user's alone."""
     from rollouts.rewards.endpoint import UNIX
-    from rollouts.vllm_options import KV_CACHE
+    from rollouts.vllm.options import KV_CACHE
 
     started: dict[str, subprocess.Popen[bytes]] = {}
     theirs = {name: value for name, value in os.environ.items() if name != KV_CACHE}
@@ -170,8 +170,8 @@ def serve(words: Sequence[str], ready: Path | None, host: str | None) -> None:
     require(run.online, "online", run.online, "samples nothing: give online=true")
     require(run.sampler.separate, "sampler", run.sampler.name, "samples in the run itself: give sampler=vllm")
     config, _ = compose(*words, f"sampler.urls=[{ANY}]")
-    from rollouts.vllm_sampler import require_installed  # torch, which wrong settings are spared
-    from rollouts.vllm_server import alive
+    from rollouts.vllm.sampler import require_installed  # torch, which wrong settings are spared
+    from rollouts.vllm.server import alive
 
     require_installed()
     if host is not None:
@@ -197,7 +197,7 @@ def serve(words: Sequence[str], ready: Path | None, host: str | None) -> None:
 
 def towards(trainer: str | None) -> str | None:
     """Return this machine's address as the trainer's host sees it; None without one."""
-    from rollouts.vllm_server import address_towards
+    from rollouts.vllm.server import address_towards
 
     return None if trainer is None else address_towards(trainer)
 

@@ -153,9 +153,8 @@ class Decoder:
                 ids, rows = ids[kept], rows[going]
         return tokens, logprobs
 
-
     def _read_once(self, ids: Tensor, mask: Tensor, cache: DynamicCache, pad: int) -> None:
-        """Compute the keys and values of prompts that several rows have once, all but the last token's. ``ids``
+        """Compute the keys and values of prompts that several rows have once, but for the last token. ``ids``
         and ``mask``: [R, P]. Does nothing where most rows have prompts of their own."""
         distinct, places = torch.stack([ids, mask]).unique(dim=1, return_inverse=True)
         if distinct.shape[1] <= len(ids) / 2 and ids.shape[1] > 1:

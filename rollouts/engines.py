@@ -1,5 +1,5 @@
 """The engines that sample the rounds of a run on any number of ranks. The embedded sampler runs on every
-rank's share; vLLM runs beside rank 0 (``rollouts.vllm_engine``). Rank 0 makes the round, and the others help
+rank's share; vLLM runs beside rank 0 (``rollouts.vllm.engine``). Rank 0 makes the round, and the others help
 (``models.ranks``)."""
 
 from __future__ import annotations

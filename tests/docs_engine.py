@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 
 from common.worker_process import serve
-from rollouts.vllm_messages import Generated, GenerateRequest
+from rollouts.vllm.messages import Generated, GenerateRequest
 from tests.fake_engine import FakeEngine
 
 

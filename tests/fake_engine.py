@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from common.worker_process import serve
-from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, TokenRow
+from rollouts.vllm.messages import EngineOptions, Generated, GenerateRequest, TokenRow
 
 
 class FakeEngine:

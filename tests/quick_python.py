@@ -58,8 +58,8 @@ HEAVY = (
     "evals.compare",
 )
 VLLM = (
-    "rollouts.vllm_worker",
-    "rollouts.vllm_places",
+    "rollouts.vllm.worker",
+    "rollouts.vllm.places",
     "vllm.entrypoints.openai.api_server",
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.attention.backends.cpu_attn",

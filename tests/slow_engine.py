@@ -7,7 +7,7 @@ import time
 from collections.abc import Generator
 
 from common.worker_process import serve
-from rollouts.vllm_messages import Generated, GenerateRequest
+from rollouts.vllm.messages import Generated, GenerateRequest
 from tests.fake_engine import FakeEngine
 
 

@@ -32,6 +32,7 @@ ROOMS = {
     "trainers/losses": "one pure function a file",
     "memory": "what a rank holds, and how a batch is cut",
     "rollouts": "rounds as a source of groups",
+    "rollouts/vllm": "vLLM as the sampler",
     "rollouts/rewards": "what scores an answer",
     "rollouts/environments": "who answers the policy while it is sampled",
     "jobs": "one run from settings to exported model",

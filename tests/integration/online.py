@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from common.worker_process import WorkerProcess
 from rollouts.ledger import RoundFolder
-from rollouts.vllm_sampler import VllmSampler
+from rollouts.vllm.sampler import VllmSampler
 from tests.programs import writers
 from tests.tiny import make_config
 from train import train

@@ -270,7 +270,7 @@ class Workspace:
             "TOKENIZERS_PARALLELISM": "false",
             "ENDPOINT": endpoint,
             "OPENAI_API_KEY": "none",
-            STAND_INS: "rollouts.vllm_worker=tests.docs_engine",
+            STAND_INS: "rollouts.vllm.worker=tests.docs_engine",
             FIRST: "tests.blank_charts:blank_charts",
         }
         (folder / "home").mkdir()

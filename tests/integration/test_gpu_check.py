@@ -21,7 +21,7 @@ from benchmarks.gpu_runs import Runs, rounds
 from benchmarks.gpu_step import judged
 from models import attention, logprobs
 from models.distributed import World, start
-from rollouts.vllm_sampler import installed
+from rollouts.vllm.sampler import installed
 from tests.quick_python import PYTHON
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from rollouts.ledger import RoundFolder
 from rollouts.rewards.base import RewardError
 from rollouts.round_builder import RoundBuilder
 from rollouts.samplers import EmbeddedSampler
-from rollouts.vllm_engine import VllmEngine
+from rollouts.vllm.engine import VllmEngine
 from tests.integration.online import assert_same, cut_off, lines, rounds, run_online
 from tests.tiny import make_config
 from trainers.basic import BasicTrainer

@@ -16,7 +16,7 @@ from common.errors import ConfigError, StoppedError
 from config.load import load_run
 from jobs.audit import audit
 from rollouts.round_builder import RoundBuilder
-from rollouts.vllm_sampler import installed
+from rollouts.vllm.sampler import installed
 from tests.integration.online import (
     VLLM,
     assert_same,
@@ -69,7 +69,7 @@ def test_two_rounds_with_an_engine_killed_in_the_second(tmp_path, monkeypatch, c
 
 
 def test_adapters_of_another_round_stop_the_run(tmp_path, monkeypatch):
-    from rollouts import vllm_engine
+    from rollouts.vllm import engine as vllm_engine
 
     export, states = vllm_engine.export_adapters, []
 

@@ -9,7 +9,7 @@ import pytest
 from common.worker_process import WorkerError
 from config.load import load_run
 from jobs.audit import audit
-from rollouts.vllm_sampler import installed
+from rollouts.vllm.sampler import installed
 from tests.integration.online import VLLM, assert_same, kill_while_it_samples, lines, rounds, run_online
 
 pytestmark = [
@@ -83,7 +83,7 @@ def test_an_engine_killed_in_mid_round_is_started_again_and_the_round_goes_on(
 def test_old_weights_stop_the_run(tmp_path, monkeypatch):
     """An update that brings nothing, and is given the next version."""
     from common.errors import StoppedError
-    from rollouts import transfer
+    from rollouts.vllm import transfer
 
     parts, rounds_given = transfer.parts, []
 

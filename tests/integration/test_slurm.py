@@ -15,8 +15,8 @@ import yaml  # type: ignore[import-untyped]
 
 from launch import sweep
 from launch.outcomes import Statuses
-from rollouts.vllm_sampler import installed
-from rollouts.vllm_server import alive
+from rollouts.vllm.sampler import installed
+from rollouts.vllm.server import alive
 from tests.programs import HANG, until
 
 ROOT = Path(__file__).parent.parent.parent

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from data.instruct import embedded
-from rollouts.vllm_sampler import installed
+from rollouts.vllm.sampler import installed
 from tests.integration.online import VLLM, lines, rounds, run_online
 from tests.tiny import ROOT, make_config
 from tools.make_instruct import answers

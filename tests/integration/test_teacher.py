@@ -28,8 +28,8 @@ from models.distributed import start
 from models.pretrained import load_policy, load_tokenizer
 from rollouts.rewards.base import Missing
 from rollouts.rewards.teacher import EndpointTeacher, LocalTeacher, Sample
-from rollouts.vllm_options import WITHOUT_GPU
-from rollouts.vllm_sampler import installed
+from rollouts.vllm.options import WITHOUT_GPU
+from rollouts.vllm.sampler import installed
 from tests import http_server
 from tests.integration.online import lines, rounds, run_online
 from tests.programs import until

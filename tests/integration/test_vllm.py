@@ -20,12 +20,12 @@ from config.schema_sampler import SamplerConfig
 from data.chat import Renderer
 from data.types import Prompt, Sequence, Turn
 from models.distributed import start
-from rollouts import transfer
 from rollouts.conversations import Conversations
 from rollouts.probe import check_probe
 from rollouts.samplers import SamplingSettings
-from rollouts.transfer import HEAD, DeferredErrors, SharedMemory, WeightSource
-from rollouts.vllm_sampler import VllmSampler, installed
+from rollouts.vllm import transfer
+from rollouts.vllm.sampler import VllmSampler, installed
+from rollouts.vllm.transfer import HEAD, DeferredErrors, SharedMemory, WeightSource
 from tests.programs import until, writers
 from tests.tiny import make_config
 from tests.tiny_tokenizers import tiny_tokenizer
@@ -130,9 +130,9 @@ def world(tmp_path_factory) -> World:
 OWNER = """
 import sys
 from pathlib import Path
-from rollouts.vllm_messages import GenerateRequest, EngineOptions
-from rollouts.vllm_options import engine_environment
-from rollouts.vllm_sampler import WORKER
+from rollouts.vllm.messages import GenerateRequest, EngineOptions
+from rollouts.vllm.options import engine_environment
+from rollouts.vllm.sampler import WORKER
 from common.worker_process import WorkerProcess
 from config.schema_sampler import SamplerConfig
 

@@ -22,10 +22,10 @@ from safetensors.torch import load_file
 from common.errors import ConfigError
 from common.ports import free_port
 from common.worker_process import ROOT
-from rollouts.transfer import shared
-from rollouts.vllm_key import KEY_FILE, key_in
-from rollouts.vllm_sampler import installed
-from rollouts.vllm_server import ServerEngine, alive, client_of
+from rollouts.vllm.key import KEY_FILE, key_in
+from rollouts.vllm.sampler import installed
+from rollouts.vllm.server import ServerEngine, alive, client_of
+from rollouts.vllm.transfer import shared
 from tests.integration.online import VLLM, lines, rounds, run_online
 from tests.programs import until, writers
 from tests.tiny import ROOT as REPOSITORY
@@ -177,7 +177,7 @@ def test_rounds_by_two_servers_of_which_one_is_killed(servers, tmp_path, monkeyp
     on with all prompts, and what is trained on is right. An earlier trainer was killed in a hand-over."""
     for server in servers:
         leave_half_an_update(server.url, key)
-    from rollouts.vllm_sampler import VllmSampler
+    from rollouts.vllm.sampler import VllmSampler
 
     draw, killed = VllmSampler.draw, []
 

@@ -56,10 +56,10 @@ CONFINED = {
     "omegaconf": ("config", "launch", "entry point"),
     "wandb": ("reports.tracking",),
     "vllm": (
-        "rollouts.vllm_worker",
-        "rollouts.vllm_backend",
-        "rollouts.vllm_places",
-        "rollouts.transfer",
+        "rollouts.vllm.worker",
+        "rollouts.vllm.backend",
+        "rollouts.vllm.places",
+        "rollouts.vllm.transfer",
     ),
 }
 MOST_LINES = 600

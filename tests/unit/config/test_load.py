@@ -36,6 +36,14 @@ EXPERIMENTS = sorted(
 )
 
 
+def test_a_run_from_before_vllm_had_a_room_has_not_changed():
+    config = compose_config(["loss=dpo", "online=true", "sampler=vllm", "reward=constraints"])
+    today = section("sampler/vllm.yaml")["_target_"]
+    text = dump(config)
+    earlier = text.replace(today, "rollouts.vllm_sampling.VllmSampling")
+    assert text.count(today) == 1 and changed(settings_of(earlier), config) == []
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

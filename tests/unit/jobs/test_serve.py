@@ -16,7 +16,7 @@ from common.worker_process import ROOT
 from config.cli import compose
 from jobs import serve
 from rollouts.rewards.endpoint import KEEP_ALIVE_S
-from rollouts.vllm_sampler import installed
+from rollouts.vllm.sampler import installed
 
 
 def test_gpus_are_shared_out_by_the_parallelism_of_an_engine() -> None:
@@ -50,7 +50,7 @@ def test_a_server_is_started_as_the_run_will_ask_for_it(monkeypatch: pytest.Monk
     said, environment = serve.server_words(config, "http://10.0.0.7:8123")
     given = dict(itertools.pairwise(said))
     assert (given["--port"], given["--max-model-len"], given["--dtype"]) == ("8123", "96", "float32")
-    assert given["--host"] == "10.0.0.7" and given["--middleware"] == "rollouts.vllm_key.RequireKey"
+    assert given["--host"] == "10.0.0.7" and given["--middleware"] == "rollouts.vllm.key.RequireKey"
     assert said[1:4] == ["-m", "common.worker_process", str(os.getpid())] and said[4].startswith("vllm.")
     assert environment["HUMANLINE_KEY_FILE"].startswith(str(Path(config.cache_dir).absolute()))
     assert int(environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > 10 * KEEP_ALIVE_S

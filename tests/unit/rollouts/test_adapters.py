@@ -10,8 +10,8 @@ import pytest
 
 from common.errors import ConfigError
 from config.schema_sampler import SamplerConfig
-from rollouts import adapters
-from rollouts.adapters import RANKS, base_of_adapters, highest_rank
+from rollouts.vllm import adapters
+from rollouts.vllm.adapters import RANKS, base_of_adapters, highest_rank
 from tests.tiny import make_config, tiny_llama
 
 ONLINE = ("online=true", "loss=kto", "sampler=vllm", "model.use_peft=true")

@@ -20,7 +20,6 @@ from config.schema_rewards import FunctionConfig, VerifierConfig
 from data.chat import make_renderer
 from data.types import Prompt, Turn
 from models.pretrained import load_tokenizer
-from rollouts import vllm_sampler
 from rollouts.engines import Prefetch
 from rollouts.ledger import RoundFolder
 from rollouts.rewards.base import Arrivals, Checked, Tasks, parts_that_begin
@@ -28,8 +27,9 @@ from rollouts.rewards.function import FunctionReward, batches_of
 from rollouts.rewards.verifier import VerifierReward
 from rollouts.round_builder import RoundBuilder
 from rollouts.rounds import PromptSchedule
-from rollouts.vllm_engine import VllmEngine
-from rollouts.vllm_sampler import VllmSampler
+from rollouts.vllm import sampler as vllm_sampler
+from rollouts.vllm.engine import VllmEngine
+from rollouts.vllm.sampler import VllmSampler
 from tests.tiny import make_config
 
 

@@ -15,8 +15,9 @@ import torch
 from common.worker_process import ROOT, WorkerError
 from config.schema_sampler import SamplerConfig
 from models.distributed import start
-from rollouts import transfer
-from rollouts.transfer import (
+from rollouts.vllm import transfer
+from rollouts.vllm.sampler import VllmSampler, installed
+from rollouts.vllm.transfer import (
     HEAD,
     DeferredErrors,
     SharedMemory,
@@ -26,7 +27,6 @@ from rollouts.transfer import (
     shared,
     trainer_info,
 )
-from rollouts.vllm_sampler import VllmSampler, installed
 
 WEIGHTS = {
     "model.embed_tokens.weight": torch.randn(7, 5),
@@ -40,7 +40,7 @@ WEIGHTS = {
 
 
 class Receiver:
-    """An engine in this process: it reads as ``rollouts.vllm_backend`` does, and fails where it is told
+    """An engine in this process: it reads as ``rollouts.vllm.backend`` does, and fails where it is told
     to."""
 
     def __init__(self, fails_at: int = -1) -> None:
@@ -131,7 +131,7 @@ def test_an_error_waits_until_all_weights_were_gone_through(monkeypatch):
 
 KILLED = """
 import time, torch
-from rollouts.transfer import shared
+from rollouts.vllm.transfer import shared
 with shared([("w", torch.full((64 * 1024**2,), 1.0))]) as info:
     print(info["path"], flush=True)
     time.sleep(600)
@@ -211,7 +211,7 @@ def test_vllms_own_backends_are_made_with_what_they_take():
 def test_the_backend_of_one_machine_reads_what_was_shared():
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-    from rollouts.vllm_backend import BACKEND, SharedMemoryUpdateInfo, mapped
+    from rollouts.vllm.backend import BACKEND, SharedMemoryUpdateInfo, mapped
 
     assert BACKEND in WeightTransferEngineFactory._registry
     with shared(list(WEIGHTS.items())) as info:

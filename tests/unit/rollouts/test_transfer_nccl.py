@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.worker_process import WorkerError
-from rollouts.transfer import DeferredErrors, WeightSource, stoppable
+from rollouts.vllm.transfer import DeferredErrors, WeightSource, stoppable
 
 WEIGHTS = {f"model.layers.{i}.weight": torch.full((2,), float(i)) for i in range(6)}
 HANG = 20.0

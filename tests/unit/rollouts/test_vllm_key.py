@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
-from rollouts.vllm_key import KEY_FILE, RequireKey, key_file, key_in
+from rollouts.vllm.key import KEY_FILE, RequireKey, key_file, key_in
 
 
 def status(path: str, headers: list[tuple[bytes, bytes]], kind: str = "http") -> Any:

@@ -22,11 +22,11 @@ from config.typed import typed
 from data.chat import Renderer
 from data.types import Prompt, Sequence, Turn
 from models.distributed import start
-from rollouts import vllm_sampler
 from rollouts.samplers import SamplingSettings
-from rollouts.vllm_options import engine_environment, one_compiles, shape_folder, with_engines
-from rollouts.vllm_sampler import VllmSampler, sample_seed
-from rollouts.vllm_sampling import VllmSampling, check_logprobs
+from rollouts.vllm import sampler as vllm_sampler
+from rollouts.vllm.options import engine_environment, one_compiles, shape_folder, with_engines
+from rollouts.vllm.sampler import VllmSampler, sample_seed
+from rollouts.vllm.sampling import VllmSampling, check_logprobs
 from tests.tiny import make_config
 from tests.tiny_tokenizers import tiny_tokenizer
 
@@ -229,7 +229,7 @@ def test_a_model_of_the_same_shape_has_the_same_folder_at_every_start(tmp_path):
     assert (other / "config.json").read_text() == '{"head_dim": 2}'
     (tmp_path / "file").touch()  # as where nobody may write
     code = (
-        "from pathlib import Path; from rollouts.vllm_options import shape_folder; import sys; "
+        "from pathlib import Path; from rollouts.vllm.options import shape_folder; import sys; "
         "folder = shape_folder('{}', Path(sys.argv[1])); print(folder, (folder / 'config.json').read_text())"
     )
     words = [sys.executable, "-c", code, str(tmp_path / "file")]
@@ -329,7 +329,8 @@ def test_the_embedded_sampler_has_no_engines(key, value):
 def test_the_shipped_settings_are_the_schemas_with_a_comment_on_every_key(name):
     path = ROOT / "config" / "sampler" / f"{name}.yaml"
     merged = typed(dict(section(f"sampler/{name}.yaml")), SamplerConfig)
-    target = f"rollouts.{name}_sampling.{name.capitalize()}Sampling"
+    module = {"vllm": "vllm.sampling", "embedded": "embedded_sampling"}[name]
+    target = f"rollouts.{module}.{name.capitalize()}Sampling"
     assert merged == SamplerConfig(name=name, _target_=target, separate=name == "vllm")
     assert callable(import_function("sampler._target_", target))
     lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]

@@ -18,10 +18,10 @@ import pytest
 
 from common.errors import ConfigError
 from common.worker_process import WorkerError
-from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, ended_by_itself
-from rollouts.vllm_options import WITHOUT_GPU
-from rollouts.vllm_sampler import VllmSampler
-from rollouts.vllm_server import (
+from rollouts.vllm.messages import EngineOptions, Generated, GenerateRequest, ended_by_itself
+from rollouts.vllm.options import WITHOUT_GPU
+from rollouts.vllm.sampler import VllmSampler
+from rollouts.vllm.server import (
     EXTENSION,
     AnswerError,
     ServerEngine,
@@ -322,7 +322,7 @@ def test_a_connection_to_a_server_that_is_not_well_is_not_tried_again(losing):
 
 
 def test_a_server_whose_engine_died_is_not_waited_for(losing, monkeypatch):
-    monkeypatch.setattr("rollouts.vllm_server.WATCH_S", 0.05)
+    monkeypatch.setattr("rollouts.vllm.server.WATCH_S", 0.05)
     losing.waits, request = 1.0, [GenerateRequest([1], 1.0, 1.0, 8, (2,), 0)]
     assert asked(losing.url, "generate", request) == ("3", None), "this one is slow"
     losing.waits, losing.ill, start = 20.0, True, time.monotonic()

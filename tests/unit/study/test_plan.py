@@ -51,10 +51,10 @@ def test_the_real_model_s_cells_see_as_many_answers_in_as_many_steps_and_are_tun
             config = COMPOSER.config(run)
             examples = config.rounds.examples if config.online else config.n_examples
             assert examples / config.model.batch_size == 16 and examples == (
-                512 if block.loss == "grpo" else 128
+                256 if block.loss == "grpo" else 64
             )
             assert config.humanline == ("-hl-" in run.cell) and config.online == ("-online" in run.cell)
-            assert config.data.eval_split == "validation" and config.model.dtype == "float32"
+            assert config.data.eval_split == "validation" and config.model.dtype == "bfloat16"
             if config.online:
                 length = config.rounds.contexts_per_round * (8 if block.loss == "grpo" else 1)
                 assert length / config.model.batch_size == 4, "a round's steps"

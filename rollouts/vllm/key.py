@@ -19,7 +19,7 @@ from typing import Any
 
 from common.errors import ConfigError
 
-MIDDLEWARE = "rollouts.vllm_key.RequireKey"
+MIDDLEWARE = "rollouts.vllm.key.RequireKey"
 KEY_FILE = "HUMANLINE_KEY_FILE"
 """Environment variable with the path of the file; by default it is in ``cache_dir``."""
 FREE = "/health"

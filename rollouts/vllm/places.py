@@ -1,5 +1,5 @@
 """The layers of a model in which vLLM takes adapters, as vLLM itself reports them. ``python -m
-rollouts.vllm_places`` is a process that builds the model without its weights."""
+rollouts.vllm.places`` is a process that builds the model without its weights."""
 
 from __future__ import annotations
 

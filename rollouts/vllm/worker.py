@@ -1,6 +1,6 @@
 """The worker process that holds a vLLM engine.
 
-Its owner starts it with ``python -m rollouts.vllm_worker``. The engine core runs in this same process
+Its owner starts it with ``python -m rollouts.vllm.worker``. The engine core runs in this same process
 (VLLM_ENABLE_V1_MULTIPROCESSING=0, set by the owner), so that it ends with the process. With tensor_parallel
 above 1 the engine starts further processes, in this process's group.
 """
@@ -22,9 +22,9 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
 from common.worker_process import serve
-from rollouts.vllm_backend import EXTENSION
-from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, TokenRow, ended_by_itself
-from rollouts.vllm_options import KV_CACHE, WITHOUT_GPU, one_compiles, shape_folder
+from rollouts.vllm.backend import EXTENSION
+from rollouts.vllm.messages import EngineOptions, Generated, GenerateRequest, TokenRow, ended_by_itself
+from rollouts.vllm.options import KV_CACHE, WITHOUT_GPU, one_compiles, shape_folder
 
 T = TypeVar("T")
 ADAPTERS = "adapters"

@@ -2,7 +2,7 @@
 reading weights from a folder.
 
 vLLM imports this module in each of its workers, before they make their backends, if its
-``worker_extension_cls`` is ``rollouts.vllm_backend.WorkerExtension``. So the backend is known there by its
+``worker_extension_cls`` is ``rollouts.vllm.backend.WorkerExtension``. So the backend is known there by its
 name, both in an engine that this project starts and in a server (``vllm serve --worker-extension-cls …``).
 """
 
@@ -28,11 +28,11 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
-from rollouts.vllm_messages import SHAPE
+from rollouts.vllm.messages import SHAPE
 
 HEAD = "lm_head.weight"
 BACKEND = "shared_memory"
-EXTENSION = "rollouts.vllm_backend.WorkerExtension"
+EXTENSION = "rollouts.vllm.backend.WorkerExtension"
 
 
 @dataclass

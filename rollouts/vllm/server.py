@@ -1,7 +1,7 @@
 """An engine that is a separate vLLM server (started by ``vllm serve``), driven through its HTTP interface.
 The interface takes and returns tokens, and has vLLM's weight transfer and vLLM's weight version.
 
-``ServerEngine`` answers the requests of ``rollouts.vllm_worker``, so the sampler does not know which of the
+``ServerEngine`` answers the requests of ``rollouts.vllm.worker``, so the sampler does not know which of the
 two it has. ``check_servers`` asks a server about itself before anything is loaded.
 """
 
@@ -28,11 +28,11 @@ from common.errors import ConfigError, require
 from common.versions import refusal, warning
 from common.worker_process import WorkerError
 from rollouts.rewards.endpoint import UNIX, Client, is_logprob
-from rollouts.vllm_key import KEY_FILE, MIDDLEWARE
-from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, TokenRow, ended_by_itself
-from rollouts.vllm_options import EXACT, WITHOUT_GPU
+from rollouts.vllm.key import KEY_FILE, MIDDLEWARE
+from rollouts.vllm.messages import EngineOptions, Generated, GenerateRequest, TokenRow, ended_by_itself
+from rollouts.vllm.options import EXACT, WITHOUT_GPU
 
-EXTENSION = "rollouts.vllm_backend.WorkerExtension"
+EXTENSION = "rollouts.vllm.backend.WorkerExtension"
 KEY = "sampler.urls"
 IN_FLIGHT = 256
 """Samples that a server is asked for at once: as many as vLLM computes at once by default (``--max-num-seqs``). Each
@@ -74,7 +74,7 @@ class ServerEngine:
 
     def __init__(self, url: str, vocabulary: int | None = None, key: str | None = None) -> None:
         """``vocabulary``: number of tokens of the model; None: not known. ``key``: opens the server
-        (``rollouts.vllm_key``)."""
+        (``rollouts.vllm.key``)."""
         self.url, self._vocabulary = url.rstrip("/"), math.inf if vocabulary is None else vocabulary
         self._client = client_of(url, None, key)
         self._asked: list[Future[Any]] = []
@@ -136,7 +136,7 @@ class ServerEngine:
         this process."""
         self._client.close()
 
-    # -- requests shared with rollouts.vllm_worker -----------------------------------------------------
+    # -- requests shared with rollouts.vllm.worker -----------------------------------------------------
 
     async def start(self, options: EngineOptions, folder: str | None, version: str) -> tuple[str, None]:
         self._takes_adapters = options.lora_rank > 0
@@ -327,7 +327,7 @@ async def is_healthy(client: Client) -> bool:
 
 
 def sampling_params(request: GenerateRequest) -> dict[str, Any]:
-    """Return every field that could change a sample, as ``rollouts.vllm_worker`` does."""
+    """Return every field that could change a sample, as ``rollouts.vllm.worker`` does."""
     return {
         "n": 1,
         "temperature": request.temperature,

@@ -3,7 +3,7 @@ never to a disk.
 
 ``ipc`` (the engine runs on the trainer's own GPUs) and ``nccl`` (it has its own GPUs) are vLLM's own trainer
 engines. ``shared_memory`` is this project's, for one machine and without a GPU; vLLM's side of it is
-``rollouts.vllm_backend``. All of them reach the engines through vLLM's four calls (``VLLMWeightSyncClient``).
+``rollouts.vllm.backend``. All of them reach the engines through vLLM's four calls (``VLLMWeightSyncClient``).
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def parts(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[list[tup
 @contextlib.contextmanager
 def shared(part: list[tuple[str, Tensor]]) -> Iterator[dict[str, Any]]:
     """Put these weights into memory that has a path while the context lasts, and yield the update info of
-    ``rollouts.vllm_backend`` for them. The memory has no name in any file system: it is freed with the
+    ``rollouts.vllm.backend`` for them. The memory has no name in any file system: it is freed with the
     processes that hold it."""
     offsets, size = [], 0
     for _, tensor in part:

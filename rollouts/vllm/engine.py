@@ -25,13 +25,13 @@ from models.export import config_json, whole_weights
 from models.policy import Policy, causal_lm, is_adapted
 from models.ranks import Ranks, catch
 from models.reference import score
-from rollouts.adapters import MERGED
 from rollouts.engines import Facts, write_weights
 from rollouts.probe import Probe, check_probe
 from rollouts.samplers import Answered, Sample, SamplingSettings
-from rollouts.transfer import HEAD, DeferredErrors, Transfer, WeightSource, chosen, make_transfer
-from rollouts.vllm_sampler import VllmSampler
-from rollouts.vllm_server import AnswerError
+from rollouts.vllm.adapters import MERGED
+from rollouts.vllm.sampler import VllmSampler
+from rollouts.vllm.server import AnswerError
+from rollouts.vllm.transfer import HEAD, DeferredErrors, Transfer, WeightSource, chosen, make_transfer
 
 PROBE_ROWS = 16
 COMPARED, COMPARED_TOKENS = 8, 256

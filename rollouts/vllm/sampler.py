@@ -1,7 +1,7 @@
 """The vLLM sampler, whose engines run in separate processes across rounds and load each round's weights in
 place.
 
-Weights arrive through vLLM's weight transfer (``rollouts.transfer``), or as a Hugging Face folder of
+Weights arrive through vLLM's weight transfer (``rollouts.vllm.transfer``), or as a Hugging Face folder of
 safetensors. They have a version, which the engine returns with every answer. Prompts and samples are token
 ids. The trainer compares log-probabilities after every hand-over (``rollouts.probe``) and recomputes those of
 the samples; the engine's are a diagnostic.
@@ -30,13 +30,13 @@ from config.schema_sampler import SamplerConfig
 from data.chat import Renderer
 from data.types import Prompt, Sequence
 from models.adapters import AdapterFolder, adapter_folder
-from rollouts.adapters import highest_rank
 from rollouts.samplers import Answered, Continuation, Player, Sample, SamplingSettings, rows_of
-from rollouts.vllm_messages import Generated, GenerateRequest, TokenRow
-from rollouts.vllm_options import engine_environment, engine_options
-from rollouts.vllm_server import ServerEngine, address_towards, alive, host_of
+from rollouts.vllm.adapters import highest_rank
+from rollouts.vllm.messages import Generated, GenerateRequest, TokenRow
+from rollouts.vllm.options import engine_environment, engine_options
+from rollouts.vllm.server import ServerEngine, address_towards, alive, host_of
 
-WORKER = "rollouts.vllm_worker"
+WORKER = "rollouts.vllm.worker"
 
 
 class VllmSampler:
@@ -174,7 +174,7 @@ class VllmSampler:
         """Return whether the engines need the output head by name, even if it is tied to the embeddings."""
         return bool(self._ask_all("own_head")[0])
 
-    # The calls of vLLM's trainer engines (rollouts.transfer.Client). All engines work at once.
+    # The calls of vLLM's trainer engines (rollouts.vllm.transfer.Client). All engines work at once.
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """If there is a ``rank_offset``, it is the first engine's. The workers of each other engine follow

@@ -14,11 +14,11 @@ from config.schema import Config
 from config.schema_model import ModelConfig
 from models.adapters import adapted_modules
 from models.pretrained import model_config
-from rollouts.vllm_messages import EngineOptions
+from rollouts.vllm.messages import EngineOptions
 from rollouts.weights import model_folder
 
 KEY = "sampler.adapters"
-PLACES = "rollouts.vllm_places"
+PLACES = "rollouts.vllm.places"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The maximum adapter ranks that vLLM 0.32 can be configured with (``vllm.config.lora.MaxLoRARanks``)."""
 MERGED = "sampler.adapters=merged hands the whole model over"

@@ -23,18 +23,18 @@ from models.distributed import World, from_main
 from models.policy import Policy
 from models.ranks import Ranks, catch, unwrap
 from models.weight_files import resolve_model_path
-from rollouts.adapters import KEY, base_of_adapters, with_adapters
 from rollouts.conversations import make_player
 from rollouts.rewards.endpoint import UNIX
 from rollouts.samplers import SamplingSettings
 from rollouts.sampling import refuse_options
-from rollouts.transfer import chosen
-from rollouts.vllm_engine import VllmEngine, probe_rows
-from rollouts.vllm_key import key_file, key_in
-from rollouts.vllm_messages import SHAPE
-from rollouts.vllm_options import engine_options, with_engines
-from rollouts.vllm_sampler import VllmSampler, require_installed, says_logprobs
-from rollouts.vllm_server import check_servers, serve_command, without_adapters
+from rollouts.vllm.adapters import KEY, base_of_adapters, with_adapters
+from rollouts.vllm.engine import VllmEngine, probe_rows
+from rollouts.vllm.key import key_file, key_in
+from rollouts.vllm.messages import SHAPE
+from rollouts.vllm.options import engine_options, with_engines
+from rollouts.vllm.sampler import VllmSampler, require_installed, says_logprobs
+from rollouts.vllm.server import check_servers, serve_command, without_adapters
+from rollouts.vllm.transfer import chosen
 from rollouts.weights import model_folder
 
 PARTS, IN_FLIGHT, ON_A_CPU = 20, 512, 64

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common.errors import ConfigError, require
 from config.schema_sampler import AUTO, SamplerConfig
-from rollouts.vllm_messages import EngineOptions
+from rollouts.vllm.messages import EngineOptions
 
 EXACT = {"TRITON_F32_DEFAULT": "ieee"}
 """vLLM's attention in float32 leaves the precision of its products to Triton, whose own choice is TF32. That
@@ -52,7 +52,7 @@ def with_engines(config: SamplerConfig, gpus: int, ranks: int | None) -> Sampler
 
 def engine_options(config: SamplerConfig, max_length: int, dtype: str, temperature: float) -> EngineOptions:
     """Return the options with which an engine is created. The arguments are those of
-    ``rollouts.vllm_sampler.VllmSampler``."""
+    ``rollouts.vllm.sampler.VllmSampler``."""
     return EngineOptions(
         dtype=config.dtype or dtype,
         max_length=max_length,
