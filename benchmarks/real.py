@@ -120,6 +120,7 @@ class Suite:
             "eval_every=0",
             "save_every=100000",  # a run that fails is looked at, not gone on with
             "retention.kl=false",
+            "model.share_prompts=auto",
             "log_drift=false",
             "diagnostics=false",
         ]
