@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.real import BAND, PAIRS, PROMPTS, Gate, Suite, engine, memory, picture, sanity_pairs
+from benchmarks.real import BAND, PAIRS, PROMPTS, Gate, Suite, engine, memory, picture, sanity_pairs, speed
 from data.constraints import all_met
 from data.types import Completion, Prompt, Turn
 from rollouts.rounds import SampledPrompt
@@ -40,6 +40,14 @@ def test_engine_and_trainer_are_compared_by_what_the_run_found(tmp_path: Path) -
         [Gate("sanity set: dpo", "", "", True, (0.4, 0.95)), engine(suite, tmp_path)], tmp_path / "gates.svg"
     )
     assert "<svg" in (tmp_path / "gates.svg").read_text()
+
+
+def test_a_run_s_speed_is_a_ratio_to_the_figure_of_its_dtype(tmp_path: Path) -> None:
+    suite = Suite(tmp_path, [], jobs=1)
+    suite.dtype, suite.threads = "float32", "4"
+    for tokens, share, passed in ((256.0, "1.00", True), (84.0, "0.33", False)):
+        gate = speed(suite, tokens)
+        assert share in gate.measured and gate.passed is passed
 
 
 def test_a_peak_is_held_against_a_simulated_plan_alone(tmp_path: Path) -> None:
