@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
@@ -50,16 +51,22 @@ def alternate(variants: dict[str, Variant], rounds: int, warm_up: bool = True) -
     all variants have the same number of pieces."""
     samples: dict[str, list[Sample]] = {name: [] for name in variants}
     for i in range(rounds + warm_up):
-        works = {name: variant() for name, variant in variants.items()}
-        sums = dict.fromkeys(variants, Sample(0.0, 0.0))
-        for j, pieces in enumerate(zip(*works.values(), strict=True)):
-            turn = list(zip(variants, pieces, strict=True))
-            for name, piece in turn if (i + j) % 2 == 0 else reversed(turn):
-                sums[name] += timed(piece)
+        sums = _in_turn(variants, i)
+        gc.collect()  # models in circles of references, before the next round makes its own
         if i >= warm_up:
             for name, sample in sums.items():
                 samples[name].append(sample)
     return samples
+
+
+def _in_turn(variants: dict[str, Variant], i: int) -> dict[str, Sample]:
+    works = {name: variant() for name, variant in variants.items()}
+    sums = dict.fromkeys(variants, Sample(0.0, 0.0))
+    for j, pieces in enumerate(zip(*works.values(), strict=True)):
+        turn = list(zip(variants, pieces, strict=True))
+        for name, piece in turn if (i + j) % 2 == 0 else reversed(turn):
+            sums[name] += timed(piece)
+    return sums
 
 
 def in_a_row(pieces: list[Work]) -> Work:

@@ -333,7 +333,8 @@ def main() -> None:
         )
         if loss == "dpo":
             print(f"losses equal to {equal_losses(settings, pairs, base, tokenizer):.1e} nats")
-        names = ["ours", "ours padded", "trl", *(["trl grouped"] if loss == "dpo" else [])]
+        groups = loss == "dpo" and args.pairs > args.micro_pairs  # one batch has one order
+        names = ["ours", "ours padded", "trl", *(["trl grouped"] if groups else [])]
         variants: dict[str, Variant] = {n: partial(whole, n, settings, pairs, base, tokenizer) for n in names}
         samples = alternate(variants, args.rounds)
         print(compared(args, samples, {n: memory_apart(args, loss, n) for n in names}), flush=True)
