@@ -112,7 +112,7 @@ class Decoder:
         numbers = None if draws is None else torch.from_numpy(np.stack(draws)).to(self.device)
         tokens = np.full((len(ids), longest), stops[0], np.int64)
         logprobs = np.zeros((len(ids), longest), np.float32)
-        cache = None if self.synced else selectable_cache(self.policy)
+        cache = selectable_cache(self.policy)
         rows = np.arange(len(ids))  # that have not ended
         with without_generation_defaults(self.policy):
             if cache is not None:
@@ -134,7 +134,7 @@ class Decoder:
                     ),
                     LogitsProcessorList([chosen]),
                     self.synced,
-                    **leaving(cache, torch.tensor(stops), torch.from_numpy(most[rows] + width), self.device),
+                    **self._leaving(cache, torch.tensor(stops), torch.from_numpy(most[rows] + width)),
                 )
                 if self.synced:
                     pause_together(now=True)
@@ -145,7 +145,7 @@ class Decoder:
                 tokens[rows, done:now] = made
                 logprobs[rows, done:now] = chosen.values()[:, : made.shape[1]]
                 going = ~np.isin(made, stops).any(axis=1) & (now < most[rows])
-                if cache is None or not going.any():
+                if self.synced or cache is None or not going.any():
                     break
                 kept = torch.from_numpy(np.flatnonzero(going)).to(self.device)
                 cache.batch_select_indices(kept)
@@ -155,12 +155,25 @@ class Decoder:
 
     def _read_once(self, ids: Tensor, mask: Tensor, cache: DynamicCache, pad: int) -> None:
         """Compute the keys and values of prompts that several rows have once, but for the last token. ``ids``
-        and ``mask``: [R, P]. Does nothing where most rows have prompts of their own."""
+        and ``mask``: [R, P]. Does nothing where most rows have prompts of their own, on every rank."""
         distinct, places = torch.stack([ids, mask]).unique(dim=1, return_inverse=True)
-        if distinct.shape[1] <= len(ids) / 2 and ids.shape[1] > 1:
-            once = GenerationConfig(max_new_tokens=1, do_sample=False, pad_token_id=pad)
+        several = distinct.shape[1] <= len(ids) / 2 and ids.shape[1] > 1
+        if not (any(gather_objects(several)) if self.synced else several):
+            return
+        once = GenerationConfig(max_new_tokens=1, do_sample=False, pad_token_id=pad)
+        if ids.shape[1] > 1:
             self.policy.generate(*distinct[..., :-1], once, past_key_values=cache)
             cache.batch_select_indices(places)
+        else:  # another rank's forward is this rank's too
+            self.policy.generate(ids, mask, once)
+
+    def _leaving(self, cache: DynamicCache | None, stops: Tensor, limits: Tensor) -> dict[str, Any]:
+        """Return the arguments with which generate returns once many rows have ended, or all where none
+        leaves early. ``limits``: [R], each row's most tokens, prompt and padding included."""
+        share = 1.0 if self.synced or cache is None or len(limits) < FEWEST else ENDED
+        ended = ManyEnded(stops.to(self.device), limits.to(self.device), share)
+        criteria = StoppingCriteriaList([ended])
+        return {"stopping_criteria": criteria} | ({} if cache is None else {"past_key_values": cache})
 
 
 def selectable_cache(policy: Policy) -> DynamicCache | None:
@@ -209,16 +222,6 @@ class GrowingLayer(DynamicLayer):
             self._rooms[name] = room
         room[..., before:after, :] = new
         return room[..., :after, :]
-
-
-def leaving(
-    cache: DynamicCache | None, stops: Tensor, limits: Tensor, device: torch.device
-) -> dict[str, Any]:
-    """Return the arguments with which generate returns once many rows have ended, or all where none leaves
-    early. ``limits``: [R], each row's most tokens, prompt and padding included."""
-    share = 1.0 if cache is None or len(limits) < FEWEST else ENDED
-    criteria = StoppingCriteriaList([ManyEnded(stops.to(device), limits.to(device), share)])
-    return {"stopping_criteria": criteria} | ({} if cache is None else {"past_key_values": cache})
 
 
 class ManyEnded(StoppingCriteria):

@@ -81,24 +81,29 @@ def test_rows_that_stay_are_continued_as_if_none_had_left(family):
         np.testing.assert_allclose(leaving[1][row, :length], together[1][row, :length], atol=2e-5)
 
 
+@pytest.mark.parametrize("synced", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_prompt_that_several_rows_have_is_computed_once(family):
+def test_a_prompt_that_several_rows_have_is_computed_once(family, synced):
     policy, computed = tiny(family), []
     prompts, limits, draws = batch(3 * FEWEST)
     prompts = [prompts[row // 8] for row in range(len(prompts))]
-    wanted = Decoder(policy, CPU, synced=True).decode(prompts, limits, draws, 0.9, 0.95, STOPS)
+    one = Decoder(policy, CPU, synced=False)
+    alone = [
+        one.decode([prompt], [limit], [numbers], 0.9, 0.95, STOPS)
+        for prompt, limit, numbers in zip(prompts, limits, draws, strict=True)
+    ]
     policy.model.register_forward_pre_hook(
         lambda module, args, given: computed.append(given["input_ids"].shape), with_kwargs=True
     )
-    found = Decoder(policy, CPU, synced=False).decode(prompts, limits, draws, 0.9, 0.95, STOPS)
+    found = Decoder(policy, CPU, synced).decode(prompts, limits, draws, 0.9, 0.95, STOPS)
     longest = max(map(len, prompts))
     if selectable_cache(policy) is not None:
         assert computed[:2] == [(len(prompts) // 8, longest - 1), (len(prompts), 1)]
     else:
         assert computed[0] == (len(prompts), longest)
-    for row, length in enumerate(ends(wanted[0], limits)):
-        assert np.array_equal(found[0][row, :length], wanted[0][row, :length]), row
-        np.testing.assert_allclose(found[1][row, :length], wanted[1][row, :length], atol=2e-5)
+    for row, length in enumerate(ends(found[0], limits)):
+        assert np.array_equal(found[0][row, :length], alone[row][0][0, :length]), row
+        np.testing.assert_allclose(found[1][row, :length], alone[row][1][0, :length], atol=2e-5)
 
 
 @pytest.mark.parametrize("heads", [(6, 2), (6, 1), (4, 4)])
