@@ -18,15 +18,14 @@ from tests.programs import HANG
 from tests.unit.models.test_families import tiny
 
 END = 64
-SIZES = ((END - 2, END - 5, END - 9), (4, 30, 9, END - 20, 6))
+SIZES = ((END - 2, END - 5, END - 9), (6, 30, 9, END - 20, 6))
 """Tokens of each rank's prompts: the rows of the first rank have little room, those of the second much. The
-second has a batch more."""
+second has a batch more, of two rows with one prompt."""
 
 
 def rows(rank: int) -> list[Continuation]:
-    rng = np.random.default_rng(rank)
     return [
-        Continuation(f"{rank}", i, rng.integers(3, 40, size).astype(np.int32), END - size)
+        Continuation(f"{rank}", i, np.random.default_rng((rank, size)).integers(3, 40, size), END - size)
         for i, size in enumerate(SIZES[rank])
     ]
 
