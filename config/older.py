@@ -61,8 +61,8 @@ def as_today(tree: dict[str, Any]) -> dict[str, Any]:
             key: today[key] for key in ("_target_", "separate", "options") if key in today
         }
     if isinstance(sampler := tree.get("sampler"), dict):
-        target = sampler.get("_target_")
-        tree["sampler"] = {"stop": []} | sampler | {"_target_": MOVED.get(target, target)}
+        moved = {key: MOVED.get(value, value) for key, value in sampler.items() if key == "_target_"}
+        tree["sampler"] = {"stop": []} | sampler | moved
     return without_words(tree, Config)
 
 

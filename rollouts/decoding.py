@@ -162,7 +162,8 @@ class Decoder:
             return
         once = GenerationConfig(max_new_tokens=1, do_sample=False, pad_token_id=pad)
         if ids.shape[1] > 1:
-            self.policy.generate(*distinct[..., :-1], once, past_key_values=cache)
+            own_ids, own_mask = distinct[..., :-1]
+            self.policy.generate(own_ids, own_mask, once, past_key_values=cache)
             cache.batch_select_indices(places)
         else:  # another rank's forward is this rank's too
             self.policy.generate(ids, mask, once)
