@@ -63,7 +63,7 @@ lock:            ## write requirements/gpu.lock: what requirements.txt resolves 
 bench-quick: venv  ## a minute's guard: ratios of cost against benchmarks/baseline.json
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.quick $(ARGS)
 
-real: smollm2    ## gates on a real model: step 0 of each cell, training on a set that must be learned (15 minutes)
+real: smollm2    ## gates on a real model: step 0 of each cell, training on a set that must be learned (15 minutes with bfloat16 instructions)
 	@OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive} $(PY) -m benchmarks.real $(ARGS)
 
 real-full: smollm2  ## make real with every loss and variant on the set that must be learned (hours)

@@ -1,4 +1,5 @@
-"""Gates on a real model, in the manner of nightly suites. ``make real`` takes 15 minutes on two idle cores.
+"""Gates on a real model, in the manner of nightly suites. It takes 15
+minutes on two idle cores with bfloat16 instructions, an hour or more on others.
 
     python -m benchmarks.real                 # ends with a table and a picture
     python -m benchmarks.real --full          # the sanity set for each loss and variant: hours
@@ -80,7 +81,8 @@ class Suite:
 
     def __init__(self, out: Path, words: Sequence[str], jobs: int = 1) -> None:
         self.out = out
-        self.threads = str(max(1, (os.cpu_count() or 1) // jobs))
+        share = str(max(1, (os.cpu_count() or 1) // jobs))
+        self.threads = os.environ.get("OMP_NUM_THREADS", share)
         self.words = ["model=smollm2-135m-instruct", f"runs_dir={out}", f"cache_dir={out}/cache"]
         able = torch.cpu.get_capabilities()  # bfloat16 is emulated elsewhere, 60 times as slow as float32
         fast = any(able.get(name) for name in ("avx512_bf16", "amx_bf16"))
@@ -95,7 +97,7 @@ class Suite:
         run = next((word.partition("=")[2] for word in words if word.startswith("exp_name=")), name)
         log = self.out / f"{run}.log"
         command = [sys.executable, f"{name}.py", *self.words, *words]
-        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", self.threads)}
+        threads = {"OMP_NUM_THREADS": self.threads}
         with log.open("w") as said:
             started = subprocess.Popen(
                 command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, env=os.environ | threads
