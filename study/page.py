@@ -23,7 +23,7 @@ from reports.statistics import SIGNIFICANT, SeedMean, holm, mean, paired, paired
 from study.figures import effects_figure, lag_figure, surface_figure, svg, variants_figure
 from study.markdown import Section, Table, as_markdown, shown
 from study.plan import DIFFERENT, MAIN, SAME, Block, Plan, Test, Values, told
-from study.records import SAMPLED, Record
+from study.records import GREEDY, KL, LENGTH, SAMPLED, Record
 from study.surface import frontier, law, near_table, surface_table
 
 HEADINGS = {
@@ -163,6 +163,8 @@ def write_page(name: str, file: Path, plan: Plan, records: Mapping[str, Record],
         figures[kind] = figure_of(kind, blocks, values, effects)
         title, text = EXPLORED.get(kind, (kind.capitalize(), UNTUNED))
         sections.append(Section(f"{title} (exploratory)", (text,), effects_table(effects), pictured(kind)))
+        if kind == MAIN:
+            sections.append(Section("Length and distance", (BESIDE,), beside_table(blocks, records)))
     drawn = {stem: figure for stem, figure in figures.items() if figure is not None}
     for stem, figure in drawn.items():
         (out / f"{stem}.svg").write_bytes(svg(figure))
@@ -218,6 +220,10 @@ EXPLORED = {
     ),
 }
 """Kind of blocks -> heading and text."""
+BESIDE = (
+    "What stands beside each score: greedy answers, tokens of an answer, KL from the start in nats a token, "
+    "and CPU seconds of a run with its evaluations; means over seeds. `start`: the initial model."
+)
 UNTUNED = "Each minus the cell whose settings it has but for its change; none is tuned for itself."
 
 
@@ -311,6 +317,28 @@ def effects_table(effects: Sequence[Effect]) -> Table:
         scores = (f"{value:.1f}" for value in (e.score, e.base_score))
         rows.append([e.runs, f"{e.cell} − {e.base}", *scores, *shown(e.difference)])
     return rows
+
+
+def beside_table(blocks: Sequence[Block], records: Mapping[str, Record]) -> Table:
+    rows = [["runs", "cell", "score", "greedy", "tokens, start", "tokens", "KL", "CPU s", "seeds"]]
+    for block in blocks:
+        for cell, at in block.sweep.coordinates.items():
+            if not (runs := [record for record in records.values() if record.cell == cell]):
+                continue
+            scores = [100 * of([r.after for r in runs], key) for key in (SAMPLED, GREEDY)]
+            tokens = [of(sides, LENGTH) for sides in ([r.before for r in runs], [r.after for r in runs])]
+            kl, seconds = of([r.after for r in runs], KL), of([r.seconds for r in runs], "cpu")
+            numbers = (f"{value:.1f}" for value in (*scores, *tokens))
+            rows.append(
+                [block.sweep.name, " ".join(at), *numbers, f"{kl:.3f}", f"{seconds:.0f}", str(len(runs))]
+            )
+    return rows
+
+
+def of(measured: Sequence[Mapping[str, float]], key: str) -> float:
+    """Return the mean over the runs that have ``key``; nan if none has."""
+    there = [values[key] for values in measured if key in values]
+    return fmean(there) if there else math.nan
 
 
 def figure_of(kind: str, blocks: Sequence[Block], values: Values, effects: Sequence[Effect]) -> Figure | None:

@@ -18,7 +18,8 @@ from launch.collect import read_run
 from launch.grid import Run, override
 
 FACTS = "study.json"
-SAMPLED, KL = "eval_accuracy_sampled", "eval_kl_initial"
+SAMPLED, GREEDY = "eval_accuracy_sampled", "eval_accuracy_greedy"
+LENGTH, KL = "eval_length_sampled", "eval_kl_initial"
 
 
 @dataclass(frozen=True)

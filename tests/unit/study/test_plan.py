@@ -3,6 +3,7 @@ what is no plan is refused by the part that is wrong."""
 
 from __future__ import annotations
 
+import json
 from statistics import fmean
 
 import pytest
@@ -12,7 +13,7 @@ from common.errors import ConfigError
 from launch.composing import Composer
 from study.__main__ import QUICK_SEEDS, main
 from study.figures import variants_figure
-from study.page import effects_of
+from study.page import beside_table, effects_of
 from study.plan import MAIN, PLANS, PUBLISHED, known, read_plan
 from study.records import SAMPLED, read_records
 from study.tasks import FOLDERS, TITLES, read_task
@@ -105,6 +106,23 @@ def test_the_published_page_is_made_of_the_published_records(tmp_path, monkeypat
     page = PUBLISHED["paper"][0].with_name("report.md")
     assert (tmp_path / "report.md").read_bytes() == page.read_bytes()
     assert len(known(PAPER, tmp_path, PUBLISHED["paper"])) == len(PAPER.runs()) == 1320
+
+
+def test_beside_a_cell_s_score_stand_its_length_and_distance():
+    records = known(PAPER, FOLDERS["adder"], PUBLISHED["paper"])
+    header, *rows = beside_table(PAPER.only([MAIN]).blocks, records)
+    assert len(rows) == 24
+    row = dict(zip(header, next(r for r in rows if r[:2] == ["main-stories-kto", "online-hl"]), strict=True))
+    runs = [json.loads(line) for line in PUBLISHED["paper"][1].read_text().splitlines()]
+    runs = [run for run in runs if run["cell"] == "kto-online-hl"]
+    assert row["seeds"] == str(len(runs)) == "10"
+    for name, side, key, digits in (
+        ("KL", "after", "eval_kl_initial", 3),
+        ("tokens", "after", "eval_length_sampled", 1),
+        ("tokens, start", "before", "eval_length_sampled", 1),
+        ("CPU s", "seconds", "cpu", 0),
+    ):
+        assert row[name] == f"{fmean(run[side][key] for run in runs):.{digits}f}", name
 
 
 def test_each_cell_is_compared_with_what_it_is_like():
