@@ -39,17 +39,20 @@ def _installed(package: str) -> str | None:
 
 def machine() -> dict[str, str]:
     """Return what the bits of a run on a CPU depend on besides its settings: the processor with its widest
-    vectors (``avx512f``, ``avx2``), the threads, and the versions that compute."""
+    vectors (``avx512f``, ``avx2``) and its instructions for bfloat16 (``avx512_bf16``, ``amx_bf16``), the
+    threads, and the versions that compute."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     flags = next((line.split() for line in lines if line.startswith("flags")), [])
-    vectors = next((f" ({flag})" for flag in ("avx512f", "avx2") if flag in flags), "")
+    widest = [flag for flag in ("avx512f", "avx2") if flag in flags][:1]
+    used = ", ".join(widest + [flag for flag in ("avx512_bf16", "amx_bf16") if flag in flags])
     threads = os.environ.get("OMP_NUM_THREADS") or str(os.cpu_count())
     own = {name: value for name, value in versions().items() if name in ("python", "torch", "transformers")}
-    return {"cpu": (names[0] if names else platform.machine()) + vectors, "threads": threads, **own}
+    processor = names[0] if names else platform.machine()
+    return {"cpu": f"{processor} ({used})" if used else processor, "threads": threads, **own}
 
 
 def git_commit(folder: Path) -> str | None:
