@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.errors import ConfigError
 from config.schema_model import ModelConfig
 from data.balance import TOKENS, Work, in_slots, row_tokens, share_tokens, within
 from data.bundles import deal_together
-from data.examples import ExampleGroups, columns_of
+from data.examples import ExampleGroups, columns_of, longest
 from data.sharing import own_tokens, prompt_owners
 from data.types import Example, Microbatch, PackedRows, Sequence, Sequences
 
@@ -163,7 +164,8 @@ def deal(
     rank 0 most (data/balance.py). If their prompts are also ``shared``, examples of one prompt stay together
     as long as no rank waits for it (data/bundles.py). Rows that are padded are dealt by length instead, so
     that rows side by side are about equally long and little is padded. On one rank, where no rank waits, both
-    kinds are dealt by length. Raises ValueError if a single example has more tokens than ``size``.
+    kinds are dealt by length. Raises ValueError if a single example has more tokens than ``size``, which
+    ``trainers.assembly.check_budget`` refuses before.
     """
     fits = isinstance(size, int) or max(map(row_tokens, batch)) <= size.most  # without sharing
     slots = _apart(batch, ranks, size, work) if packed and not (shared and (ranks == 1 or not fits)) else []
@@ -204,7 +206,13 @@ def _padded(batch: Seq[Example], ranks: int, size: Size) -> list[list[list[Examp
         if max(share_tokens(share, packed=False) for slot in made for share in slot) <= size.most:
             return made
         slots += 1
-    raise ValueError(f"an example has more than {size}")
+    most = longest([tuple(batch)], packed=False)
+    raise ConfigError(
+        "model.microbatch_tokens",
+        size.most,
+        f"the example of prompt {most.prompt_id} has {share_tokens([most], packed=False)} tokens, its rows "
+        "padded to the longest: allow as many",
+    )
 
 
 def _slices(batch: Seq[Example], ranks: int, size: int) -> list[list[list[Example]]]:

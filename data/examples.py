@@ -162,11 +162,14 @@ def columns_of(groups: ExampleGroups) -> Columns:
     )
 
 
-def longest(groups: ExampleGroups) -> Example:
-    """Return the first of the examples with most tokens."""
+def longest(groups: ExampleGroups, packed: bool = True) -> Example:
+    """Return the first of the examples with most tokens in its rows, as ``data.balance.share_tokens`` counts
+    them: padding included where rows are not ``packed``."""
     columns = columns_of(groups)
-    total = np.append(0, np.cumsum(np.add(columns.prompts, columns.completions, dtype=np.int64)))
-    most = int(np.diff(total[np.append(0, np.cumsum(columns.counts))]).argmax())
+    rows = np.add(columns.prompts, columns.completions, dtype=np.int64)
+    firsts = np.append(0, np.cumsum(columns.counts))[:-1]
+    tokens = np.add.reduceat(rows, firsts) if packed else columns.counts * np.maximum.reduceat(rows, firsts)
+    most = int(tokens.argmax())
     group = int(np.searchsorted(np.cumsum(columns.sizes), most, side="right"))
     return groups[group][most - int(columns.sizes[:group].sum())]
 

@@ -121,7 +121,7 @@ class Job:
             self.trainer_class.check(config, self.plan.train)
             check_correction(config, self.plan.train)
             self.make_longer()
-        check_budget(config, self.plan.train)
+        check_budget(config, self.plan.train, packing)
         if config.data.verifier is not None:
             import_function("data.verifier", config.data.verifier)
             self.conversations = make_player(config, self.renderer, folder.path / "logs")

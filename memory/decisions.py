@@ -16,7 +16,7 @@ from common.worker_process import WorkerError, WorkerProcess
 from config.schema import Config
 from config.schema_model import AUTO, ModelConfig
 from config.schema_plan import card_memory
-from data.balance import row_tokens
+from data.balance import row_tokens, share_tokens
 from data.batches import Segment, heaviest, size_of, widest
 from data.examples import longest
 from data.types import Example
@@ -206,7 +206,8 @@ def simulated_plan(
     """Return ``memory.plan.of_examples`` for the heaviest batch of ``train``, computed in a process of its
     own unless ``here``. ``card``: None for a CPU."""
     batch = heaviest_batch(config, train, trainer, ranks, card is not None)
-    most = row_tokens(longest(train.groups))
+    packed, _ = how_rows_are_joined(config, architecture(config.model), card is not None)
+    most = share_tokens([longest(train.groups, packed)], packed)
     if here:
         try:
             return of_examples(config, batch, held_out, ranks, card, most)

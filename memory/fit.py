@@ -164,7 +164,7 @@ def planned_tokens(
     trainer, size = trainer_class(config), size_of(config.model, asked.ranks)
     work = trainer.work_of(config, hf_config)
     whole = widest(batch, asked.ranks, size, trainer.rows_per_example, packing, shared, work)
-    most = max(longest, *map(row_tokens, batch))
+    most = max(longest, *(share_tokens([example], packing) for example in batch))
     return fitting_tokens(asked, most, whole, room, ask, fewest)
 
 

@@ -15,7 +15,7 @@ from common.errors import ConfigError, require
 from common.imports import import_function
 from config.schema import Config
 from config.schema_trainer import loss_numbers
-from data.balance import row_tokens
+from data.balance import share_tokens
 from data.batches import Segment, made_distinct
 from data.examples import longest
 from data.types import Example, Sequence
@@ -85,20 +85,23 @@ def trainer_class(config: Config) -> type[BasicTrainer]:
     return cls
 
 
-def check_budget(config: Config, plan: Segment) -> None:
-    """Raise ConfigError if an example has more tokens than ``model.microbatch_tokens`` allows.
+def check_budget(config: Config, plan: Segment, packed: bool) -> None:
+    """Raise ConfigError if an example has more tokens than ``model.microbatch_tokens`` allows, padding
+    included where its rows are not ``packed``.
 
     Online, where nothing is sampled yet, the check uses the longest example that may be sampled."""
     budget = config.model.microbatch_tokens
     if budget is None:
         return
-    most = longest(plan.groups)
+    most = longest(plan.groups, packed)
+    tokens = share_tokens([most], packed)
     where = f"the example of prompt {most.prompt_id}" if most.prompt_id else "the longest that may be sampled"
     require(
-        row_tokens(most) <= budget,
+        tokens <= budget,
         "model.microbatch_tokens",
         budget,
-        f"{where} has {row_tokens(most)} tokens: allow as many, or lower model.max_length",
+        f"{where} has {tokens} tokens{'' if packed else ', its rows padded to the longest'}: allow as many, "
+        "or lower model.max_length",
     )
 
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import token_cache, views
+from data.balance import share_tokens
 from data.batches import Segment
 from data.examples import (
     Examples,
@@ -109,7 +110,10 @@ def same(made: Examples, want: list[tuple[Example, ...]], dropped: dict[str, int
     ids = [np.sort(np.concatenate([np.zeros(0), *token_ids(g)])) for g in (made.groups, want)]
     assert ids[0].tolist() == ids[1].tolist()
     if want:
-        assert plain([[longest(made.groups)]]) == plain([[longest(want)]])
+        for packed in (True, False):
+            most = longest(made.groups, packed)
+            assert plain([[most]]) == plain([[longest(want, packed)]])
+            assert share_tokens([most], packed) == max(share_tokens([e], packed) for g in want for e in g)
 
 
 @settings(max_examples=60)
