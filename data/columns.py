@@ -87,6 +87,8 @@ _WORDS = {
 }
 """Words by which a column of another name is guessed, for a proposal alone."""
 
+NO_TEXT = "\0"
+"""A character that no text has. Two numbers that are alike do not say the same."""
 _ONE_OF_TWO = re.compile(
     r"(.*?(?:response|answer|output|completion|conversation|candidate|reply|summary|text)[ _-]?)([ab012])",
     re.I,
@@ -94,7 +96,10 @@ _ONE_OF_TWO = re.compile(
 
 
 def is_empty(value: Any) -> bool:
-    """Return whether a value says nothing: null, or an empty text, list or object."""
+    """Return whether a value says nothing: null, NaN (pandas writes it for null), or an empty text, list or
+    object."""
+    if isinstance(value, float):
+        return value != value
     return value is None or (isinstance(value, str | list | dict) and len(value) == 0)
 
 
@@ -273,6 +278,8 @@ class _Shape:
     rows: int = 0
     kept: list[Row] = field(default_factory=list)
     read: set[str] = field(default_factory=set)
+    late: tuple[str, ...] = ()
+    """Columns that decide and that no kept row fills: a table gives every row all columns"""
 
 
 class Columns:
@@ -291,7 +298,8 @@ class Columns:
         """Of rows without answers, the refusal unless a reward function gets their columns"""
         self.row: Row | None = None
         """The row that is being converted"""
-        self.shapes: dict[tuple[str, ...], _Shape] = {}
+        self.shapes: dict[tuple[tuple[str, ...], tuple[str, ...]], _Shape] = {}
+        """(The columns of rows, those of them that are filled late) -> the rows"""
 
     def watched(self, rows: Iterable[Row]) -> Iterator[Row]:
         """Yield the rows as ``_watched`` returns them."""
@@ -303,39 +311,49 @@ class Columns:
     def noted(self, result: Group | Dropped) -> tuple[Group | Dropped, Row | None]:
         """Return what a row became, with the row; None for one made of several. A row that was dropped is not
         counted, because not all of it was read."""
-        shape = self.row and self.shapes.get(tuple(self.row.values))
-        if isinstance(result, Dropped) and shape and shape.kept and shape.kept[-1] is self.row:
-            shape.kept.pop()
+        for shape in self.shapes.values() if isinstance(result, Dropped) and self.row else ():
+            if shape.kept and shape.kept[-1] is self.row:
+                shape.kept.pop()
         return result, self.row
 
     def _watched(self, row: Row) -> Row:
         """Return the row; one of the first rows is returned as a mapping that records which columns are
         read. Raises ConfigError once the first rows show that a column that decides is not."""
         keys = tuple(row.values)
-        shape = self.shapes.get(keys)
+        shape = self.shapes.get((keys, ()))
+        filled = () if shape is None else tuple(n for n in shape.late if not is_empty(row.values[n]))
+        shape = self.shapes.get((keys, filled)) if filled else shape
         if shape is None:
             if len(self.shapes) == self.SHAPES:
                 return row
-            shape = self.shapes[keys] = _Shape(read=set(self.config.numbers or ()))
+            shape = self.shapes[keys, filled] = _Shape(read=set(self.config.numbers or ()))
         shape.rows += 1
         if shape.rows > self.MOST:
-            if shape.rows == self.MOST + 1 and len(self.shapes) == 1:
-                self.check()
+            if shape.rows == self.MOST + 1:
+                if len(self.shapes) == 1:
+                    self.check()
+                shape.late = tuple(self._late(keys, shape))
             return row
         shape.kept.append(row)
         return replace(row, values=_Watched(row.values, shape.read))
 
+    def _late(self, keys: tuple[str, ...], shape: _Shape) -> Iterator[str]:
+        for name in keys:
+            decides = name.lower() in SEEN or (self.strict and _decides(name, self.answers))
+            if decides and name not in shape.read and all(is_empty(row.values[name]) for row in shape.kept):
+                yield name
+
     @property
     def used(self) -> tuple[str, ...]:
         """The columns that were read, in their order."""
-        columns = {c: None for keys, shape in self.shapes.items() for c in keys if c in shape.read}
+        columns = {c: None for (keys, _), shape in self.shapes.items() for c in keys if c in shape.read}
         return tuple(columns)
 
     @property
     def unused(self) -> tuple[str, ...]:
         """The columns that were never read, in their order."""
         used = set(self.used)
-        return tuple({c: None for keys in self.shapes for c in keys if c not in used})
+        return tuple({c: None for keys, _ in self.shapes for c in keys if c not in used})
 
     def check(self) -> None:
         """Raise ConfigError if a tenth of the rows have a column that decides what is trained on and that
@@ -395,7 +413,7 @@ def _lost(values: Values, read: set[str], strict: bool, answers: bool) -> list[s
     names = [name for name in unread if name.lower() in SEEN or (strict and _decides(name, answers))]
     if not names:
         return []
-    said = {piece for name in read if name in values for piece in _pieces(values[name])}
+    said = {piece for name in read if name in values for piece in _pieces(values[name])} - {NO_TEXT}
     text = "\n".join(said)
 
     def repeated(piece: str) -> bool:  # a short text may be part of a longer one by chance
@@ -415,7 +433,7 @@ def _decides(name: str, answers: bool) -> bool:
 
 def _pieces(value: Any) -> Iterator[str]:
     """Yield the texts of a value: of messages what they say, not who says it. A number is no text: it yields
-    a character that no text has."""
+    NO_TEXT."""
     if isinstance(value, str):
         yield value.strip()
     elif isinstance(value, Mapping):
@@ -426,7 +444,7 @@ def _pieces(value: Any) -> Iterator[str]:
         for inner in value:
             yield from _pieces(inner)
     elif value is not None:
-        yield "\0"
+        yield NO_TEXT
 
 
 class _Watched(dict[str, Any]):

@@ -115,7 +115,9 @@ def is_feedback(values: Values) -> bool:
 
 def _is_transcript(values: Values) -> bool:
     chosen = values.get("chosen")
-    return named(values, "question") is None and isinstance(chosen, str) and chosen.startswith("\n\nHuman:")
+    if named(values, "question") is not None or not isinstance(chosen, str):
+        return False
+    return chosen.lstrip().startswith("Human:")
 
 
 def _has_responses(values: Values) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.errors import ConfigError, DataError
-from data.rows import SUFFIXES, Dropped, Row, read_rows, table_rows
+from data.rows import SUFFIXES, Dropped, Row, class_names, read_rows, table_rows
 
 _SPLIT = re.compile(r"(?:^|[-_.])(train|test|validation|valid|val|dev|eval)\w*(?:[-_.]|$)")
 """The part of a shard's name that says which split it belongs to: train-00000-of-00002, test.jsonl,
@@ -85,7 +85,8 @@ def _saved(folder: Path, split: str | None, key: str, split_key: str) -> Iterato
             dataset, where = dataset[name], f"{folder.name}/{name}"
         else:
             where = folder.name
-        yield from table_rows(where, dataset.with_format("arrow").iter(batch_size=1000))
+        parts = dataset.with_format("arrow").iter(batch_size=1000)
+        yield from table_rows(where, parts, class_names(dataset.features))
     except ConfigError:
         raise
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:

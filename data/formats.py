@@ -30,6 +30,7 @@ Format = Callable[[Iterable[Row], DataConfig], Iterator[Group | Dropped]]
 
 ROLES = {
     "system": "system",
+    "developer": "system",
     "user": "user",
     "human": "user",
     "prompter": "user",
@@ -91,9 +92,9 @@ def with_tools(group: Group, values: Values) -> Group:
 
 
 def value(values: Values, column: str) -> Any:
-    """Return ``values[column]``; raises RowError if it is missing or null."""
+    """Return ``values[column]``; raises RowError if it is missing, null or NaN."""
     cell = values.get(column)
-    if cell is None:
+    if cell is None or cell != cell:  # NaN, which pandas writes for null
         raise RowError(f"no {column!r}" if column in values else f"no column {column!r}")
     return cell
 
@@ -158,6 +159,7 @@ def listed(values: Values, column: str) -> list[Any]:
     return entries
 
 
+_IS_OBJECT = re.compile(r"\s*(\[\s*)?\{")
 _IS_MESSAGE = re.compile(r"""\s*\[?\s*\{\s*["'](role|from|content|value)["']\s*:""")
 
 
@@ -181,7 +183,15 @@ def unpacked(cell: Any, column: str = "") -> Any:
 
 def messages_in(cell: Any, column: str) -> Any:
     """Return the messages that a text holds, or the value as it is."""
-    return unpacked(cell, column) if isinstance(cell, str) and _IS_MESSAGE.match(cell) else cell
+    if not isinstance(cell, str) or not _IS_OBJECT.match(cell):
+        return cell
+    made = unpacked(cell, column)
+    messages = made if isinstance(made, list) else [made]
+    return made if _IS_MESSAGE.match(cell) or all(map(_is_message, messages)) else cell
+
+
+def _is_message(made: Any) -> bool:
+    return isinstance(made, Mapping) and ({"role", "content"} <= set(made) or {"from", "value"} <= set(made))
 
 
 def turns(messages: Any, column: str) -> tuple[Turn, ...]:
@@ -295,7 +305,9 @@ def prompt_of(conversation: tuple[Turn, ...], reference: Any = None) -> Prompt:
             f"'reference' is a {type(reference).__name__}; name a key inside it, as in "
             "data.columns={reference: reward_model.ground_truth}"
         )
-    return Prompt(conversation, None if reference is None else str(reference))
+    if isinstance(reference, float) and reference.is_integer():
+        reference = int(reference)  # pandas writes whole numbers so, where one of their column is missing
+    return Prompt(conversation, None if is_empty(reference) and reference != "" else str(reference))
 
 
 def pair(prompt: Prompt, chosen: str | Completion, rejected: str | Completion) -> Group:
@@ -331,6 +343,8 @@ def answered(head: tuple[Turn, ...], completion: Any, column: str) -> tuple[tupl
         return head + before, answer
     lead, rest = _led(head)
     own, again = _led(before)
+    if lead and own and not _same(lead[0], own[0]):
+        raise RowError(f"the prompt's system turn and that of {column!r} say different things")
     if rest and not _within(rest, again):
         if not _within(again, rest) or not _same(again[-1], rest[-1]):
             raise RowError(f"the conversation in {column!r} does not contain the prompt")
@@ -384,6 +398,8 @@ def _paired(values: Values, chosen: str, rejected: str) -> Group:
     good, bad = (messages_in(value(values, column), column) for column in (chosen, rejected))
     head = asked(values)
     if named(values, "question") is None and isinstance(good, str):
+        if answer_at(good) is None and (there := [name for name in READ["question"] if name in values]):
+            raise RowError(f"no {there[0]!r}")
         shared = common_beginning(good, text(values, rejected))
         head, good, bad = (*head, *turns(shared, chosen)), good[len(shared) :], bad[len(shared) :]
     conversation, better = answered(head, good, chosen)
@@ -426,9 +442,12 @@ def common_beginning(one: str, other: str) -> str:
     rendered dialogues what stands before their last answers.
 
     The space before the first differing word belongs to the completions (it is part of their first token).
+    Raises RowError for two dialogues that differ before.
     """
     at = answer_at(one)
-    if at is not None and one[:at] == other[:at]:
+    if at is not None and answer_at(other) is not None:
+        if one[:at] != other[:at]:
+            raise RowError("chosen and rejected answer different conversations")
         return one[:at]
     length = next(
         (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))

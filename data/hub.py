@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from common.errors import ConfigError
-from data.rows import Dropped, Row, table_rows
+from data.rows import Dropped, Row, class_names, table_rows
 
 
 def hub_rows(
@@ -20,7 +20,8 @@ def hub_rows(
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise _refusal(path, split, subset, str(error)) from error
     # reading by Arrow's batches is several times as fast as row by row
-    yield from table_rows(path, table.with_format("arrow").iter(batch_size=1000))
+    parts = table.with_format("arrow").iter(batch_size=1000)
+    yield from table_rows(path, parts, class_names(table.features))
 
 
 def _refusal(path: str, split: str, subset: str | None, message: str) -> ConfigError:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from config.schema_data import DataConfig
 from data.rows import Dropped, Row
-from data.types import Group, Turn
+from data.types import Completion, Group, Turn
 
 _ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -119,6 +119,7 @@ _ALPACA = re.compile(r"Below is an instruction that describes a task[^\n]*")
 """Alpaca's sentence before the instruction, which belongs to the template."""
 _INSTRUCTION = re.compile(r"\[INST\](.*?)\[/INST\]", re.DOTALL)
 _SYSTEM = re.compile(r"\s*(?:<<SYS>>(.*?)<</SYS>>|\[SYSTEM_PROMPT\](.*?)\[/SYSTEM_PROMPT\])", re.DOTALL)
+_SPACE_BEHIND = re.compile(r"\A(?:[ \t]*\n)+(?: (?! ))?|\A[ \t]+")
 _HINTS = re.compile(r"<\||<｜|<start_of_turn>|\[INST\]|Human:|###|USER:")
 _CLOSES = tuple({end for markup in MARKUPS for end in markup.closes})
 
@@ -133,9 +134,7 @@ def dialogue(text: str) -> tuple[str, list[Turn]] | None:
         return "Llama 2 and Mistral", instruction_turns
     for markup in MARKUPS:
         turns = markup.turns(text)
-        if markup.plain and [turn.role for turn in turns if turn.role != "system"] != [
-            ("user", "assistant")[i % 2] for i in range(sum(turn.role != "system" for turn in turns))
-        ]:
+        if markup.plain and not _alternate([turn.role for turn in turns]):
             continue
         if markup.name == "Alpaca" and turns and turns[0].role == "system":
             said = _ALPACA.sub("", turns[0].content).strip()
@@ -146,18 +145,25 @@ def dialogue(text: str) -> tuple[str, list[Turn]] | None:
 
 
 def answer_at(text: str) -> int | None:
-    """Return where the last answer of a rendered dialogue begins, behind its heading; None for other texts,
-    and for markup of words alone."""
+    """Return where the last answer of a rendered dialogue begins, behind its heading; None for other
+    texts."""
     begun = text.lstrip().removeprefix("<s>").lstrip()
     if begun.startswith("[INST]") and "[/INST]" in begun:
         return text.rindex("[/INST]") + len("[/INST]")
     for markup in MARKUPS:
-        matches = [] if markup.plain else list(markup.opens.finditer(text))
-        if not matches or _ROLES.get(matches[-1]["role"].lower()) != "assistant":
+        matches = list(markup.opens.finditer(text))
+        roles = [_ROLES.get(match["role"].lower()) for match in matches]
+        if not matches or roles[-1] != "assistant" or (markup.plain and not _alternate(roles)):
             continue
         if markup.system_before or not text[: matches[0].start()].strip().removeprefix(markup.begins):
             return matches[-1].end()
     return None
+
+
+def _alternate(roles: Sequence[str | None]) -> bool:
+    """Return whether user and assistant take turns, the user first, with system turns anywhere."""
+    spoken = [role for role in roles if role != "system"]
+    return spoken == [("user", "assistant")[i % 2] for i in range(len(spoken))]
 
 
 def _instructions(text: str) -> list[Turn]:
@@ -208,9 +214,14 @@ class Reader:
                 yield group, row
                 continue
             try:
-                if repeated and repeats_prompt(group):
-                    group = without_prompt(group)
-                    self._note("rows whose answers began with the prompt, which was taken off", row)
+                if repeats_prompt(group):
+                    if repeated:
+                        group = without_prompt(group)
+                        self._note("rows whose answers began with the prompt, which was taken off", row)
+                    else:
+                        self._note("rows whose answers begin with the prompt, as not all do: left so", row)
+                if any(wordless(completion) for completion in group.completions):
+                    self._note("rows with an answer without a word, which teaches to end at once", row)
                 name, group = unrendered(group)
                 if name:
                     self._note(f"rows in the markup of {name}, read as turns", row)
@@ -238,11 +249,19 @@ def repeats_prompt(group: Group) -> bool:
     )
 
 
+def wordless(completion: Completion) -> bool:
+    """Return whether an answer that came as text has none, and calls no tool."""
+    if completion.token_ids is not None or completion.turns or completion.keys:
+        return False
+    return not (completion.text or "").strip()
+
+
 def without_prompt(group: Group) -> Group:
-    """Return the group without the prompt's last turn at the head of its answers, and without the space
-    behind it, which a chat template does not write."""
+    """Return the group without the prompt's last turn at the head of its answers, and without the space or
+    the empty lines behind it, which a chat template does not write. The first line keeps its indentation."""
     asked = group.prompt.turns[-1].content.strip()
-    kept = (replace(c, text=(c.text or "").lstrip()[len(asked) :].lstrip()) for c in group.completions)
+    texts = ((c.text or "").lstrip()[len(asked) :] for c in group.completions)
+    kept = [replace(c, text=_SPACE_BEHIND.sub("", t)) for c, t in zip(group.completions, texts, strict=True)]
     return replace(group, completions=tuple(kept))
 
 
@@ -313,6 +332,8 @@ def _answer(turns: tuple[Turn, ...], text: str, name: str) -> tuple[str, tuple[T
         raise MarkupError(f"an answer behind a prompt in the markup of {name} holds further turns")
     closed = False
     while (bare := text.rstrip()).endswith(_CLOSES):
+        if bare.endswith("</s>") and "<s>" in bare[bare.rfind("</s>", 0, -1) + 1 :]:
+            break  # struck out, in HTML
         text = next(bare.removesuffix(end) for end in _CLOSES if bare.endswith(end))
         closed = True
     return "an end of turn behind answers" if closed else "", turns, text

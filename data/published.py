@@ -61,7 +61,7 @@ def hh(values: Values, config: DataConfig) -> Group:
 def transcript(dialogue: str) -> list[Turn]:
     """Return the turns of ``\\n\\nHuman: … \\n\\nAssistant: …``, stripped. Raises RowError unless they
     alternate."""
-    before, *pieces = _TRANSCRIPT_TURN.split(dialogue)
+    before, *pieces = _TRANSCRIPT_TURN.split("\n\n" + dialogue.lstrip())
     names, contents = pieces[::2], pieces[1::2]
     if before.strip() or not names:
         raise RowError("the transcript does not begin with a human turn")

@@ -76,14 +76,27 @@ class DataReport:
     """what rendered texts were read back, in words"""
     example: tuple[str, ...] = ()
     """the first example as the model reads it: its prompt, then each of its completions"""
+    labels: tuple[int, int] | None = None
+    """how many examples are desirable and how many undesirable, of a loss that learns from such labels"""
+    desirable_first: bool = False
+    """whether the first of them is desirable"""
     selection: Selection | None = None
     """the groups that data.logprob_range kept; ``examples`` and the lengths then describe these groups, the
     counts of rows all groups"""
 
     @classmethod
-    def of(cls, loaded: Loaded, evaluation: Loaded, examples: Examples, cut: Mapping[str, int]) -> DataReport:
-        """Return the report before anything is scored. ``cut`` is ``Renderer.cuts``."""
+    def of(
+        cls,
+        loaded: Loaded,
+        evaluation: Loaded,
+        examples: Examples,
+        cut: Mapping[str, int],
+        labelled: bool = False,
+    ) -> DataReport:
+        """Return the report before anything is scored. ``cut`` is ``Renderer.cuts``. ``labelled``: whether
+        the loss learns from desirable and undesirable answers."""
         example_columns = columns_of(examples.groups)
+        desirable = example_columns.labels > 0
         ids, held_out = prompt_ids(loaded.groups), prompt_ids(evaluation.groups)
         return cls(
             origin=loaded.origin,
@@ -102,6 +115,8 @@ class DataReport:
             columns=loaded.columns,
             unused=loaded.unused,
             read_back=loaded.read_back,
+            labels=(int(desirable.sum()), int((~desirable).sum())) if labelled and desirable.size else None,
+            desirable_first=bool(desirable[:1].all()),
             prompt_tokens=Spread.of(example_columns.prompts),
             completion_tokens=Spread.of(example_columns.completions),
         )
@@ -153,7 +168,15 @@ class DataReport:
                 f"without an example: {sum(self.untrainable.values())} of {self.groups} groups "
                 f"({reasons(self.untrainable)})"
             )
-        for what, text in zip(("prompt", *["completion"] * len(self.example)), self.example, strict=False):
+        if self.labels is not None:
+            lines.append(
+                f"labels: {self.labels[0]} answers desirable, {self.labels[1]} not; of a row with a reward "
+                "one above 0 is"
+            )
+        answer = "completion"
+        if self.labels is not None:
+            answer = "desirable completion" if self.desirable_first else "undesirable completion"
+        for what, text in zip(("prompt", *[answer] * len(self.example)), self.example, strict=False):
             lines.append(f"first example, {what}: {shortened(text)!r}")
         return lines
 

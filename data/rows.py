@@ -122,14 +122,35 @@ def read_rows(path: Path, key: str = "data.path") -> Iterator[Row | Dropped]:
 
 def _read_parquet(path: Path) -> Iterator[Row | Dropped]:
     with pyarrow.parquet.ParquetFile(path) as file:
-        yield from table_rows(path.name, file.iter_batches(batch_size=1000))
+        about = (file.schema_arrow.metadata or {}).get(b"huggingface", b"{}")
+        features = json.loads(about).get("info", {}).get("features", {})
+        yield from table_rows(path.name, file.iter_batches(batch_size=1000), class_names(features))
 
 
-def table_rows(name: str, parts: Iterable[pyarrow.RecordBatch | pyarrow.Table]) -> Iterator[Row | Dropped]:
+def class_names(features: Any) -> dict[str, Sequence[str]]:
+    """Return the names of the columns that ``features`` (of datasets, or as it writes them) calls classes."""
+    if not isinstance(features, Mapping):
+        return {}
+    written = {
+        column: feature if isinstance(feature, Mapping) else vars(feature)
+        for column, feature in features.items()
+        if isinstance(feature, Mapping) or hasattr(feature, "names")
+    }
+    return {column: feature["names"] for column, feature in written.items() if feature.get("names")}
+
+
+def table_rows(
+    name: str,
+    parts: Iterable[pyarrow.RecordBatch | pyarrow.Table],
+    classes: Mapping[str, Sequence[str]] | None = None,
+) -> Iterator[Row | Dropped]:
     """Yield the rows of a table that comes in parts, numbered across all parts. Only the row itself is
     dropped if it has a value that Python cannot hold (a text that is not UTF-8, a date after the year
-    9999). Keys inside a column that are null were filled in by the table, and are left out."""
+    9999). Keys inside a column that are null were filled in by the table, and are left out. ``classes``:
+    column -> the names of which it holds numbers (``ClassLabel`` of datasets); by the names one sees which
+    class is which."""
     number = 0
+    classes = classes or {}
     for part in parts:
         nested = [field.name for field in part.schema if pyarrow.types.is_nested(field.type)]
         for record in _records(part):
@@ -139,6 +160,9 @@ def table_rows(name: str, parts: Iterable[pyarrow.RecordBatch | pyarrow.Table]) 
                 continue
             for column in nested:
                 record[column] = _without_nulls(record[column])
+            for column, names in classes.items():
+                if isinstance(at := record.get(column), int):
+                    record[column] = names[at] if 0 <= at < len(names) else None
             yield Row(name, number, record)
 
 

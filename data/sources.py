@@ -23,7 +23,7 @@ from common.imports import import_function
 from config.schema_data import DataConfig
 from data import hub, published
 from data.columns import Columns, check_named, questions, renamed
-from data.detection import GENERIC, format_of, is_feedback
+from data.detection import GENERIC, format_of
 from data.folders import folder_rows, is_saved
 from data.formats import RowError, number
 from data.group_store import gathered, picked, prompt_ids
@@ -86,7 +86,7 @@ def check_found(
         if config.source == LOCAL and path is not None:
             split_key = "data.split" if split == "train" else "data.eval_split"
             name = config.split if split == "train" else config.eval_split
-            rows = _of_split(_rows(key, path, split_key, name), config.split if split == "train" else None)
+            rows = _of_split(config, _rows(key, path, split_key, name), name if split == "train" else None)
             first = list(itertools.islice(rows, EARLY))
             loaded = convert(first, config, path, whole=len(first) < EARLY)
             if loaded.refusal is not None and not columns_reach:
@@ -191,7 +191,7 @@ def local(config: DataConfig, split: str) -> Loaded:
         raise ConfigError("data.path", None, "give the file, as in data.path=pairs.jsonl")
     if split == "train":
         rows = _rows("data.path", config.path, "data.split", config.split)
-        return convert(_of_split(rows, config.split), config, config.path)
+        return convert(_of_split(config, rows, config.split), config, config.path)
     if config.eval_path is not None:
         rows = _rows("data.eval_path", config.eval_path, "data.eval_split", config.eval_split)
         return convert(rows, config, config.eval_path)
@@ -201,14 +201,16 @@ def local(config: DataConfig, split: str) -> Loaded:
         rows = _rows("data.path", config.path, "data.eval_split", config.eval_split)
         return convert(rows, config, f"{config.path} ({config.eval_split})")
     rows = read_rows(Path(config.path))
-    if not any(isinstance(row, Row) and row.values.get("split") == config.eval_split for row in rows):
+    if not _has_splits(config) or not any(
+        isinstance(row, Row) and row.values.get("split") == config.eval_split for row in rows
+    ):
         raise ConfigError(
             "data.eval_split",
             config.eval_split,
             f'no row of {config.path} says "split": "{config.eval_split}"; '
             "give the evaluation file as data.eval_path",
         )
-    return convert(_of_split(read_rows(Path(config.path)), config.eval_split), config, config.path)
+    return convert(_of_split(config, read_rows(Path(config.path)), config.eval_split), config, config.path)
 
 
 def _rows(key: str, path: str, split_key: str, split: str | None) -> Iterator[Row | Dropped]:
@@ -246,20 +248,25 @@ def _is_folder(path: str | None) -> bool:
     return path is not None and os.path.isdir(path)
 
 
-def _of_split(rows: Iterable[Row | Dropped], wanted: str | None) -> Iterator[Row | Dropped]:
-    """Yield the rows of one split (None: of all). Feedback files may hold several splits, with each row
-    naming its own; rows that name none belong to all."""
+def _has_splits(config: DataConfig) -> bool:
+    """Return whether a column ``split`` of a file says which split a row belongs to."""
+    return "split" not in (*(config.ignore_columns or ()), *(config.columns or {}).values())
+
+
+def _of_split(
+    config: DataConfig, rows: Iterable[Row | Dropped], wanted: str | None
+) -> Iterator[Row | Dropped]:
+    """Yield the rows of one split (None: of all), without the column that names it. A row that names none
+    belongs to all."""
     for row in rows:
-        if (
-            wanted is not None
-            and isinstance(row, Row)
-            and is_feedback(row.values)
-            and row.values.get("split", wanted) != wanted
-        ):
-            why = f"belongs to another split than {wanted!r}"
+        said = row.values.get("split") if isinstance(row, Row) and _has_splits(config) else None
+        if isinstance(row, Dropped) or wanted is None or not isinstance(said, str):
+            yield row
+        elif said != wanted:
+            why = f"says split: {said!r}, not {wanted!r} (data.split; data.ignore_columns=[split] reads all)"
             yield Dropped(row.file, row.number, why, intended=True)
         else:
-            yield row
+            yield replace(row, values={name: cell for name, cell in row.values.items() if name != "split"})
 
 
 # From rows to groups
@@ -293,7 +300,9 @@ def convert(rows: Iterable[Row | Dropped], config: DataConfig, origin: str, *, w
     check_named(config, first)
     first = [replace(row, values=renamed(row.values, config)) for row in first]
     loaded.format, form = format_of(config, first)
-    seen = Columns(config, loaded.format in GENERIC, answers=loaded.format != "prompt_only")
+    # HALOs' feedback files have a reward beside what their type reads
+    strict = loaded.format in GENERIC or (config.format == "auto" and loaded.format != "feedback")
+    seen = Columns(config, strict, answers=loaded.format != "prompt_only")
     answers, texts = References(), Reader(config)
 
     def usable() -> Iterator[Group]:
@@ -330,19 +339,24 @@ def with_numbers(group: Group | Dropped, row: Row | None, names: Iterable[str]) 
 
 class References:
     """The reference answer of each prompt so far. A prompt has one, so a row that brings another is left out:
-    nobody can say which of the two is right."""
+    nobody can say which of the two is right. Of rows of prompts alone the first one's columns are kept."""
 
     def __init__(self) -> None:
         self._of: dict[str, str] = {}
+        self._columns: dict[str, int] = {}
 
     def checked(self, group: Group | Dropped, row: Row | None) -> Group | Dropped:
         """Return ``group``, made of ``row`` (None: of several), or why it is left out."""
-        if isinstance(group, Dropped) or (own := group.prompt.reference_answer) is None:
+        if isinstance(group, Dropped):
             return group
-        if self._of.setdefault(group.prompt.id, own) == own:
-            return group
-        why = "the same prompt came before with another reference answer"
-        return Dropped(row.file, row.number, why) if row else Dropped("", 0, why)
+        own, columns = group.prompt.reference_answer, hash(group.prompt.columns)
+        place = (row.file, row.number) if row else ("", 0)
+        if own is not None and self._of.setdefault(group.prompt.id, own) != own:
+            return Dropped(*place, "the same prompt came before with another reference answer")
+        if not group.completions and self._columns.setdefault(group.prompt.id, columns) != columns:
+            why = "the same prompt came before with other values in its columns"
+            return Dropped(*place, why, intended=True)
+        return group
 
 
 def _check_usable(config: DataConfig, loaded: Loaded) -> None:

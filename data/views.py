@@ -226,5 +226,11 @@ def mismatched(batch: list[Example], max_length: int) -> list[Example]:
 
 
 def prompts_of(groups: Iterable[Group]) -> list[Prompt]:
-    """Return the distinct prompts, in order of first appearance."""
-    return list({group.prompt.id: group.prompt for group in groups}.values())
+    """Return the distinct prompts as they came first, in that order; a reference answer that only a later one
+    has is kept."""
+    first: dict[str, Prompt] = {}
+    for prompt in (group.prompt for group in groups):
+        kept = first.setdefault(prompt.id, prompt)
+        if kept.reference_answer is None and prompt.reference_answer is not None:
+            first[prompt.id] = replace(kept, reference_answer=prompt.reference_answer)
+    return list(first.values())

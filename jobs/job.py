@@ -130,7 +130,11 @@ class Job:
             config, self.trainer_class, self.renderer, self.plan.loaded.groups
         )
         self.report = DataReport.of(
-            self.plan.loaded, self.plan.evaluation, self.plan.examples, self.plan.cuts
+            self.plan.loaded,
+            self.plan.evaluation,
+            self.plan.examples,
+            self.plan.cuts,
+            config.trainer.labelled_examples,
         ).with_example(first_example(self.plan, self.renderer))
         for line in [*self.report.beginning(), *(one.about for one in self.evaluation_sets)]:
             self.say(line)

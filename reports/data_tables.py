@@ -48,6 +48,8 @@ def _facts(data: Facts) -> Iterator[tuple[str, str]]:
     if "read" in data:
         counts = (f"{data.get(key) or 0:,}" for key in ("read", "groups", "prompts", "examples"))
         yield "to train on", "{} rows read, {} groups of {} prompts, {} examples".format(*counts)
+    if labels := data.get("labels"):
+        yield "labels", "{:,} answers desirable, {:,} not".format(*labels)
     named = (f"{row['file']}, row {row['row']}: {row['reason']}" for row in list_of(data, "named"))
     yield "first of the rows dropped", "; ".join(named)
     if data.get("evaluation_groups") is not None:

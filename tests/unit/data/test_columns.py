@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from config.schema_data import DataConfig
 from data.columns import MEANT, typed
 from data.rows import Loaded, Row
 from data.sources import convert, load_groups
+from data.views import prompts_of
 from tests.tiny import make_config
 from train import train
 
@@ -151,6 +153,110 @@ def test_an_answer_behind_a_conversation_that_has_one_is_named() -> None:
         {"whole": said(Q, A), "text": A, "rejected": B}, columns={"messages": "whole", "chosen": "text"}
     )
     assert loaded.dropped[0].reason.endswith("but with an answer, and 'chosen' is one")
+
+
+@pytest.mark.parametrize(
+    ("record", "name"),
+    [
+        ({"prompt": Q, "completion": A, "label": True, "weight": 0.0}, "weight"),
+        ({"prompt": Q, "completion": A, "label": False, "is_desirable": True}, "is_desirable"),
+        ({"prompt": Q, "completions": [A, B], "rewards": [1, 0], "weight": 0.0}, "weight"),
+        ({"prompt": Q, "completion": A, "reward": 1.0, "score": 4}, "score"),
+        ({"chosen": f"Human: {Q}\n\nAssistant: {A}", "rejected": f"Human: {Q}\n\nAssistant: {B}",
+          "margin": 0.5}, "margin"),
+    ],
+)  # fmt: skip
+def test_a_number_that_decides_is_not_missed_beside_other_numbers(record: dict, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"nothing reads '{name}'"):
+        load(record, record)
+    assert len(load(record, record, ignore_columns=[name]).groups) in (1, 2)
+
+
+@pytest.mark.parametrize("first", [None, math.nan, ""])
+def test_a_column_that_decides_is_seen_where_the_first_rows_leave_it_empty(first: object) -> None:
+    rows = [{"prompt": f"{Q} {i}", "chosen": A, "rejected": B, "margin": first} for i in range(100)]
+    late = [{**row, "prompt": f"{Q} late {i}", "margin": 0.5} for i, row in enumerate(rows)]
+    mixed = [row for both in zip(rows, late, strict=True) for row in both]
+    for order in ([*rows, *late], [*late, *rows], mixed):
+        with pytest.raises(ConfigError, match="nothing reads 'margin'"):
+            load(*order)
+    assert len(load(*rows).groups) == 100 and len(load(*rows, *late[:5]).groups) == 105
+
+
+def test_what_pandas_writes_for_null_is_null() -> None:
+    row = {"prompt": Q, "system": math.nan, "chosen": A, "rejected": B}
+    assert groups(row) == groups({"prompt": Q, "chosen": A, "rejected": B})
+    given_answers = [math.nan, 4.0, 0.5, "", 7]
+    loaded = load(*({"prompt": f"{Q} {i}", "reference": value} for i, value in enumerate(given_answers)))
+    assert [g.prompt.reference_answer for g in loaded.groups] == [None, "4", "0.5", "", "7"]
+    row = {"prompt": Q, "completion": A}
+    (why,) = load({**row, "prompt": math.nan}, row, max_unreadable=1).dropped
+    assert why.reason == "no 'prompt'"
+
+
+def test_a_pair_whose_prompt_is_empty_has_none_and_is_not_given_one() -> None:
+    rows = [{"prompt": f"{Q} {i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(9)]
+    empty = {"prompt": None, "chosen": "The sky is blue today", "rejected": "The sky is red today"}
+    loaded = load(*rows, empty)
+    assert len(loaded.groups) == 9 and [d.reason for d in loaded.dropped] == ["no 'prompt'"]
+    asked = f"USER: {Q} ASSISTANT:"
+    whole = {"prompt": None, "chosen": f"{asked} I think {A}", "rejected": f"{asked} I see"}
+    assert groups(whole) == [([("user", Q)], [f"I think {A}", "I see"], (1.0, -1.0))]
+
+
+@pytest.mark.parametrize(
+    ("written", "turns"),
+    [
+        ("Human: {}\n\nAssistant: ", [("user", Q)]),
+        ("\n\nHuman: {}\n\nAssistant: ", [("user", Q)]),
+        ("\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: {}\n\nAssistant: ",
+         [("user", "Hi"), ("assistant", "Hello"), ("user", Q)]),
+        ("USER: {} ASSISTANT: ", [("user", Q)]),
+        ("### Instruction:\n{}\n\n### Response:\n", [("user", Q)]),
+    ],
+)  # fmt: skip
+def test_whole_dialogues_are_cut_before_their_answers_whatever_these_share(written: str, turns: list) -> None:
+    """Not where the answers begin to differ: both begin with the same words."""
+    beginning = written.format(Q)
+    rows = [
+        {"chosen": f"{beginning}I think {A}", "rejected": f"{beginning}I think {B}"},
+        {"chosen": f"{beginning}{A}", "rejected": f"{beginning}{B}"},
+    ]
+    assert groups(*rows) == [
+        (turns, [f"I think {A}", f"I think {B}"], (1.0, -1.0)),
+        (turns, [A, B], (1.0, -1.0)),
+    ]
+    other = {"chosen": f"{written.format('Who?')}{A}", "rejected": rows[0]["rejected"]}
+    (why,) = load(*rows * 5, other).dropped
+    assert why.reason == "chosen and rejected answer different conversations"
+
+
+def test_the_same_prompt_with_other_columns_is_counted_and_the_first_kept() -> None:
+    rows = [{"prompt": f"{Q} {i // 2}", "answer_key": i} for i in range(6)]
+    loaded = load(*rows)
+    assert [json.loads(g.prompt.columns) for g in loaded.groups] == [{"answer_key": i} for i in (0, 2, 4)]
+    assert {(d.reason, d.intended) for d in loaded.dropped} == {
+        ("the same prompt came before with other values in its columns", True)
+    }
+    assert len(load(*rows[::2], *rows[::2]).groups) == 6, "equal ones"
+    known = load(*({"prompt": Q, "reference": answer} for answer in (None, "x", None)))
+    assert [prompt.reference_answer for prompt in prompts_of(known.groups)] == ["x"]
+
+
+def test_messages_in_a_cell_are_messages_whichever_key_comes_first() -> None:
+    good = [{"id": 1, "role": "user", "content": Q}, {"id": 2, "role": "assistant", "content": A}]
+    bad = [{"id": 3, "role": "assistant", "content": B}]
+    assert groups({"prompt": Q, "chosen": json.dumps(good), "rejected": json.dumps(bad)}) == [PAIR]
+    code = {"prompt": Q, "chosen": '[{"id": 1}]', "rejected": '{"role_of": 5'}
+    assert groups(code)[0][1] == ['[{"id": 1}]', '{"role_of": 5']
+
+
+def test_two_system_turns_that_differ_are_one_too_many() -> None:
+    row = {"system": "Be brief.", "prompt": Q, "rejected": B}
+    pirate = [{"role": "system", "content": "You are a pirate."}, *said(Q, A)]
+    (why,) = load(*[row | {"chosen": A}] * 9, row | {"chosen": pirate}).dropped
+    assert why.reason == "the prompt's system turn and that of 'chosen' say different things"
+    assert groups(row | {"chosen": [BRIEF, *said(Q, A)]}) == [LED]
 
 
 def test_words_that_are_read_elsewhere_are_not_missed() -> None:

@@ -120,6 +120,31 @@ def test_a_saved_set_is_read_as_one_of_the_hub_too(tmp_path) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["folder", "parquet"])
+def test_numbers_of_classes_are_read_by_their_names(tmp_path, kind) -> None:
+    """``class_encode_column`` numbers names by the alphabet: 0 may be the desirable one."""
+
+    def written(path: Path, names: tuple[str, str]) -> Path:
+        rows = [{"prompt": f"q{i}", "completion": f"a{i}", "label": names[i % 2]} for i in range(4)]
+        table = datasets.Dataset.from_list(rows).class_encode_column("label")
+        assert table.features["label"].names == sorted(names)
+        (table.save_to_disk if kind == "folder" else table.to_parquet)(path)
+        return path
+
+    suffix = ".parquet" * (kind == "parquet")
+    path = written(tmp_path / f"a{suffix}", ("true", "false"))
+    loaded = load_groups(config(path, eval_fraction=0), "train")
+    assert [(g.prompt.turns[0].content, g.rewards) for g in loaded.groups] == [
+        ("q0", (1.0,)),
+        ("q1", (-1.0,)),
+        ("q2", (1.0,)),
+        ("q3", (-1.0,)),
+    ]
+    path = written(tmp_path / f"b{suffix}", ("desirable", "undesirable"))
+    with pytest.raises(DataError, match="'label' is 'desirable', not true or false"):
+        load_groups(config(path, eval_fraction=0), "train")
+
+
 def test_prompts_are_held_out_of_a_folder_as_of_a_file(tmp_path) -> None:
     def splits(path: Path) -> list[list[tuple[str, ...]]]:
         config = DataConfig(name="t", source="data.sources.local", path=str(path), eval_fraction=0.3)

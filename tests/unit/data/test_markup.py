@@ -165,11 +165,45 @@ def test_a_prompt_at_the_head_of_every_answer_is_taken_off_and_counted():
     }
     (line,) = reader.lines
     assert line == "70 rows whose answers began with the prompt, which was taken off (first: f, row 1)"
-    some = [*asked[:9], one("Why?", "Why? Because.", "No.")]
-    assert [group for group, _ in Reader(CONFIG).read((g, None) for g in some)] == some, (
-        "one answers otherwise"
-    )
+    some, reader = [*asked[:9], one("Why?", "Why? Because.", "No.")], Reader(CONFIG)
+    assert [group for group, _ in reader.read((g, None) for g in some)] == some, "one answers otherwise"
+    (line,) = reader.lines
+    assert line.startswith("9 rows whose answers begin with the prompt, as not all do: left so")
     assert not repeats_prompt(one("1", "10"))
+
+
+@pytest.mark.parametrize(
+    ("behind", "left"),
+    [
+        (" Blue.", "Blue."),
+        ("\nBlue.", "Blue."),
+        ("\n\n Blue.", "Blue."),
+        ("\n    c = a\n    return c", "    c = a\n    return c"),
+        ("  \n\treturn", "\treturn"),
+    ],
+)
+def test_the_first_line_behind_a_repeated_prompt_keeps_its_indentation(behind, left):
+    asked = [one(f"def f{i}(a):", f"def f{i}(a):{behind}", f"def f{i}(a): pass") for i in range(3)]
+    for group, _ in Reader(CONFIG).read((group, None) for group in asked):
+        assert [c.text for c in group.completions] == [left, "pass"]
+
+
+def test_answers_without_a_word_are_counted():
+    groups = [one("Why?", "", "No."), one("Why?", "Yes.", " \n"), one("Why?", "Yes.", "No.")]
+    reader = Reader(CONFIG)
+    assert [g for g, _ in reader.read((g, Row("f", i, {})) for i, g in enumerate(groups, 1))] == groups
+    assert reader.lines == (
+        "2 rows with an answer without a word, which teaches to end at once (first: f, row 1)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [("It is <s>old</s>", None), ("<s>x</s>", None), ("Yes.</s>", "Yes."), ("<s>a</s> b</s>", "<s>a</s> b")],
+)
+def test_a_struck_text_is_no_end_of_turn(text, left):
+    name, group = unrendered(one("Why?", text))
+    assert group.completions[0].text == (text if left is None else left) and bool(name) == (left is not None)
 
 
 def test_nothing_changes_where_no_template_is_applied():

@@ -60,6 +60,17 @@ def test_it_counts_rows_prompts_and_what_both_splits_share(report: DataReport) -
     assert any("left out: 3 of 6 rows (2 × a tie, 1 × no" in line for line in report.beginning())
 
 
+def test_the_start_says_which_answers_are_desirable() -> None:
+    """Of a rating from 0 to 4 only 0 is not, and of numbered classes the names say which is which."""
+    loaded, none = Loaded([group("q1")], 1, [], "f.jsonl"), Loaded([], 0, [], "")
+    examples = Examples(tuple((Example("a", (row(3, 5),), label),) for label in (-1.0, 1.0, 1.0)), {})
+    said = DataReport.of(loaded, none, examples, {}, labelled=True).with_example(["q", "a"]).beginning()
+    assert "labels: 2 answers desirable, 1 not; of a row with a reward one above 0 is" in said
+    assert "first example, undesirable completion: 'a'" in said
+    plain = DataReport.of(loaded, none, examples, {}).with_example(["q", "a"]).beginning()
+    assert "first example, completion: 'a'" in plain and not any("desirable" in line for line in plain)
+
+
 def test_markdown_names_rows_and_its_tables_hold_whatever_the_data_say(report: DataReport) -> None:
     kinds = {"chosen": np.array([-0.1]), "rejected": np.array([-0.5])}
     page = data_tables.page(report.with_logprobs(kinds, clippable_share=0.021).to_dict())

@@ -7,6 +7,7 @@ import dataclasses
 import gzip
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -18,7 +19,7 @@ from config.schema_data import DataConfig
 from data.batches import FILL, microbatch
 from data.examples import make_examples
 from data.rows import Loaded
-from data.sources import hold_out, load_groups, load_splits, local
+from data.sources import check_found, hold_out, load_groups, load_splits, local
 from data.token_cache import TokenCache
 from data.types import Completion, Group, Prompt, Turn
 from data.views import pairs
@@ -214,15 +215,35 @@ def test_no_evaluation_data_is_possible_and_said(tmp_path) -> None:
     assert "no evaluation data" in loaded.origin
 
 
-def test_feedback_rows_name_their_split(tmp_path) -> None:
-    row = {"type": "binary_feedback", "output": "x", "label": 1}
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"type": "binary_feedback", "output": "x", "label": 1},
+        {"chosen": "x", "rejected": "y"},
+        {"completion": "x", "label": True},
+        {"reference": "x"},
+    ],
+)
+def test_a_row_may_name_its_split(row, tmp_path) -> None:
     records = [{**row, "prompt": f"q{i}", "split": ("train", "test")[i % 2]} for i in range(6)]
-    settings = config(lines(tmp_path / "f.jsonl", records), eval_split="test")
+    path = lines(tmp_path / "f.jsonl", records)
+    settings = config(path, eval_split="test")
     train, test = load_groups(settings, "train"), load_groups(settings, "eval")
     assert [g.prompt.turns[0].content for g in train.groups] == ["q0", "q2", "q4"]
     assert [g.prompt.turns[0].content for g in test.groups] == ["q1", "q3", "q5"]
-    with pytest.raises(ConfigError, match=r"data.eval_split=test: no row"):
-        load_groups(config(lines(tmp_path / "a.jsonl", RECORDS), eval_split="test"), "eval")
+    assert "split" not in train.unused and {d.reason for d in train.dropped} == {
+        "says split: 'test', not 'train' (data.split; data.ignore_columns=[split] reads all)"
+    }
+    early = check_found(settings, splits=("train",))["train"]
+    assert len(early.groups) == 3
+    assert len(load_groups(config(path, eval_fraction=0), "train").groups) == 3
+    everything = config(path, eval_fraction=0, ignore_columns=["split"])
+    assert len(load_groups(everything, "train").groups) == 6
+    with pytest.raises(DataError, match=r"none of the 6 rows .*says split: 'train', not 'dev'"):
+        load_groups(config(path, split="dev", eval_fraction=0), "train")
+    for refused in (config(lines(tmp_path / "a.jsonl", RECORDS), eval_split="test"), everything):
+        with pytest.raises(ConfigError, match=r"data.eval_split=test: no row"):
+            load_groups(replace(refused, eval_split="test"), "eval")
 
 
 def test_the_system_prompt_goes_before_prompts_that_have_none(tmp_path) -> None:
