@@ -64,6 +64,8 @@ FORMS: tuple[tuple[str, set[str]], ...] = (
     ("groups", {"completions", "rewards"}),
     ("alpacaeval", {"instruction", "output_1", "output_2", "preference"}),
     ("alpacaeval", {"instruction", "output", "generator"}),
+    ("oasst", {"message_id", "parent_id", "role", "text", "lang", "rank"}),
+    ("shp", {"history", "human_ref_A", "human_ref_B", "labels", "score_A", "score_B"}),
     ("hh", {"chosen", "rejected", "<transcripts>"}),
     ("preference", {"chosen", "rejected"}),
     ("compared", {"<two answers>", "<better>"}),

@@ -122,9 +122,14 @@ def read_rows(path: Path, key: str = "data.path") -> Iterator[Row | Dropped]:
 
 def _read_parquet(path: Path) -> Iterator[Row | Dropped]:
     with pyarrow.parquet.ParquetFile(path) as file:
-        about = (file.schema_arrow.metadata or {}).get(b"huggingface", b"{}")
-        features = json.loads(about).get("info", {}).get("features", {})
-        yield from table_rows(path.name, file.iter_batches(batch_size=1000), class_names(features))
+        try:
+            about = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
+            classes = class_names(about.get("info", {}).get("features"))
+        except (ValueError, AttributeError) as error:
+            raise DataError(
+                f"{path}: what datasets wrote of its columns is damaged; write it again"
+            ) from error
+        yield from table_rows(path.name, file.iter_batches(batch_size=1000), classes)
 
 
 def class_names(features: Any) -> dict[str, Sequence[str]]:
@@ -220,7 +225,10 @@ def _read_csv(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
     try:
         columns = next(lines, [])
         if len(set(columns)) < len(columns) or "" in columns:
-            raise DataError(f"{path}: the first line must name every column, each once; it is {columns}")
+            index = "; pandas leaves its index out with index=False" if columns[0] == "" else ""
+            raise DataError(
+                f"{path}: the first line must name every column, each once; it is {columns}{index}"
+            )
         begin = lines.line_num + 1
         for number, cells in enumerate(lines, 2):
             begin = lines.line_num + 1
@@ -271,13 +279,15 @@ def _read_lines(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
                 _refuse_beginning(path, text)
             if text.startswith("{'"):
                 fault = "not JSON but Python's notation, which json.dumps turns into JSON"
+        if number == 1 and isinstance(values, list):
+            raise DataError(f"{path}: {OTHER_KINDS['[']}")
         yield _as_row(path, number, values, _not_characters(text) or fault)
 
 
 OTHER_KINDS = {
     "version https://git-lfs": "is a pointer of Git LFS, not the data: git lfs pull",
     "<": "is a web page, not the data: download the file itself",
-    "[": "is a JSON list over several lines, which a name in .json says, or jq -c '.[]' writes one a line",
+    "[": "is a JSON list, which a name in .json says, or jq -c '.[]' writes one a line",
     "{": "has a JSON object over several lines: jq -c . OLD > NEW writes each on one",
 }
 """How a file of lines begins that is of another kind -> what it is, and what to do."""

@@ -300,8 +300,8 @@ def convert(rows: Iterable[Row | Dropped], config: DataConfig, origin: str, *, w
     check_named(config, first)
     first = [replace(row, values=renamed(row.values, config)) for row in first]
     loaded.format, form = format_of(config, first)
-    # HALOs' feedback files have a reward beside what their type reads
-    strict = loaded.format in GENERIC or (config.format == "auto" and loaded.format != "feedback")
+    # The others' columns are those of published files, whose function knows what it leaves out
+    strict = loaded.format in GENERIC or (config.format == "auto" and loaded.format in ("hh", "alpacaeval"))
     seen = Columns(config, strict, answers=loaded.format != "prompt_only")
     answers, texts = References(), Reader(config)
 

@@ -177,7 +177,8 @@ def test_checkable_maths_has_its_reference_and_the_asked_form() -> None:
     )
 
 
-def test_shp_wants_twice_the_votes_and_at_most_five_pairs() -> None:
+@pytest.mark.parametrize("name", ["shp", "local"])
+def test_shp_wants_twice_the_votes_and_at_most_five_pairs(name: str) -> None:
     row = {
         "history": "q",
         "human_ref_A": "a",
@@ -187,28 +188,29 @@ def test_shp_wants_twice_the_votes_and_at_most_five_pairs() -> None:
         "labels": 1,
         "score_ratio": 3.0,
     }
-    assert words(load("shp", row, {**row, "labels": 0, "score_A": 3, "score_B": 9})) == [
+    assert words(load(name, row, {**row, "labels": 0, "score_A": 3, "score_B": 9})) == [
         (["q"], ["a", "b"], (1.0, -1.0)),
         (["q"], ["b", "a"], (1.0, -1.0)),
     ]
-    loaded = load("shp", {**row, "score_B": 5}, *[row] * 7, {**row, "history": "r"})
+    loaded = load(name, {**row, "score_B": 5}, *[row] * 7, {**row, "history": "r"})
     assert len(loaded.groups) == 6
     assert [d.row for d in loaded.dropped] == [1, 7, 8]
 
 
-def test_oasst_pairs_each_answer_with_the_next_worse_sibling() -> None:
-    def message(name: str, parent: str | None, role: str, rank: int | None = None, lang: str = "en") -> dict:
+@pytest.mark.parametrize("name", ["oasst", "local"])
+def test_oasst_pairs_each_answer_with_the_next_worse_sibling(name: str) -> None:
+    def message(own: str, parent: str | None, role: str, rank: int | None = None, lang: str = "en") -> dict:
         return {
-            "message_id": name,
+            "message_id": own,
             "parent_id": parent,
             "role": role,
             "rank": rank,
             "lang": lang,
-            "text": f"text {name}",
+            "text": f"text {own}",
         }
 
     loaded = load(
-        "oasst",
+        name,
         message("root", None, "prompter"),
         message("worst", "root", "assistant", 2),
         message("best", "root", "assistant", 0),

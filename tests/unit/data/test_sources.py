@@ -123,6 +123,12 @@ def test_no_usable_row_at_all_is_an_error_that_shows_the_first(tmp_path) -> None
         ("absent.jsonl", None, ConfigError, r"data.path=.*no such file"),
         ("pairs.xml", b"a,b", ConfigError, "use one of .json, .jsonl"),
         ("pairs.csv", b"a,a\n1,2", DataError, "must name every column, each once"),
+        (
+            "index.csv",
+            b",prompt\n0,a",
+            DataError,
+            "each once; it is .*; pandas leaves its index out with index=False",
+        ),
         ("pairs.csv", b"prompt,chosen", DataError, "holds no row"),
         ("pairs.json", b'{"prompt": 1}', DataError, "must hold one list"),
         ("pairs.json", b'{"a": 1}\n{"a": 2}', DataError, "must be named .jsonl"),

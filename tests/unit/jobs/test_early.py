@@ -87,7 +87,8 @@ def test_rows_that_cannot_be_read_are_refused_before_torch_is_imported(tmp_path)
     files = {
         "lfs.jsonl": ("version https://git-lfs.github.com/spec/v1\noid sha256:1", "git lfs pull"),
         "page.jsonl": ("<!DOCTYPE html><html>", "is a web page"),
-        "list.jsonl": ("[\n {\n", "is a JSON list over several lines"),
+        "list.jsonl": ("[\n {\n", "is a JSON list, which a name in .json says"),
+        "line.jsonl": ('[{"prompt": "a"}]\n', "is a JSON list, which a name in .json says"),
         "object.jsonl": ('{\n "prompt": "a"\n}', "jq -c . OLD > NEW"),
         "python.jsonl": ("{'prompt': 'a'}\n", "json.dumps turns into JSON"),
         "latin.csv": ("prompt,chosen,rejected\no\xf9?,l\xe0,\xe7a\n", "iconv -f LATIN1"),
