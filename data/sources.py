@@ -349,11 +349,12 @@ class References:
         """Return ``group``, made of ``row`` (None: of several), or why it is left out."""
         if isinstance(group, Dropped):
             return group
-        own, columns = group.prompt.reference_answer, hash(group.prompt.columns)
+        own, columns = group.prompt.reference_answer, group.prompt.columns
         place = (row.file, row.number) if row else ("", 0)
         if own is not None and self._of.setdefault(group.prompt.id, own) != own:
             return Dropped(*place, "the same prompt came before with another reference answer")
-        if not group.completions and self._columns.setdefault(group.prompt.id, columns) != columns:
+        prompt_alone = columns and not group.completions
+        if prompt_alone and self._columns.setdefault(group.prompt.id, hash(columns)) != hash(columns):
             why = "the same prompt came before with other values in its columns"
             return Dropped(*place, why, intended=True)
         return group
