@@ -260,6 +260,12 @@ def asked(values: Values, column: str | None = None) -> tuple[Turn, ...]:
     if column == "instruction" and len(conversation) == 1 and not is_empty(values.get("input")):
         conversation = (Turn("user", f"{conversation[0].content}\n\n{text(values, 'input')}"),)
     conversation = (*_history(values), *conversation)
+    return led(values, conversation)
+
+
+def led(values: Values, conversation: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    """Return the conversation behind the row's system text, if it has one. Raises RowError for a conversation
+    whose own system turn says something else."""
     system = named(values, "system")
     if system is None:
         return conversation
@@ -343,8 +349,6 @@ def answered(head: tuple[Turn, ...], completion: Any, column: str) -> tuple[tupl
         return head + before, answer
     lead, rest = _led(head)
     own, again = _led(before)
-    if lead and own and not _same(lead[0], own[0]):
-        raise RowError(f"the prompt's system turn and that of {column!r} say different things")
     if rest and not _within(rest, again):
         if not _within(again, rest) or not _same(again[-1], rest[-1]):
             raise RowError(f"the conversation in {column!r} does not contain the prompt")
@@ -387,7 +391,7 @@ def exchange(values: Values) -> tuple[Prompt, Completion]:
         if column is None:
             raise RowError("no 'completion'" if "completion" in values else "no column 'completion'")
         conversation, answer = _last(asked(values, column), column)
-    return prompt_of(conversation, values.get("reference")), answer
+    return prompt_of(led(values, conversation), values.get("reference")), answer
 
 
 # The formats: what a row becomes
@@ -406,7 +410,7 @@ def _paired(values: Values, chosen: str, rejected: str) -> Group:
     other, worse = answered(head, bad, rejected)
     if conversation != other:
         raise RowError(f"{chosen} and {rejected} answer different conversations")
-    return pair(prompt_of(conversation, values.get("reference")), better, worse)
+    return pair(prompt_of(led(values, conversation), values.get("reference")), better, worse)
 
 
 @each_row

@@ -251,12 +251,15 @@ def test_messages_in_a_cell_are_messages_whichever_key_comes_first() -> None:
     assert groups(code)[0][1] == ['[{"id": 1}]', '{"role_of": 5']
 
 
-def test_two_system_turns_that_differ_are_one_too_many() -> None:
+def test_a_system_text_and_another_system_turn_are_one_too_many() -> None:
     row = {"system": "Be brief.", "prompt": Q, "rejected": B}
     pirate = [{"role": "system", "content": "You are a pirate."}, *said(Q, A)]
-    (why,) = load(*[row | {"chosen": A}] * 9, row | {"chosen": pirate}).dropped
-    assert why.reason == "the prompt's system turn and that of 'chosen' say different things"
+    both = {"chosen": pirate, "rejected": [*pirate[:-1], *said("", B)[1:]]}
+    (why,) = load(*[row | {"chosen": A}] * 9, row | both).dropped
+    assert why.reason == "'system' and the conversation's own system turn say different things"
     assert groups(row | {"chosen": [BRIEF, *said(Q, A)]}) == [LED]
+    row = {"prompt": [pirate[0], *said(Q)], "chosen": [BRIEF, *said(Q, A)], "rejected": [BRIEF, *said(Q, B)]}
+    assert groups(row) == [LED], "that of whole conversations takes the place of the prompt's"
 
 
 def test_words_that_are_read_elsewhere_are_not_missed() -> None:
