@@ -208,13 +208,14 @@ class Reader:
             return
         first = list(itertools.islice(made, FIRST))
         answered = [group for group, _ in first if isinstance(group, Group) and group.completions]
-        repeated = len(answered) > 1 and all(map(repeats_prompt, answered))
+        repeat = sum(map(repeats_prompt, answered))
+        repeated = repeat == len(answered) > 1
         for group, row in itertools.chain(first, made):
             if not isinstance(group, Group):
                 yield group, row
                 continue
             try:
-                if repeats_prompt(group):
+                if repeat and repeats_prompt(group):
                     if repeated:
                         group = without_prompt(group)
                         self._note("rows whose answers began with the prompt, which was taken off", row)
@@ -253,7 +254,7 @@ def wordless(completion: Completion) -> bool:
     """Return whether an answer that came as text has none, and calls no tool."""
     if completion.token_ids is not None or completion.turns or completion.keys:
         return False
-    return not (completion.text or "").strip()
+    return not completion.text or completion.text.isspace()
 
 
 def without_prompt(group: Group) -> Group:
