@@ -13,6 +13,7 @@ Exit codes are those of config.cli.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -44,6 +45,7 @@ def train(config: Config, name: str, observers: Sequence[Any] = ()) -> dict[str,
         return run(config, name, signals, observers)
     finally:
         signals.restore()
+        gc.collect()  # the model refers to itself, and would be held beside that of the program's next run
 
 
 def run(config: Config, name: str, signals: Signals, observers: Sequence[Any] = ()) -> dict[str, Any]:

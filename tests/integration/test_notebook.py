@@ -3,6 +3,7 @@ process."""
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -53,6 +54,18 @@ def test_the_example_notebook_runs_from_top_to_bottom(kernel):
     assert list(names["table"].columns) == ["plain", "humanline"] and len(names["table"]) == 2
     assert all((folder / "model" / "model.safetensors").is_file() for folder, _ in names["runs"].values())
     assert len(names["left"].lines) == len(names["right"].lines) == 2
+
+
+def test_a_run_s_model_is_not_held_beside_the_next_one_s(tmp_path):
+    from models.policy import Policy
+
+    gc.disable()  # when it looks is chance, and models are large
+    try:
+        words = ("loss=dpo", "n_examples=4", "model.batch_size=2", "n_eval_examples=2", "n_eval_prompts=1")
+        train(*compose(*words, "wandb.enabled=false", f"runs_dir={tmp_path}"))
+        assert not any(type(held) is Policy for held in gc.get_objects())
+    finally:
+        gc.enable()
 
 
 def test_the_lines_of_the_page_run(kernel):
