@@ -26,6 +26,10 @@ class Request(Protocol):
     def agreed(self, asked: bool, now: bool = False) -> bool: ...
 
 
+def nothing_trained() -> str:
+    return "nothing was trained by this start"
+
+
 class Signals:
     """Handlers of SIGTERM and SIGUSR1, a cluster's warnings, and of Ctrl-C, which ask for a stop.
 
@@ -39,7 +43,7 @@ class Signals:
         self.asked = False
         self._armed = False
         self._request: Request | None = None
-        self.kept: Callable[[], str] = lambda: "nothing was trained by this start"
+        self.kept: Callable[[], str] = nothing_trained
         """What is kept if the run ends at once, in words."""
         self._told: set[bool] = set()
         numbers: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGUSR1)
@@ -55,7 +59,9 @@ class Signals:
         self._before = {number: signal.signal(number, self._handle) for number in numbers}
 
     def restore(self) -> None:
-        """Restore the previous handlers, for a program that continues after the run."""
+        """Restore the previous handlers, for a program that continues after the run, and hold nothing of the
+        run."""
+        self.kept, self._request = nothing_trained, None
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._pipe is not None:
