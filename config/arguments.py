@@ -36,6 +36,9 @@ HYDRAS = (
     "--info",
 )
 """Hydra's own options, which Hydra also accepts abbreviated."""
+VALUED = {"--cfg", "--package", "--config-path", "--config-name", "--config-dir", "--experimental-rerun"}
+VALUED |= {"-c", "-p", "-cp", "-cn", "-cd"}
+"""Those of them that take a value, with their short names. ``--info`` may have one."""
 _OPTION = re.compile(r"--(?P<name>[A-Za-z][\w.-]*)(?:=(?P<value>.*))?", re.DOTALL)
 _OPEN = re.compile(r"(evaluations|callbacks|humanline_rule)[.=]")
 """Settings whose keys the user defines. Hydra adds a key to a mapping only if it is told to."""
@@ -51,7 +54,7 @@ _DATA = (".json", ".jsonl", ".parquet", ".csv", ".gz")
 def as_settings(arguments: list[str]) -> list[str]:
     """Turn ``--lr 1e-5``, ``--lr=1e-5`` and ``--resume`` into ``lr=1e-5`` and ``resume=true``. A ``-`` within
     a name becomes a ``_``, and several values become a list. Mappings whose keys the user defines get Hydra's
-    ``++``. Hydra's own options and everything else stay unchanged."""
+    ``++``. Hydra's own options come first, as Hydra wants it. Everything else stays unchanged."""
     arguments = _closed_up(arguments)
     words, at = [], 0
     while at < len(arguments):
@@ -70,8 +73,28 @@ def as_settings(arguments: list[str]) -> list[str]:
         if len(values) > 1:
             value = f"[{','.join(values)}]"
         words.append(f"{match['name'].replace('-', '_')}={value}")
+    options, words = apart(words)
     words = ["~reward" if word in ("reward=none", "reward=null") else word for word in words]
-    return [f"++{word}" if _OPEN.match(word) else word for word in words]
+    return [*options, *(f"++{word}" if _OPEN.match(word) else word for word in words)]
+
+
+def apart(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return Hydra's own options, each with its value behind it, and the other words. An option that lacks
+    its value is the last of these, or a setting would be taken for it."""
+    options: list[str] = []
+    others: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        names = [own for own in HYDRAS if own.startswith(word)]
+        name = names[0] if len(names) == 1 else word
+        if not word.startswith("-") or (name in VALUED and not rest):
+            others.append(word)
+            continue
+        options.append(word)
+        if name in VALUED or (name in ("--info", "-i") and rest and re.fullmatch(r"[a-z-]+", rest[0])):
+            options.append(rest.pop(0))
+    return options, others
 
 
 def _closed_up(arguments: list[str]) -> list[str]:
