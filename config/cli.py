@@ -16,7 +16,8 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from hydra import compose as hydra_compose
@@ -27,6 +28,7 @@ from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from common.errors import ConfigError, StoppedError, UserError, require
 from common.files import LINK, on_disk
@@ -34,7 +36,7 @@ from common.output import guard_output, no_room
 from common.progress import phase, pulse
 from common.secrets import remember, scrub_text
 from config.arguments import as_settings, choices_of, given_twice, override_in, wrong_choices
-from config.files import FOLDER
+from config.files import FOLDER, wrong_line
 from config.help import asked_for_help, help_on
 from config.idle import check_idle, say
 from config.load import load, run_name
@@ -54,6 +56,8 @@ OF_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 """TRL's settings whose product is its batch of an update, on one rank."""
 OF_ROUNDS = ("rounds.", "sampler", "reward")
 """What words begin with that online runs alone read."""
+UNREADABLE = (HydraException, OmegaConfBaseException, YAMLError)
+"""What Hydra raises for words and files that it cannot compose."""
 _PLACE = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
 OTHER_THING = (*_PLACE, errno.EINVAL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
 """Errors of a file that may not be read or written, or in whose place something else stands (a folder)."""
@@ -174,14 +178,23 @@ def cli(main: Callable[[], object]) -> None:
         print(f"note: {scrub_text(sentence)}", file=sys.stderr, flush=True)
     if speaks(os.environ):
         pulse()
+
+    def work() -> None:
+        with _reworded(sys.argv[1:]):
+            check_jobs(sys.argv[1:], program())
+            with phase(f"{program()}.py"):  # shown where nothing within says what is under way
+                main()
+
+    guarded(work)
+
+
+@contextmanager
+def _reworded(overrides: Sequence[str]) -> Iterator[None]:
+    """Raise UserError, in our words, for what Hydra cannot compose within."""
     try:
-        guarded(lambda: check_jobs(sys.argv[1:], program()))
-        with phase(f"{program()}.py"):  # shown where nothing within says what is under way
-            main()
-    except KeyboardInterrupt:
-        sys.exit(complain(INTERRUPTED, 130))
-    except (HydraException, OmegaConfBaseException) as error:
-        sys.exit(complain(in_our_words(error, sys.argv[1:]), REFUSED))
+        yield
+    except UNREADABLE as error:
+        raise UserError(in_our_words(error, overrides)) from None
 
 
 def _leave() -> None:
@@ -205,18 +218,18 @@ def compose(*words: str) -> tuple[Config, str]:
     ConfigError if one setting is to blame."""
     overrides = as_written(as_settings(list(words)))
     refuse_foreign(overrides)
-    try:
-        with initialize_config_dir(str(FOLDER), version_base="1.3"):
-            config = _loaded(hydra_compose("config", overrides=overrides), overrides)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(in_our_words(error, overrides)) from None
+    with _reworded(overrides), initialize_config_dir(str(FOLDER), version_base="1.3"):
+        config = _loaded(hydra_compose("config", overrides=overrides), overrides)
     refuse_default_data(config, overrides)
     say(check_idle(config, overrides))
     return config, run_name(config, overrides)
 
 
 def in_our_words(error: Exception, overrides: Sequence[str]) -> str:
-    """Return the key, the value and the remedy for an override that Hydra refused."""
+    """Return the key, the value and the remedy for an override that Hydra refused, or the line of a file that
+    it could not read."""
+    if isinstance(error, YAMLError):
+        return wrong_line(error)
     text = str(error)
     if match := re.search(r"Ambiguous value for argument '([^=']+)=([^']*)'", text):
         right = f"{match[1]}={match[2].replace(',', '.')}"
@@ -335,5 +348,5 @@ def _settings_there(overrides: Sequence[str]) -> list[str]:
                 "config" if name == "train" else name, overrides=choices_of(list(overrides))
             )
         return list(names_of(OmegaConf.to_container(composed, resolve=False)))
-    except (HydraException, OmegaConfBaseException, ValueError):
+    except (*UNREADABLE, ValueError):
         return list(names(Config))

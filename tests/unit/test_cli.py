@@ -13,6 +13,7 @@ import export
 from common.errors import ConfigError, UserError
 from common.files import LINK, open_own, write_whole
 from common.secrets import scrub_text
+from config import files
 from config.cli import REFUSED, answered, complain, compose, guarded, refuse_foreign
 from reports.metrics import read_metrics
 from tests.programs import HANG
@@ -49,6 +50,20 @@ def test_a_wrong_command_line_gives_one_message_and_code_2(line):
     errors = [text for text in done.stderr.splitlines() if text.startswith("error: ")]
     assert len(errors) == 1
     assert WRONG[line] in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"), [("model:\n  batch_size: 8\n seed: 1\n", 3), ("lr: 1e-4\nseed: 2\nlr: 1e-5\n", 3)]
+)
+def test_a_file_that_yaml_cannot_read_is_named_with_the_line(tmp_path, monkeypatch, text, line):
+    (tmp_path / "experiment").mkdir()
+    (broken := tmp_path / "experiment" / "mine.yaml").write_text(text)
+    done = program("--config-dir", str(tmp_path), "experiment=mine")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {broken}, line {line}: ") and done.stderr.count("\n") == 1
+    monkeypatch.setattr(files, "FOLDER", tmp_path)  # and where another file's settings are looked up in it
+    with pytest.raises(UserError, match=rf"mine\.yaml, line {line}: "):
+        files.section(f"experiment/mine.yaml:{tmp_path.name}")
 
 
 def test_a_message_is_printed_without_the_secrets_that_it_quotes(capsys):
