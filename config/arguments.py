@@ -126,8 +126,9 @@ def choices_of(arguments: list[str]) -> list[str]:
 def wrong_choices(arguments: Sequence[str]) -> dict[str, ConfigError]:
     """Return the refusal of each argument such as ``loss=…`` that does not choose an existing file of its
     folder: null, a number, nothing, or the name of none. Hydra ends with a traceback for the first two
-    and silently leaves out an optional file that does not exist."""
-    folders = [FOLDER, *_folders_given(arguments)]
+    and silently leaves out an optional file that does not exist. Raises ConfigError for a ``--config-dir``
+    that is no folder."""
+    folders = [FOLDER, *folders_given(arguments)]
     wrong = {}
     for word in arguments:
         if (override := override_in(word)) is not None:
@@ -211,11 +212,13 @@ def _choices(override: Override) -> list[object]:
     return [] if isinstance(value, dict) else list(value) if isinstance(value, list) else [value]
 
 
-def _folders_given(arguments: Sequence[str]) -> list[Path]:
-    """Return the further folders of settings that ``--config-dir`` gives to Hydra."""
+def folders_given(arguments: Sequence[str]) -> list[Path]:
+    """Return the further folders of settings that ``--config-dir`` gives to Hydra. Raises ConfigError."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd", type=Path)
     given = parser.parse_known_args(list(arguments))[0].config_dir
+    says = "is no folder; give one with folders such as experiment or loss in it"
+    require(given is None or given.is_dir(), "--config-dir", given, says)
     return [] if given is None else [given]
 
 

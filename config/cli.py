@@ -20,8 +20,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
@@ -35,7 +33,8 @@ from common.files import LINK, on_disk
 from common.output import guard_output, no_room
 from common.progress import phase, pulse
 from common.secrets import remember, scrub_text
-from config.arguments import as_settings, choices_of, given_twice, override_in, wrong_choices
+from config.arguments import apart, as_settings, choices_of, given_twice, override_in, wrong_choices
+from config.composing import composed
 from config.files import FOLDER, wrong_line
 from config.help import asked_for_help, help_on
 from config.idle import check_idle, say
@@ -72,7 +71,7 @@ def settings(cfg: DictConfig, stage: object = None) -> tuple[Config, str]:
     sample.py or label.py alone. Raises ConfigError."""
     hydra = HydraConfig.get()
     overrides = list(hydra.overrides.task)
-    config = _loaded(cfg, overrides)
+    config = _loaded(cfg, [*apart(sys.argv[1:])[0], *overrides])
     refuse_default_data(config, overrides)
     crossed = hydra.mode == RunMode.MULTIRUN
     notes = check_idle(config, overrides, crossed, program() if stage else "train", stage)
@@ -216,10 +215,11 @@ def compose(*words: str) -> tuple[Config, str]:
     """Return the checked settings for ``words``, the arguments that one would type after ``python train.py``,
     and the run's name. It serves notebooks and the user's own programs. Raises UserError, which is a
     ConfigError if one setting is to blame."""
-    overrides = as_written(as_settings(list(words)))
-    refuse_foreign(overrides)
-    with _reworded(overrides), initialize_config_dir(str(FOLDER), version_base="1.3"):
-        config = _loaded(hydra_compose("config", overrides=overrides), overrides)
+    typed = as_written(as_settings(list(words)))
+    refuse_foreign(typed)
+    with _reworded(typed):
+        config = _loaded(composed(typed), typed)
+    _, overrides = apart(typed)
     refuse_default_data(config, overrides)
     say(check_idle(config, overrides))
     return config, run_name(config, overrides)
@@ -298,7 +298,7 @@ def refuse_foreign(overrides: Sequence[str]) -> None:
 
 def _given(overrides: Sequence[str]) -> list[tuple[str, str]]:
     """Return (key, value) of each setting that is given."""
-    words = (word.lstrip("+").partition("=") for word in overrides if not word.startswith(("-", "~")))
+    words = (word.lstrip("+").partition("=") for word in apart(overrides)[1] if word[:1] not in ("-", "~"))
     return [(key, value) for key, _, value in words]
 
 
@@ -340,13 +340,9 @@ def program() -> str:
 def _settings_there(overrides: Sequence[str]) -> list[str]:
     """Return every setting of the program with the files that the command line chooses. If these files cannot
     be composed, return the settings that every run has."""
-    name = program()
     GlobalHydra.instance().clear()  # that of the command line, whose settings were refused
     try:
-        with initialize_config_dir(str(FOLDER), version_base="1.3"):
-            composed = hydra_compose(
-                "config" if name == "train" else name, overrides=choices_of(list(overrides))
-            )
-        return list(names_of(OmegaConf.to_container(composed, resolve=False)))
+        there = composed([*apart(overrides)[0], *choices_of(list(overrides))], program())
+        return list(names_of(OmegaConf.to_container(there, resolve=False)))
     except (*UNREADABLE, ValueError):
         return list(names(Config))

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
 from common.errors import ConfigError, require
 from common.secrets import IN_FILES, REMOVED, scrub_words
-from config.arguments import override_in
-from config.files import FOLDER
+from config.arguments import apart, override_in
+from config.composing import composed
 from config.load import load, run_name
 
 SHOWS = {"--cfg", "-c", "--info", "-i", "--help", "-h"}
@@ -36,8 +34,9 @@ def check_jobs(words: Sequence[str], program: str) -> None:
         said = IN_FILES.format("Hydra writes the command of a multirun")
         require(scrub_words([word]) == [word], word.partition("=")[0].lstrip("+"), REMOVED, said)
     places: dict[str, tuple[str, ...]] = {}
-    for job in _jobs(words):
-        key, place = _place(job, program)
+    options, settings = apart(words)
+    for job in _jobs(settings):
+        key, place = _place(job, program, options)
         if place is not None and (other := places.setdefault(place, job)) != job:
             said = " and ".join(" ".join(w for w in a if w not in b) for a, b in ((other, job), (job, other)))
             typed = any(word.startswith("exp_name=") for word in job)
@@ -62,10 +61,9 @@ def _jobs(words: Sequence[str]) -> list[tuple[str, ...]]:
     return list(product(*choices))
 
 
-def _place(job: tuple[str, ...], program: str) -> tuple[str, str | None]:
+def _place(job: tuple[str, ...], program: str, options: Sequence[str]) -> tuple[str, str | None]:
     """Return (the setting that names it, the file or folder that a job writes)."""
-    with initialize_config_dir(str(FOLDER), version_base="1.3"):
-        cfg = hydra_compose("config" if program == "train" else program, overrides=list(job))
+    cfg = composed([*options, *job], program)
     if program == "train":
         config = load(cfg)
         return "exp_name", str(Path(config.runs_dir) / run_name(config, list(job)))

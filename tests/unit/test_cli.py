@@ -14,7 +14,8 @@ from common.errors import ConfigError, UserError
 from common.files import LINK, open_own, write_whole
 from common.secrets import scrub_text
 from config import files
-from config.cli import REFUSED, answered, complain, compose, guarded, refuse_foreign
+from config.cli import REFUSED, _settings_there, answered, complain, compose, guarded, refuse_foreign
+from config.multirun import check_jobs
 from reports.metrics import read_metrics
 from tests.programs import HANG
 from tests.tiny import ROOT, make_config
@@ -159,6 +160,29 @@ def test_a_folder_of_ones_own_settings_may_have_the_reward(tmp_path):
     refuse_foreign(["--config-dir", str(tmp_path), "reward=mine"])
     with pytest.raises(ConfigError, match=r"there are adder.*mine"):
         refuse_foreign([f"--config-dir={tmp_path}", "reward=yours"])
+    with pytest.raises(ConfigError, match=r"^--config-dir=.*nowhere: is no folder"):
+        refuse_foreign([f"--config-dir={tmp_path}/nowhere", "reward=mine"])
+
+
+def test_ones_own_settings_lie_in_a_folder_that_an_option_names(tmp_path):
+    (folder := tmp_path / "ü, =1" / "experiment").mkdir(parents=True)
+    (folder / "mine.yaml").write_text("# @package _global_\nlr: 3e-4\ntrainer: {single_answers: false}\n")
+    words = ["--config-dir", str(folder.parent), "experiment=mine"]
+    config, name = compose(*words, "seed=3")
+    assert config.lr == 3e-4 and name == compose("-cd", words[1], "experiment=mine", "seed=3")[1]
+    check_jobs(["-m", *words, "seed=1,2"], "train")
+    for word in ("lrr=3", "+lrr=3"):
+        with pytest.raises(UserError, match=r"^lrr=3: is not a setting.* did you mean lr\?$"):
+            compose(*words, word)
+    assert "trainer.single_answers" in _settings_there(words)
+
+
+@pytest.mark.parametrize("line", ["--config-dir {} experiment=mine lrr=3", "experiment=mine lrr=3 -cd {}"])
+def test_an_options_value_is_no_setting(tmp_path, line):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nlr: 3e-4\n")
+    done = program(*line.format(tmp_path).split(), "--cfg", "job")
+    assert done.stderr == "error: lrr=3: is not a setting, nothing would read it; did you mean lr?\n"
 
 
 @pytest.mark.parametrize(
