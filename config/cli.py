@@ -34,7 +34,7 @@ from common.output import guard_output, no_room
 from common.progress import phase, pulse
 from common.secrets import remember, scrub_text
 from config.arguments import apart, as_settings, choices_of, given_twice, override_in, wrong_choices
-from config.composing import composed
+from config.composing import check_loss_file, composed
 from config.files import FOLDER, wrong_line
 from config.help import asked_for_help, help_on
 from config.idle import check_idle, say
@@ -71,6 +71,7 @@ def settings(cfg: DictConfig, stage: object = None) -> tuple[Config, str]:
     sample.py or label.py alone. Raises ConfigError."""
     hydra = HydraConfig.get()
     overrides = list(hydra.overrides.task)
+    check_loss_file(cfg, hydra.runtime.choices)
     config = _loaded(cfg, [*apart(sys.argv[1:])[0], *overrides])
     refuse_default_data(config, overrides)
     crossed = hydra.mode == RunMode.MULTIRUN

@@ -177,6 +177,33 @@ def test_ones_own_settings_lie_in_a_folder_that_an_option_names(tmp_path):
     assert "trainer.single_answers" in _settings_there(words)
 
 
+LOSS = "loss: {name: hinge, _target_: trainers.losses.dpo.dpo, reference: true, beta: 0.1}\n"
+TRAINER, FIRST = "defaults: [{/trainer: paired}, _self_]\n", "# @package _global_\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            TRAINER + LOSS,
+            "loss=hinge: its file loss/hinge.yaml must begin with the line '# @package _global_'",
+        ),
+        (TRAINER + "model: {batch_size: 8}\n", "loss=hinge: its file loss/hinge.yaml must begin with"),
+        (FIRST + LOSS, "loss=hinge: .* name its trainer under defaults, as in '- /trainer: paired'"),
+        (FIRST + TRAINER + LOSS.replace("hinge", "dpo"), "loss.name=dpo: must be hinge, as its file"),
+    ],
+)
+def test_a_loss_whose_file_lacks_its_first_line_trainer_or_name_is_refused(tmp_path, text, said):
+    (tmp_path / "loss").mkdir()
+    (file := tmp_path / "loss" / "hinge.yaml").write_text(text)
+    words = ["--config-dir", str(tmp_path), "loss=hinge"]
+    for check in (lambda: compose(*words), lambda: check_jobs(["-m", *words, "seed=1,2"], "train")):
+        with pytest.raises(ConfigError, match=f"^{said}"):
+            check()
+    file.write_text(FIRST + TRAINER + LOSS)
+    assert compose(*words)[0].loss["name"] == "hinge"
+
+
 @pytest.mark.parametrize("line", ["--config-dir {} experiment=mine lrr=3", "experiment=mine lrr=3 -cd {}"])
 def test_an_options_value_is_no_setting(tmp_path, line):
     (tmp_path / "experiment").mkdir()
