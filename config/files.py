@@ -86,13 +86,18 @@ def _content(path: Path) -> Any:
         raise UserError(wrong_line(error, path)) from error
 
 
+def files_of(group: str) -> list[str]:
+    """Return the names of the files of config/<group> that one may choose."""
+    return sorted(path.stem for path in (FOLDER / group).glob("*.yaml") if not path.stem.startswith("_"))
+
+
 def group_file(group: str, key: str, name: str) -> dict[str, Any]:
     """Return the settings of config/<group>/<name>.yaml merged over those of the files that it starts from.
     Raises ConfigError about the setting ``key``."""
     path = FOLDER / group / f"{name}.yaml"
     if not path.is_file():
-        names = sorted(p.stem for p in path.parent.glob("*.yaml") if not p.stem.startswith("_"))
-        raise ConfigError(key, name, f"there is no such file in config/{group}; there are {', '.join(names)}")
+        said = f"there is no such file in config/{group}; there are {', '.join(files_of(group))}"
+        raise ConfigError(key, name, said)
     own_settings: dict[str, Any] = _content(path)
     settings: dict[str, Any] = {}
     for base in own_settings.pop("defaults", []):
