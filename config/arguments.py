@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -184,6 +185,13 @@ def in_quotes(text: str) -> str:
     return str(QuotedString(text, Quote.single).with_quotes())
 
 
+def as_typed(key: str, text: object) -> str:
+    """Return ``key=text`` as one argument, in quotes where Hydra would refuse it or read something else."""
+    override = override_in(f"{key}={text}")
+    same = override is not None and override.value() == str(text)
+    return f"{key}={text}" if same else f"{key}={in_quotes(str(text))}"
+
+
 def _has_secret(key: str, value: object) -> bool:
     """Return whether a value, or a part of it, is a secret by its name."""
     if isinstance(value, dict):
@@ -234,14 +242,14 @@ def _refuse_path(key: str, value: str) -> None:
     if not here and not on_hub:
         return
     what = "a path" if here else "a name on the hub"
-    type_instead = {
-        "data": f"data={'local' if here else 'hub'} data.path={value}",
-        "model": f"model=hub model.name_or_path={value}",
-        "reward": f"reward=classifier reward.classifier.name_or_path={value}",
+    known = {
+        "data": ("local" if here else "hub", "data.path"),
+        "model": ("hub", "model.name_or_path"),
+        "reward": ("classifier", "reward.classifier.name_or_path"),
     }.get(key)
-    if type_instead is None and here:
-        type_instead = f"{key}={Path(value).stem}, with that file in this folder"
-    if type_instead is not None:
-        raise ConfigError(
-            key, value, f"is {what}, and {key}= names a file of config/{key}; type {type_instead}"
-        )
+    if known is None and not here:
+        return
+    type_instead = f"{key}={Path(value).stem}, with that file in this folder"
+    if known is not None:
+        type_instead = shlex.join([f"{key}={known[0]}", as_typed(known[1], value)])
+    raise ConfigError(key, value, f"is {what}, and {key}= names a file of config/{key}; type {type_instead}")

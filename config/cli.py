@@ -251,7 +251,8 @@ def in_our_words(error: Exception, overrides: Sequence[str]) -> str:
             return f"{key}: settings are written as lr=1e-6; python {program()}.py --help shows the options"
         why = re.split(r"\n| expecting", error.message)[0]
         why = "cannot be read" if "Exception" in why or "override" in why else why
-        quoted = f"a text with a space or one of = , ( ) [ ] {{ }} is quoted twice, as in '{key}=\"a=b\"'"
+        signs = "a space, a letter outside ASCII or one of = , ( ) [ ] { } ~ # !"
+        quoted = f"a text with {signs} is quoted twice, as in '{key}=\"a=b\"'"
         return str(ConfigError(key, value, f"{why}; {quoted}"))
     if match := re.search(r"Could not find '(\w+)/([^']+)'", text):
         listed = re.findall(r"^\t(\S+)$", text.split("Config search path")[0], re.MULTILINE)

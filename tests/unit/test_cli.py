@@ -261,7 +261,7 @@ def test_settings_that_nothing_will_read_are_refused_before_torch_is_imported():
     ("words", "said"),
     [
         (["help"], "help: settings are written as lr=1e-6; python train.py --help shows the options"),
-        (["exp_name=a=b"], "exp_name=a=b: mismatched input '='; a text with a space or one of"),
+        (["exp_name=a=b"], "exp_name=a=b: mismatched input '='; a text with a space, a letter"),
         (["data.path=a(b).jsonl"], "is quoted twice, as in 'data.path=\"a=b\"'"),
         (["loss=dpo,", "humanline=true"], "loss=dpo,: mismatched input '<EOF>'; a text"),
         (["+lr=1e-4"], "+lr: is a setting already; write lr=value, without the +"),

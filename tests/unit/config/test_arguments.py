@@ -80,6 +80,7 @@ def test_the_choices_of_a_command_line() -> None:
         "data=org/name": "type data=hub data.path=org/name",
         "model={here}": "type model=hub model.name_or_path={here}",
         "model=org/name-1.5B": "type model=hub model.name_or_path=org/name-1.5B",
+        "data='a b,ü.csv'": "type data=local 'data.path='\"'\"'a b,ü.csv'\"'\"''",
         "reward=org/name": "type reward=classifier reward.classifier.name_or_path=org/name",
     }.items(),
 )
