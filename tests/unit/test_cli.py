@@ -218,6 +218,8 @@ def test_an_options_value_is_no_setting(tmp_path, line):
         "lr=fast": "lr=fast",
         "+loss.betta=1": "loss.betta=1: loss=dpo does not take it",
         "loss.beta=-1": "loss.beta=-1: must be",
+        "loss.beta=inf": "loss.beta=inf: must be finite",
+        "loss=kto loss.desirable_weight=.inf": "loss.desirable_weight=inf: must be finite",
         "model.max_prompt_length=64": "model.max_prompt_length=64: must be less than model.max_length=64",
         "+humanlin=true": "did you mean humanline?",
         "loss=grpo loss.importance=tokn": "importance",
