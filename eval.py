@@ -16,6 +16,7 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
+from shlex import quote
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -53,8 +54,8 @@ def evaluate(cfg: DictConfig, given: list[str]) -> None:
                 os.environ.get("WORLD_SIZE", "1") == "1",
                 "step",
                 step,
-                f"is read by one process: start it without a launcher, or python export.py {run} --step "
-                f"{step} --to DIR first",
+                f"is read by one process: start it without a launcher, or python export.py {quote(str(run))} "
+                f"--step {step} --to DIR first",
             )
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="eval-")))
             from export import export_run

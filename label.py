@@ -11,13 +11,17 @@ config/label.yaml: python label.py --cfg job
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from common.errors import require
 from common.imports import importing
+from config.arguments import override_in
 from config.cli import cli, guarded, settings
+from config.files import files_of
 from config.load import split_settings
 from config.schema_stages import LabelStage
 
@@ -26,8 +30,8 @@ def label(cfg: DictConfig) -> None:
     """Write one file of feedback."""
     stage, rest = split_settings(cfg, LabelStage)
     config, _ = settings(rest, stage)
-    some = "choose a file of config/reward, as in reward=armorm or reward=verifier"
-    require(config.reward is not None, "reward", None, some)
+    some = f"choose a file of config/reward: {', '.join(files_of('reward'))}"
+    require(config.reward is not None and _is_chosen(HydraConfig.get()), "reward", "???", some)
     require(
         stage.format != "pairwise" or config.rounds.feedback in ("pair", "random", "min"),
         "rounds.feedback",
@@ -49,6 +53,13 @@ def label(cfg: DictConfig) -> None:
         stages.label(config, stage, world)
     finally:
         stop()
+
+
+def _is_chosen(hydra: Any) -> bool:
+    """Return whether the command line or an experiment chose the reward. Otherwise it is that of the data,
+    which are not read here."""
+    words, choices = filter(None, map(override_in, hydra.overrides.task)), dict(hydra.runtime.choices)
+    return any(word.key_or_group == "reward" for word in words) or choices.get("reward") != choices["data"]
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="label")

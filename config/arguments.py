@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,9 @@ HYDRAS = (
     "--info",
 )
 """Hydra's own options, which Hydra also accepts abbreviated."""
+VALUED = {"--cfg", "--package", "--config-path", "--config-name", "--config-dir", "--experimental-rerun"}
+VALUED |= {"-c", "-p", "-cp", "-cn", "-cd"}
+"""Those of them that take a value, with their short names. ``--info`` may have one."""
 _OPTION = re.compile(r"--(?P<name>[A-Za-z][\w.-]*)(?:=(?P<value>.*))?", re.DOTALL)
 _OPEN = re.compile(r"(evaluations|callbacks|humanline_rule)[.=]")
 """Settings whose keys the user defines. Hydra adds a key to a mapping only if it is told to."""
@@ -51,7 +55,7 @@ _DATA = (".json", ".jsonl", ".parquet", ".csv", ".gz")
 def as_settings(arguments: list[str]) -> list[str]:
     """Turn ``--lr 1e-5``, ``--lr=1e-5`` and ``--resume`` into ``lr=1e-5`` and ``resume=true``. A ``-`` within
     a name becomes a ``_``, and several values become a list. Mappings whose keys the user defines get Hydra's
-    ``++``. Hydra's own options and everything else stay unchanged."""
+    ``++``. Hydra's own options come first, as Hydra wants it. Everything else stays unchanged."""
     arguments = _closed_up(arguments)
     words, at = [], 0
     while at < len(arguments):
@@ -70,8 +74,28 @@ def as_settings(arguments: list[str]) -> list[str]:
         if len(values) > 1:
             value = f"[{','.join(values)}]"
         words.append(f"{match['name'].replace('-', '_')}={value}")
+    options, words = apart(words)
     words = ["~reward" if word in ("reward=none", "reward=null") else word for word in words]
-    return [f"++{word}" if _OPEN.match(word) else word for word in words]
+    return [*options, *(f"++{word}" if _OPEN.match(word) else word for word in words)]
+
+
+def apart(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return Hydra's own options, each with its value behind it, and the other words. An option that lacks
+    its value is the last of these, or a setting would be taken for it."""
+    options: list[str] = []
+    others: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        names = [own for own in HYDRAS if own.startswith(word)]
+        name = names[0] if len(names) == 1 else word
+        if not word.startswith("-") or (name in VALUED and not rest):
+            others.append(word)
+            continue
+        options.append(word)
+        if name in VALUED or (name in ("--info", "-i") and rest and re.fullmatch(r"[a-z-]+", rest[0])):
+            options.append(rest.pop(0))
+    return options, others
 
 
 def _closed_up(arguments: list[str]) -> list[str]:
@@ -103,8 +127,9 @@ def choices_of(arguments: list[str]) -> list[str]:
 def wrong_choices(arguments: Sequence[str]) -> dict[str, ConfigError]:
     """Return the refusal of each argument such as ``loss=…`` that does not choose an existing file of its
     folder: null, a number, nothing, or the name of none. Hydra ends with a traceback for the first two
-    and silently leaves out an optional file that does not exist."""
-    folders = [FOLDER, *_folders_given(arguments)]
+    and silently leaves out an optional file that does not exist. Raises ConfigError for a ``--config-dir``
+    that is no folder."""
+    folders = [FOLDER, *folders_given(arguments)]
     wrong = {}
     for word in arguments:
         if (override := override_in(word)) is not None:
@@ -160,6 +185,13 @@ def in_quotes(text: str) -> str:
     return str(QuotedString(text, Quote.single).with_quotes())
 
 
+def as_typed(key: str, text: object) -> str:
+    """Return ``key=text`` as one argument, in quotes where Hydra would refuse it or read something else."""
+    override = override_in(f"{key}={text}")
+    same = override is not None and override.value() == str(text)
+    return f"{key}={text}" if same else f"{key}={in_quotes(str(text))}"
+
+
 def _has_secret(key: str, value: object) -> bool:
     """Return whether a value, or a part of it, is a secret by its name."""
     if isinstance(value, dict):
@@ -188,11 +220,13 @@ def _choices(override: Override) -> list[object]:
     return [] if isinstance(value, dict) else list(value) if isinstance(value, list) else [value]
 
 
-def _folders_given(arguments: Sequence[str]) -> list[Path]:
-    """Return the further folders of settings that ``--config-dir`` gives to Hydra."""
+def folders_given(arguments: Sequence[str]) -> list[Path]:
+    """Return the further folders of settings that ``--config-dir`` gives to Hydra. Raises ConfigError."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd", type=Path)
     given = parser.parse_known_args(list(arguments))[0].config_dir
+    says = "is no folder; give one with folders such as experiment or loss in it"
+    require(given is None or given.is_dir(), "--config-dir", given, says)
     return [] if given is None else [given]
 
 
@@ -208,14 +242,14 @@ def _refuse_path(key: str, value: str) -> None:
     if not here and not on_hub:
         return
     what = "a path" if here else "a name on the hub"
-    type_instead = {
-        "data": f"data={'local' if here else 'hub'} data.path={value}",
-        "model": f"model=hub model.name_or_path={value}",
-        "reward": f"reward=classifier reward.classifier.name_or_path={value}",
+    known = {
+        "data": ("local" if here else "hub", "data.path"),
+        "model": ("hub", "model.name_or_path"),
+        "reward": ("classifier", "reward.classifier.name_or_path"),
     }.get(key)
-    if type_instead is None and here:
-        type_instead = f"{key}={Path(value).stem}, with that file in this folder"
-    if type_instead is not None:
-        raise ConfigError(
-            key, value, f"is {what}, and {key}= names a file of config/{key}; type {type_instead}"
-        )
+    if known is None and not here:
+        return
+    type_instead = f"{key}={Path(value).stem}, with that file in this folder"
+    if known is not None:
+        type_instead = shlex.join([f"{key}={known[0]}", as_typed(known[1], value)])
+    raise ConfigError(key, value, f"is {what}, and {key}= names a file of config/{key}; type {type_instead}")

@@ -16,25 +16,26 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from common.errors import ConfigError, StoppedError, UserError, require
 from common.files import LINK, on_disk
 from common.output import guard_output, no_room
 from common.progress import phase, pulse
 from common.secrets import remember, scrub_text
-from config.arguments import as_settings, choices_of, given_twice, override_in, wrong_choices
-from config.files import FOLDER
+from config.arguments import apart, as_settings, choices_of, given_twice, override_in, wrong_choices
+from config.composing import check_loss_file, composed
+from config.files import FOLDER, wrong_line
 from config.help import asked_for_help, help_on
 from config.idle import check_idle, say
 from config.load import load, run_name
@@ -54,6 +55,8 @@ OF_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 """TRL's settings whose product is its batch of an update, on one rank."""
 OF_ROUNDS = ("rounds.", "sampler", "reward")
 """What words begin with that online runs alone read."""
+UNREADABLE = (HydraException, OmegaConfBaseException, YAMLError)
+"""What Hydra raises for words and files that it cannot compose."""
 _PLACE = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
 OTHER_THING = (*_PLACE, errno.EINVAL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
 """Errors of a file that may not be read or written, or in whose place something else stands (a folder)."""
@@ -68,7 +71,8 @@ def settings(cfg: DictConfig, stage: object = None) -> tuple[Config, str]:
     sample.py or label.py alone. Raises ConfigError."""
     hydra = HydraConfig.get()
     overrides = list(hydra.overrides.task)
-    config = _loaded(cfg, overrides)
+    check_loss_file(cfg, hydra.runtime.choices)
+    config = _loaded(cfg, [*apart(sys.argv[1:])[0], *overrides])
     refuse_default_data(config, overrides)
     crossed = hydra.mode == RunMode.MULTIRUN
     notes = check_idle(config, overrides, crossed, program() if stage else "train", stage)
@@ -174,14 +178,23 @@ def cli(main: Callable[[], object]) -> None:
         print(f"note: {scrub_text(sentence)}", file=sys.stderr, flush=True)
     if speaks(os.environ):
         pulse()
+
+    def work() -> None:
+        with _reworded(sys.argv[1:]):
+            check_jobs(sys.argv[1:], program())
+            with phase(f"{program()}.py"):  # shown where nothing within says what is under way
+                main()
+
+    guarded(work)
+
+
+@contextmanager
+def _reworded(overrides: Sequence[str]) -> Iterator[None]:
+    """Raise UserError, in our words, for what Hydra cannot compose within."""
     try:
-        guarded(lambda: check_jobs(sys.argv[1:], program()))
-        with phase(f"{program()}.py"):  # shown where nothing within says what is under way
-            main()
-    except KeyboardInterrupt:
-        sys.exit(complain(INTERRUPTED, 130))
-    except (HydraException, OmegaConfBaseException) as error:
-        sys.exit(complain(in_our_words(error, sys.argv[1:]), REFUSED))
+        yield
+    except UNREADABLE as error:
+        raise UserError(in_our_words(error, overrides)) from None
 
 
 def _leave() -> None:
@@ -203,20 +216,21 @@ def compose(*words: str) -> tuple[Config, str]:
     """Return the checked settings for ``words``, the arguments that one would type after ``python train.py``,
     and the run's name. It serves notebooks and the user's own programs. Raises UserError, which is a
     ConfigError if one setting is to blame."""
-    overrides = as_written(as_settings(list(words)))
-    refuse_foreign(overrides)
-    try:
-        with initialize_config_dir(str(FOLDER), version_base="1.3"):
-            config = _loaded(hydra_compose("config", overrides=overrides), overrides)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(in_our_words(error, overrides)) from None
+    typed = as_written(as_settings(list(words)))
+    refuse_foreign(typed)
+    with _reworded(typed):
+        config = _loaded(composed(typed), typed)
+    _, overrides = apart(typed)
     refuse_default_data(config, overrides)
     say(check_idle(config, overrides))
     return config, run_name(config, overrides)
 
 
 def in_our_words(error: Exception, overrides: Sequence[str]) -> str:
-    """Return the key, the value and the remedy for an override that Hydra refused."""
+    """Return the key, the value and the remedy for an override that Hydra refused, or the line of a file that
+    it could not read."""
+    if isinstance(error, YAMLError):
+        return wrong_line(error)
     text = str(error)
     if match := re.search(r"Ambiguous value for argument '([^=']+)=([^']*)'", text):
         right = f"{match[1]}={match[2].replace(',', '.')}"
@@ -237,7 +251,8 @@ def in_our_words(error: Exception, overrides: Sequence[str]) -> str:
             return f"{key}: settings are written as lr=1e-6; python {program()}.py --help shows the options"
         why = re.split(r"\n| expecting", error.message)[0]
         why = "cannot be read" if "Exception" in why or "override" in why else why
-        quoted = f"a text with a space or one of = , ( ) [ ] {{ }} is quoted twice, as in '{key}=\"a=b\"'"
+        signs = "a space, a letter outside ASCII or one of = , ( ) [ ] { } ~ # !"
+        quoted = f"a text with {signs} is quoted twice, as in '{key}=\"a=b\"'"
         return str(ConfigError(key, value, f"{why}; {quoted}"))
     if match := re.search(r"Could not find '(\w+)/([^']+)'", text):
         listed = re.findall(r"^\t(\S+)$", text.split("Config search path")[0], re.MULTILINE)
@@ -285,7 +300,7 @@ def refuse_foreign(overrides: Sequence[str]) -> None:
 
 def _given(overrides: Sequence[str]) -> list[tuple[str, str]]:
     """Return (key, value) of each setting that is given."""
-    words = (word.lstrip("+").partition("=") for word in overrides if not word.startswith(("-", "~")))
+    words = (word.lstrip("+").partition("=") for word in apart(overrides)[1] if word[:1] not in ("-", "~"))
     return [(key, value) for key, _, value in words]
 
 
@@ -327,13 +342,9 @@ def program() -> str:
 def _settings_there(overrides: Sequence[str]) -> list[str]:
     """Return every setting of the program with the files that the command line chooses. If these files cannot
     be composed, return the settings that every run has."""
-    name = program()
     GlobalHydra.instance().clear()  # that of the command line, whose settings were refused
     try:
-        with initialize_config_dir(str(FOLDER), version_base="1.3"):
-            composed = hydra_compose(
-                "config" if name == "train" else name, overrides=choices_of(list(overrides))
-            )
-        return list(names_of(OmegaConf.to_container(composed, resolve=False)))
-    except (HydraException, OmegaConfBaseException, ValueError):
+        there = composed([*apart(overrides)[0], *choices_of(list(overrides))], program())
+        return list(names_of(OmegaConf.to_container(there, resolve=False)))
+    except (*UNREADABLE, ValueError):
         return list(names(Config))

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import yaml  # type: ignore[import-untyped]
 
-from common.errors import ConfigError
+from common.errors import ConfigError, UserError
 
 FOLDER = Path(__file__).parent
 
@@ -36,9 +36,12 @@ class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mis
     }
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        if len(set(map(str, keys))) < len(keys):
-            raise yaml.YAMLError("a key stands twice")
+        keys: set[str] = set()
+        for key, _ in node.value:
+            if str(key.value) in keys:
+                said = f"found duplicate key {key.value}"
+                raise yaml.MarkedYAMLError(problem=said, problem_mark=key.start_mark)
+            keys.add(str(key.value))
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
 
@@ -65,14 +68,37 @@ def parsed(text: str) -> Any:
         raise yaml.YAMLError("it is nested too deeply") from error
 
 
+def wrong_line(error: yaml.YAMLError, path: Path | None = None) -> str:
+    """Return the file, the line and what is wrong there. ``path``: the file, where it was read as a text."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(f"{path or ''} {error}".split())
+    place = path or Path(error.problem_mark.name)
+    place = place.relative_to(FOLDER.parent) if place.is_relative_to(FOLDER) else place
+    line = error.problem_mark.line + 1
+    return f"{place}, line {line}: {error.problem}; correct this line or the one above"
+
+
+def _content(path: Path) -> Any:
+    """Return the content of a file of settings. Raises UserError with the line that yaml cannot read."""
+    try:
+        return parsed(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise UserError(wrong_line(error, path)) from error
+
+
+def files_of(group: str) -> list[str]:
+    """Return the names of the files of config/<group> that one may choose."""
+    return sorted(path.stem for path in (FOLDER / group).glob("*.yaml") if not path.stem.startswith("_"))
+
+
 def group_file(group: str, key: str, name: str) -> dict[str, Any]:
     """Return the settings of config/<group>/<name>.yaml merged over those of the files that it starts from.
     Raises ConfigError about the setting ``key``."""
     path = FOLDER / group / f"{name}.yaml"
     if not path.is_file():
-        names = sorted(p.stem for p in path.parent.glob("*.yaml") if not p.stem.startswith("_"))
-        raise ConfigError(key, name, f"there is no such file in config/{group}; there are {', '.join(names)}")
-    own_settings: dict[str, Any] = parsed(path.read_text(encoding="utf-8"))
+        said = f"there is no such file in config/{group}; there are {', '.join(files_of(group))}"
+        raise ConfigError(key, name, said)
+    own_settings: dict[str, Any] = _content(path)
     settings: dict[str, Any] = {}
     for base in own_settings.pop("defaults", []):
         if base != "_self_":
@@ -84,7 +110,7 @@ def group_file(group: str, key: str, name: str) -> dict[str, Any]:
 def section(place: str) -> Mapping[str, Any]:
     """Return the content of ``file.yaml:dotted.section`` in config/, with interpolations left unresolved."""
     file, _, dotted = place.partition(":")
-    tree: Any = section(file) if dotted else parsed((FOLDER / file).read_text(encoding="utf-8"))
+    tree: Any = section(file) if dotted else _content(FOLDER / file)
     for key in filter(None, dotted.split(".")):
         tree = tree[key]
     assert isinstance(tree, dict), f"{place} is no section"

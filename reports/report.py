@@ -24,6 +24,7 @@ from common.errors import ConfigError, require
 from common.files import write_whole
 from common.options import options_of
 from common.secrets import scrub
+from config.arguments import as_typed
 from config.cli import answered
 from config.schema_trainer import loss_numbers
 from reports import data_tables
@@ -92,8 +93,9 @@ def final_table(summary: dict[str, Any]) -> str:
             )
         )
         if summary.get("loads_as") != "AutoModelForSequenceClassification":
-            words = shlex.join([f"run={run_dir}", "split=eval", "rounds.samples=1", "out=answers.jsonl"])
-            facts.append(("answers", f"python sample.py {words}"))
+            run = shlex.quote(as_typed("run", run_dir))
+            words = f"python sample.py {run} split=eval rounds.samples=1 out=answers.jsonl"
+            facts.append(("answers", words))
         facts.append(("share it", f"python export.py {shlex.quote(str(run_dir))} --push-to-hub ORG/NAME"))
     return "\n".join(
         [*lines, *([""] if lines and facts else []), *(f"{name:<9}  {value}" for name, value in facts)]

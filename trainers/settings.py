@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from ast import literal_eval
 
 from common.errors import one_of, require
 from common.imports import check_importable, written_signature
+from config.files import FOLDER, section
 from config.schema import Config
 from config.schema_trainer import loss_numbers
 
@@ -36,12 +38,15 @@ def check_numbers(config: Config, signature: inspect.Signature) -> None:
     name, from_data = f"loss={config.loss['name']}", config.data.numbers or ()
     takes = {n: p for n, p in signature.parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
     numbers = loss_numbers(config.loss, config.trainer.loss_keys)
+    file = f"loss/{config.loss['name']}.yaml"
+    own = section(f"{file}:loss") if (FOLDER / file).is_file() else numbers  # it may lie in another folder
     for key, value in numbers.items():
         others = ", ".join(takes) or "no numbers"
         require(key in takes, f"loss.{key}", value, f"{name} does not take it; it takes {others}")
         # beta elsewhere weighs a penalty, and 0 means no penalty
         scales = key in ("beta", "tau") and config.trainer.beta_scales_rewards
-        _check_number(f"loss.{key}", value, str(takes[key].annotation), scales)
+        endless = own.get(key) == math.inf
+        _check_number(f"loss.{key}", value, str(takes[key].annotation), scales, endless)
     for column in from_data:
         require(
             column in takes and column not in numbers,
@@ -55,8 +60,8 @@ def check_numbers(config: Config, signature: inspect.Signature) -> None:
         require(there, f"loss.{key}", "???", where)
 
 
-def _check_number(key: str, value: object, annotation: str, scales: bool) -> None:
-    """``scales``: whether the loss has no gradient at 0."""
+def _check_number(key: str, value: object, annotation: str, scales: bool, endless: bool) -> None:
+    """``scales``: whether the loss has no gradient at 0; ``endless``: whether its file has no bound."""
     kinds = re.sub(r"Literal\[.*\]", "", annotation).replace(" ", "").split("|")
     choices = [literal_eval(f"({literal},)") for literal in re.findall(r"Literal\[(.*?)\]", annotation)]
     if choices:
@@ -68,6 +73,7 @@ def _check_number(key: str, value: object, annotation: str, scales: bool) -> Non
     if "float" in kinds:
         assert isinstance(value, int | float)
         require(value >= 0, key, value, "must be 0 or more")
+        require(endless or math.isfinite(value), key, value, "must be finite")
         require(value > 0 or not scales, key, value, "must be above 0, or the loss has no gradient")
 
 

@@ -12,6 +12,7 @@ from tests.integration.online import SHORT, lines, rounds, run_online
 from tests.tiny_armorm import save_armorm
 
 COMMON = [s for s in SHORT if s.startswith(("data.", "rounds.samples"))]
+REWARD = "reward=adder"
 
 
 def command(program, *arguments):
@@ -22,7 +23,7 @@ def test_stages_on_files_make_the_data_of_a_run(tmp_path):
     samples, feedback = tmp_path / "samples.jsonl", tmp_path / "feedback.jsonl"
     done = command("sample", *COMMON, f"out={samples}", "limit=24", f"cache_dir={tmp_path}/cache")
     assert done.returncode == 0, done.stderr
-    done = command("label", *COMMON, f"in={samples}", f"out={feedback}")
+    done = command("label", *COMMON, REWARD, f"in={samples}", f"out={feedback}")
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in samples.read_text().splitlines()]
     assert [len(row["completions"]) for row in rows] == [4] * 24
@@ -52,7 +53,7 @@ def test_samples_bring_the_log_probabilities_that_corrections_need(tmp_path):
         command("sample", *COMMON, f"out={samples}", "limit=24", f"cache_dir={tmp_path}/cache").returncode
         == 0
     )
-    done = command("label", *common, f"in={samples}", f"out={feedback}")
+    done = command("label", *common, REWARD, f"in={samples}", f"out={feedback}")
     assert done.returncode == 0, done.stderr
     completions = [c for group in read_groups(feedback) for c in group.completions]
     assert all(len(c.behavior_logprobs or ()) == len(c.token_ids or ()) for c in completions)
@@ -76,7 +77,10 @@ def test_samples_bring_the_log_probabilities_that_corrections_need(tmp_path):
         ("sample", [], "out=???"),
         ("sample", ["out=x.jsonl", "format=csv"], "format=csv"),
         ("sample", ["out=x.jsonl", "sampler.max_tokens=60"], "sampler.max_tokens=60"),
-        ("label", ["in=nowhere.json", "out=x.jsonl"], "nowhere.json"),
+        ("label", ["in=nowhere.json", "out=x.jsonl", REWARD], "nowhere.json"),
+        ("label", ["in=nowhere.json", "out=x.jsonl"], "reward=???: choose a file of config/reward: adder, "),
+        ("label", ["in=nowhere.json", "out=x.jsonl", "experiment=math-grpo-online"], "in=nowhere.json"),
+        ("label", ["in=nowhere.json", "out=x.jsonl", "~reward"], "reward=???: choose a file of"),
         ("label", ["in=nowhere.json", "out=x.jsonl", "rounds.tua=1"], "rounds.tua"),
     ],
 )

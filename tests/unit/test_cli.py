@@ -13,7 +13,9 @@ import export
 from common.errors import ConfigError, UserError
 from common.files import LINK, open_own, write_whole
 from common.secrets import scrub_text
-from config.cli import REFUSED, answered, complain, compose, guarded, refuse_foreign
+from config import files
+from config.cli import REFUSED, _settings_there, answered, complain, compose, guarded, refuse_foreign
+from config.multirun import check_jobs
 from reports.metrics import read_metrics
 from tests.programs import HANG
 from tests.tiny import ROOT, make_config
@@ -49,6 +51,20 @@ def test_a_wrong_command_line_gives_one_message_and_code_2(line):
     errors = [text for text in done.stderr.splitlines() if text.startswith("error: ")]
     assert len(errors) == 1
     assert WRONG[line] in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"), [("model:\n  batch_size: 8\n seed: 1\n", 3), ("lr: 1e-4\nseed: 2\nlr: 1e-5\n", 3)]
+)
+def test_a_file_that_yaml_cannot_read_is_named_with_the_line(tmp_path, monkeypatch, text, line):
+    (tmp_path / "experiment").mkdir()
+    (broken := tmp_path / "experiment" / "mine.yaml").write_text(text)
+    done = program("--config-dir", str(tmp_path), "experiment=mine")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {broken}, line {line}: ") and done.stderr.count("\n") == 1
+    monkeypatch.setattr(files, "FOLDER", tmp_path)  # and where another file's settings are looked up in it
+    with pytest.raises(UserError, match=rf"mine\.yaml, line {line}: "):
+        files.section(f"experiment/mine.yaml:{tmp_path.name}")
 
 
 def test_a_message_is_printed_without_the_secrets_that_it_quotes(capsys):
@@ -144,6 +160,56 @@ def test_a_folder_of_ones_own_settings_may_have_the_reward(tmp_path):
     refuse_foreign(["--config-dir", str(tmp_path), "reward=mine"])
     with pytest.raises(ConfigError, match=r"there are adder.*mine"):
         refuse_foreign([f"--config-dir={tmp_path}", "reward=yours"])
+    with pytest.raises(ConfigError, match=r"^--config-dir=.*nowhere: is no folder"):
+        refuse_foreign([f"--config-dir={tmp_path}/nowhere", "reward=mine"])
+
+
+def test_ones_own_settings_lie_in_a_folder_that_an_option_names(tmp_path):
+    (folder := tmp_path / "ü, =1" / "experiment").mkdir(parents=True)
+    (folder / "mine.yaml").write_text("# @package _global_\nlr: 3e-4\ntrainer: {single_answers: false}\n")
+    words = ["--config-dir", str(folder.parent), "experiment=mine"]
+    config, name = compose(*words, "seed=3")
+    assert config.lr == 3e-4 and name == compose("-cd", words[1], "experiment=mine", "seed=3")[1]
+    check_jobs(["-m", *words, "seed=1,2"], "train")
+    for word in ("lrr=3", "+lrr=3"):
+        with pytest.raises(UserError, match=r"^lrr=3: is not a setting.* did you mean lr\?$"):
+            compose(*words, word)
+    assert "trainer.single_answers" in _settings_there(words)
+
+
+LOSS = "loss: {name: hinge, _target_: trainers.losses.dpo.dpo, reference: true, beta: 0.1}\n"
+TRAINER, FIRST = "defaults: [{/trainer: paired}, _self_]\n", "# @package _global_\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            TRAINER + LOSS,
+            "loss=hinge: its file loss/hinge.yaml must begin with the line '# @package _global_'",
+        ),
+        (TRAINER + "model: {batch_size: 8}\n", "loss=hinge: its file loss/hinge.yaml must begin with"),
+        (FIRST + LOSS, "loss=hinge: .* name its trainer under defaults, as in '- /trainer: paired'"),
+        (FIRST + TRAINER + LOSS.replace("hinge", "dpo"), "loss.name=dpo: must be hinge, as its file"),
+    ],
+)
+def test_a_loss_whose_file_lacks_its_first_line_trainer_or_name_is_refused(tmp_path, text, said):
+    (tmp_path / "loss").mkdir()
+    (file := tmp_path / "loss" / "hinge.yaml").write_text(text)
+    words = ["--config-dir", str(tmp_path), "loss=hinge"]
+    for check in (lambda: compose(*words), lambda: check_jobs(["-m", *words, "seed=1,2"], "train")):
+        with pytest.raises(ConfigError, match=f"^{said}"):
+            check()
+    file.write_text(FIRST + TRAINER + LOSS)
+    assert compose(*words)[0].loss["name"] == "hinge"
+
+
+@pytest.mark.parametrize("line", ["--config-dir {} experiment=mine lrr=3", "experiment=mine lrr=3 -cd {}"])
+def test_an_options_value_is_no_setting(tmp_path, line):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nlr: 3e-4\n")
+    done = program(*line.format(tmp_path).split(), "--cfg", "job")
+    assert done.stderr == "error: lrr=3: is not a setting, nothing would read it; did you mean lr?\n"
 
 
 @pytest.mark.parametrize(
@@ -152,6 +218,8 @@ def test_a_folder_of_ones_own_settings_may_have_the_reward(tmp_path):
         "lr=fast": "lr=fast",
         "+loss.betta=1": "loss.betta=1: loss=dpo does not take it",
         "loss.beta=-1": "loss.beta=-1: must be",
+        "loss.beta=inf": "loss.beta=inf: must be finite",
+        "loss=kto loss.desirable_weight=.inf": "loss.desirable_weight=inf: must be finite",
         "model.max_prompt_length=64": "model.max_prompt_length=64: must be less than model.max_length=64",
         "+humanlin=true": "did you mean humanline?",
         "loss=grpo loss.importance=tokn": "importance",
@@ -195,7 +263,7 @@ def test_settings_that_nothing_will_read_are_refused_before_torch_is_imported():
     ("words", "said"),
     [
         (["help"], "help: settings are written as lr=1e-6; python train.py --help shows the options"),
-        (["exp_name=a=b"], "exp_name=a=b: mismatched input '='; a text with a space or one of"),
+        (["exp_name=a=b"], "exp_name=a=b: mismatched input '='; a text with a space, a letter"),
         (["data.path=a(b).jsonl"], "is quoted twice, as in 'data.path=\"a=b\"'"),
         (["loss=dpo,", "humanline=true"], "loss=dpo,: mismatched input '<EOF>'; a text"),
         (["+lr=1e-4"], "+lr: is a setting already; write lr=value, without the +"),

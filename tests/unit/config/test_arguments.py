@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+
 import pytest
 from hydra._internal.utils import get_args_parser
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
-from config.arguments import HYDRAS, as_settings, choices_of, given_twice
+from config.arguments import HYDRAS, apart, as_settings, choices_of, given_twice
 from config.cli import refuse_foreign
 
 
@@ -21,8 +24,11 @@ from config.cli import refuse_foreign
         ("--log_epsilon_P -1.5 --humanline", ["log_epsilon_P=-1.5", "humanline=true"]),
         ("--resume loss=dpo", ["resume=true", "loss=dpo"]),
         ("--trackers a b --seed 3", ["trackers=[a,b]", "seed=3"]),
-        ("--model.batch_size 8 -m seed=1,2", ["model.batch_size=8", "-m", "seed=1,2"]),
+        ("--model.batch_size 8 -m seed=1,2", ["-m", "model.batch_size=8", "seed=1,2"]),
         ("--cfg job --config-dir x lr=1", ["--cfg", "job", "--config-dir", "x", "lr=1"]),
+        ("loss=dpo -m seed=1,2 --cfg job lr=1", ["-m", "--cfg", "job", "loss=dpo", "seed=1,2", "lr=1"]),
+        ("lr=1 --info defaults seed=1 -i", ["--info", "defaults", "-i", "lr=1", "seed=1"]),
+        ("lr=1 --config-n=y -m --config-dir", ["--config-n=y", "-m", "lr=1", "--config-dir"]),
         ("--help --multi --config-d=y -cd x", ["--help", "--multi", "--config-d=y", "-cd", "x"]),
         ("--", ["--"]),
     ],
@@ -33,7 +39,12 @@ def test_options_are_settings(typed: str, meant: list[str]) -> None:
 
 @given(st.lists(st.from_regex(r"(\+|\+\+|~)?[a-z_.]+=[^ ]*|-m|-cd|[a-z/.]+", fullmatch=True)))
 def test_what_has_hydras_form_stays(words: list[str]) -> None:
-    assert as_settings(words) == words
+    options, others = apart(words)
+    assert as_settings(words) == [*options, *others] and sorted(options + others) == sorted(words)
+    parser = get_args_parser()
+    parser.exit_on_error = False  # type: ignore[attr-defined]
+    with contextlib.suppress(argparse.ArgumentError):
+        assert parser.parse_args(as_settings(words)) == get_args_parser().parse_intermixed_args(words)
     assert as_settings(as_settings(["--lr", "3", *words])) == as_settings(["--lr", "3", *words])
 
 
@@ -69,6 +80,7 @@ def test_the_choices_of_a_command_line() -> None:
         "data=org/name": "type data=hub data.path=org/name",
         "model={here}": "type model=hub model.name_or_path={here}",
         "model=org/name-1.5B": "type model=hub model.name_or_path=org/name-1.5B",
+        "data='a b,ü.csv'": "type data=local 'data.path='\"'\"'a b,ü.csv'\"'\"''",
         "reward=org/name": "type reward=classifier reward.classifier.name_or_path=org/name",
     }.items(),
 )

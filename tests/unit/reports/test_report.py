@@ -9,6 +9,7 @@ import json
 import math
 import operator
 import re
+import shlex
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,6 +19,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import yaml  # type: ignore[import-untyped]
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -375,6 +377,16 @@ def test_the_final_table_has_all_that_a_user_wants_next():
         assert expected in table, expected
     assert "-0.0000" not in table
     assert all(text == text.rstrip() for text in table.splitlines())
+
+
+@pytest.mark.parametrize(
+    "folder", ["runs/x", "dir ü x/a", "a=b", "a(b", "a,b", "~/a", "it's", "2024_10", "#a", 'a"b\\', "null"]
+)
+def test_the_printed_command_names_the_folder_for_shell_and_hydra(folder):
+    table = final_table(SUMMARY | {"run_dir": folder})
+    (command,) = (line.partition("python ")[2] for line in table.splitlines() if line.startswith("answers"))
+    (word,) = (word for word in shlex.split(command) if word.startswith("run="))
+    assert OverridesParser.create().parse_override(word).value() == folder
 
 
 def test_the_final_table_shows_what_there_is():
