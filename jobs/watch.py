@@ -107,15 +107,15 @@ class RunWatch:
     def resume(self) -> dict[str, Any] | None:
         """Resume from the newest sound checkpoint and return its state; None if there is no checkpoint."""
         on_main(self.checkpoints.remove_unfinished)
-        path = from_main(None if (newest := self.checkpoints.newest_sound()) is None else str(newest))
+        path = self.checkpoints.newest_sound()
         if path is None:
             return None
         trainer = self.trainer
         dealt = dealing(trainer.packing, trainer.shares_prompts, trainer.work)
-        state, mine = self.checkpoints.load(Path(path), trainer.policy, trainer.optimizer, dealt)
-        everywhere(lambda: self._restore(state, mine), Path(path))
+        state, mine = self.checkpoints.load(path, trainer.policy, trainer.optimizer, dealt)
+        everywhere(lambda: self._restore(state, mine), path)
         interval = trainer.progress.step if self.diagnostics is None else self.diagnostics.first
-        on_main(lambda: restore(self.folder, Path(path), trainer.progress.step, interval))
+        on_main(lambda: restore(self.folder, path, trainer.progress.step, interval))
         return state
 
     def _restore(self, state: dict[str, Any], mine: dict[str, Tensor]) -> None:

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
 from common.files import on_disk, read_json, regular_file
 from data.batches import dealing
 from models.checkpoint_reading import CheckpointError, Planner, Reader, reason
-from models.distributed import Group, World, any_rank, aside, gather_objects, patient
+from models.distributed import Group, World, any_rank, aside, from_main, gather_objects, patient
 
 T = TypeVar("T")
 FAILURES = (SafetensorError, OSError, RuntimeError, ValueError)
@@ -200,7 +200,7 @@ class Checkpoints:
     def newest_sound(self) -> Path | None:
         """Return the newest checkpoint whose every file is as it was written, or None if there is none. Print
         which checkpoints are passed over."""
-        for path in reversed(self.all()):
+        for path in reversed(from_main(self.all())):  # of a network's folder, ranks may see different lists
             problem = self.problem(path)
             if not any_rank(bool(problem)):
                 return path

@@ -1,6 +1,6 @@
 """Two ranks, of which one finds no room: neither waits for the other, and what was saved stays. Then two of
 which one writes longer: what it has not finished is not taken for a file of the checkpoint, and the other
-waits."""
+waits. Both resume from the same one."""
 
 from __future__ import annotations
 
