@@ -43,7 +43,7 @@ class RoundWatch(Protocol):
     """Follows the rounds of a run in addition to its steps."""
 
     def before_round(self) -> None:
-        """Called before a round is sampled from the current weights; may save a checkpoint."""
+        """Called where a round begins, before the wait for its samples; may save a checkpoint."""
 
     def round_started(self, facts: Facts, metrics: Facts, table: list[list[Any]]) -> None:
         """Called when training on a round begins.
@@ -54,8 +54,12 @@ class RoundWatch(Protocol):
     def round_planned(self, round_: Segment) -> None:
         """Called with the round's segment: its number of steps and its share of the run."""
 
-    def stop_with(self, error: StoppedError) -> None:
-        """Called in another thread where a round ahead cannot be made: the run ends before the next step."""
+    def stop_with(self, error: Exception) -> None:
+        """Called on rank 0, maybe in another thread, where a round cannot be made: the run ends at the next
+        ``stop_if_asked``, or before the next step."""
+
+    def stop_if_asked(self) -> None:
+        """Save and end the run, on every rank, if it was asked to stop on any (``stop_with``)."""
 
     def trained_seconds(self) -> float:
         """Return the seconds spent in steps so far, in all processes of the run."""
@@ -104,14 +108,16 @@ class OnlineSource:
 
     def _segment(self, index: int) -> Segment | None:
         inside = self.trainer.progress.position > 0
+        if not inside:
+            self.watch.before_round()  # also the wait for a round ahead may be long, or in vain
         if index > 0 and not inside:
+            self._take_up(index - 1 + self.config.rounds.lag)
             self._join()
             self._close(index - 1)
         if not self._planned(index) or self._left(index) == 0:
             return None
         ahead = index + self.config.rounds.lag
         if not inside:
-            self.watch.before_round()
             for due in self._due(index):
                 self._make(due)
         if ahead > index and self.config.sampler.separate and self._planned(ahead):
@@ -146,9 +152,19 @@ class OnlineSource:
         first, wanted = self._first(index), self.config.rounds.sampled(index)
         weights = self._publish(index, first)
         with phase(f"round {index}", "rounds.contexts_per_round"):
-            self.ranks.run_on_main(
-                lambda: _required(self.builder).build(self.round(index), first, wanted, weights)
-            )
+            self._on_main(lambda: _required(self.builder).build(self.round(index), first, wanted, weights))
+
+    def _on_main(self, work: Callable[[], None]) -> None:
+        """Do the ``work`` of a round on rank 0. Where it fails, the run saves and ends on every rank."""
+
+        def tried() -> None:
+            try:
+                work()
+            except Exception as error:
+                self.watch.stop_with(error)
+
+        self.ranks.run_on_main(tried)
+        self.watch.stop_if_asked()
 
     def _first(self, index: int) -> int:
         """Return the round's first context, which is where the previous round ended.
@@ -175,8 +191,8 @@ class OnlineSource:
         """Start to sample and score round ``index`` in the background while an earlier round is trained on.
 
         It uses the weights at the start of the round being trained on. Where all ranks score together, the
-        background work only samples. ``inside``: training resumes inside that round, so the weights are the
-        ones published when it started."""
+        background work only samples. ``inside``: training resumes inside that round or at its end, so the
+        weights are the ones published when it started."""
         first, wanted, folder = self._first(index), self.config.rounds.sampled(index), self.round(index)
         weights = (
             str(self.ranks.run_on_main(lambda: folder.record["weights"]))
@@ -194,13 +210,23 @@ class OnlineSource:
                         self.engine.reload_weights(folder.weights, index)
                     make = builder.sample if self._scores_together else builder.build
                     make(folder, first, wanted, weights)
-            except StoppedError as error:
+            except Exception as error:
                 self.watch.stop_with(error)
                 raise
 
         self._prefetch = Prefetch(work)
         if self._scores_together:
             self._left_over = partial(builder.build, folder, first, wanted, weights)
+
+    def _take_up(self, index: int) -> None:
+        """Go on with round ``index`` where an earlier start of the run ended while it waited for it."""
+        if not (self.config.rounds.lag and self.config.sampler.separate):
+            return
+        folder = self.round(index)
+        if self.ranks.run_on_main(
+            lambda: self._prefetch is None and "weights" in folder.record and not folder.done("groups")
+        ):
+            self._start_prefetch(index, inside=True)
 
     def _join(self) -> None:
         """Wait for a round that is made in the background, if there is one, and finish its remaining work."""
@@ -213,7 +239,7 @@ class OnlineSource:
             if left_over is not None:
                 left_over()
 
-        self.ranks.run_on_main(work)
+        self._on_main(work)
 
     def _publish(self, index: int, first: int, keep: bool = False) -> str:
         """Publish the policy's current weights to the engine if anything of the round is left to sample.

@@ -77,7 +77,7 @@ class RunWatch:
         self._micro = 0
         self._slowest: Metrics = {}
         self._undo: Callable[[], None] = lambda: None
-        self._failed: StoppedError | None = None
+        self._failed: Exception | None = None
         self.watchdog, self.pulse = Watchdog(trainer.world, config.watchdog_seconds), Pulse(trainer.world)
         checkpoint_arguments = (trainer.world, config.keep_checkpoints, config.async_save, self.ranking)
         self.checkpoints = RankedCheckpoints(folder / "checkpoints", *checkpoint_arguments)
@@ -107,15 +107,15 @@ class RunWatch:
     def resume(self) -> dict[str, Any] | None:
         """Resume from the newest sound checkpoint and return its state; None if there is no checkpoint."""
         on_main(self.checkpoints.remove_unfinished)
-        path = from_main(None if (newest := self.checkpoints.newest_sound()) is None else str(newest))
+        path = self.checkpoints.newest_sound()
         if path is None:
             return None
         trainer = self.trainer
         dealt = dealing(trainer.packing, trainer.shares_prompts, trainer.work)
-        state, mine = self.checkpoints.load(Path(path), trainer.policy, trainer.optimizer, dealt)
-        everywhere(lambda: self._restore(state, mine), Path(path))
+        state, mine = self.checkpoints.load(path, trainer.policy, trainer.optimizer, dealt)
+        everywhere(lambda: self._restore(state, mine), path)
         interval = trainer.progress.step if self.diagnostics is None else self.diagnostics.first
-        on_main(lambda: restore(self.folder, Path(path), trainer.progress.step, interval))
+        on_main(lambda: restore(self.folder, path, trainer.progress.step, interval))
         return state
 
     def _restore(self, state: dict[str, Any], mine: dict[str, Tensor]) -> None:
@@ -183,7 +183,7 @@ class RunWatch:
     def before_step(self, segment: Segment) -> None:
         self.signals.arm(self.request)
         self.watchdog.mark(f"step {self.trainer.progress.step}, ready")
-        self._stop_if_asked()
+        self.stop_if_asked()
         self.watchdog.mark(f"step {self.trainer.progress.step}, under way")
         first, marks = self.trainer.progress.step == 0, dict(self._marks)
         self._diagnose(first)
@@ -193,7 +193,7 @@ class RunWatch:
                 self._evaluated = self._evaluate(first)
             except Requeue:
                 self._marks = marks  # the evaluation is due again
-                self._stop_if_asked()
+                self.stop_if_asked()
                 raise
             if self.trainer.world.is_main and self._evaluated:
                 for line in evaluation_lines(self.trainer.progress.step, self._evaluated):
@@ -259,10 +259,10 @@ class RunWatch:
         except OSError as error:
             self.bar.say(f"{self.folder / ANSWERS} could not be written: {error}")
 
-    def stop_with(self, error: StoppedError) -> None:
+    def stop_with(self, error: Exception) -> None:
         self._failed = error
 
-    def _stop_if_asked(self) -> None:
+    def stop_if_asked(self) -> None:
         if any_rank(self.signals.asked or self._failed is not None):
             self._save_or_warn(first=False)  # if the disk is full, the run resumes from the checkpoint before
             self.settle()
@@ -331,7 +331,7 @@ class RunWatch:
                 pause_together()
         except Requeue:
             self._undo()
-            self._stop_if_asked()
+            self.stop_if_asked()
             raise
         self._micro += 1
         if n_microbatches > 1:
@@ -402,7 +402,7 @@ class RunWatch:
 
         Without it, a killed run resumes from an earlier round, repeats the training since then, and reuses
         the rounds' files that it finds on disk."""
-        self._stop_if_asked()
+        self.stop_if_asked()
         first, every = self.trainer.progress.step == 0, self.config.save_every
         if first or every is None or self._due("save", every):
             self._save_or_warn(first)
@@ -466,7 +466,7 @@ class RunWatch:
         try:
             self.after = self._evaluate(last=True)
         except Requeue:
-            self._stop_if_asked()
+            self.stop_if_asked()
             raise
         self._save_or_warn(first=False)
         self.settle()

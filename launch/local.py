@@ -19,6 +19,8 @@ from types import FrameType
 from typing import IO
 
 from common.files import open_own
+from common.ports import free_port
+from config.machine import MARK
 from launch.slurm import ROOT, command
 from launch.state import State, last_line, tail
 
@@ -28,11 +30,14 @@ REFUSED, REQUEUE = 2, 75
 command again)."""
 MOST_RESTARTS = 20
 """How often a run is started again after an interruption from outside."""
+GRACE = 60.0
+"""Seconds in which the other ranks of a run may end too once one has ended. Those left then hang, and are
+killed (as in job.sh.j2)."""
 
 
 @dataclass
 class Task:
-    """A run and its process."""
+    """A run and its processes, one for each rank."""
 
     state: State
     log: Path
@@ -43,7 +48,27 @@ class Task:
     slot: int | None = None
     started: float = 0.0
     seconds: float = 0.0
-    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    told: int = 0
+    """Number of signals that the run was handed."""
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list, repr=False)
+    first_end: float | None = None
+    """When the first of the ranks had ended."""
+
+    def poll(self) -> int | None:
+        """Return the exit code of the first rank that ended badly, or 0, once all have ended; None before."""
+        ended = [code for code in (process.poll() for process in self.processes) if code is not None]
+        self.code = self.code or next((code for code in ended if code), 0)
+        if len(ended) == len(self.processes):
+            return self.code
+        if ended:
+            self.first_end = self.first_end or time.monotonic()
+            if time.monotonic() - self.first_end > GRACE:
+                self.send(signal.SIGKILL)
+        return None
+
+    def send(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            process.send_signal(number)
 
     def note(self, said: str) -> None:
         """Add a line to the log, in the form that job.sh.j2 writes and launch.outcomes reads."""
@@ -67,7 +92,8 @@ class Pool:
         logs.mkdir(parents=True, exist_ok=True)
         self.tasks = [Task(state, logs / f"{state.run.name}.local.out") for state in states]
         self.slots, self.gpus, self.retries = slots, list(gpus), retries
-        self.stopping = False
+        self.asked = 0
+        """Number of signals that asked for a stop."""
 
     def run(self, out: IO[str]) -> list[Task]:
         """Do all runs and return the tasks. SIGINT and SIGTERM make every run save and end."""
@@ -77,6 +103,7 @@ class Pool:
             while any(task.status in (WAITING, RUNNING) for task in self.tasks):
                 self._start()
                 time.sleep(0.2)
+                self._hand_on()
                 self._collect()
                 screen.draw(self.tasks)
         finally:
@@ -88,50 +115,61 @@ class Pool:
         taken = {task.slot for task in self.tasks if task.status == RUNNING}
         free = [slot for slot in range(self.slots) if slot not in taken]
         for task, slot in zip((task for task in self.tasks if task.status == WAITING), free, strict=False):
-            if self.stopping:
+            if self.asked:
                 break
             task.slot, task.status, task.started = slot, RUNNING, time.monotonic()
             task.note(f"on {socket.gethostname()}")
+            task.processes, task.code, task.first_end = [], None, None
             with task.opened() as log:
-                # A session of its own: Ctrl-C reaches this process alone, which then signals each run once.
-                task.process = subprocess.Popen(
-                    self._command(task, slot),
-                    cwd=ROOT,
-                    env=self._environment(slot),
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
-        if self.stopping:
+                for environment in self._environments(task, slot):
+                    # A session of its own: Ctrl-C reaches this process alone, which hands it on once.
+                    process = subprocess.Popen(
+                        [sys.executable, *command(task.state.run)],
+                        cwd=ROOT,
+                        env=environment,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        stdin=subprocess.DEVNULL,
+                        start_new_session=True,
+                    )
+                    task.processes.append(process)
+        if self.asked:
             for task in self.tasks:
                 task.status = STOPPED if task.status == WAITING else task.status
-
-    def _command(self, task: Task, slot: int) -> list[str]:
-        ranks = len(self._devices(slot))
-        launcher = (
-            ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-        )
-        return [sys.executable, *launcher, *command(task.state.run)]
 
     def _devices(self, slot: int) -> list[str]:
         each = len(self.gpus) // self.slots
         return self.gpus[slot * each : (slot + 1) * each]
 
-    def _environment(self, slot: int) -> dict[str, str]:
-        threads = str(max(1, (os.cpu_count() or 1) // self.slots))
-        devices = {"CUDA_VISIBLE_DEVICES": ",".join(self._devices(slot))} if self.gpus else {}
-        return os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)} | devices
+    def _environments(self, task: Task, slot: int) -> list[dict[str, str]]:
+        """Return the environment of each rank of a run."""
+        devices = self._devices(slot)
+        ranks = max(1, len(devices))
+        threads = str(max(1, (os.cpu_count() or 1) // (self.slots * ranks)))
+        shared = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
+        shared |= {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if self.gpus else {}
+        if ranks == 1:
+            return [shared]
+        shared |= {MARK: task.state.run.name, "WORLD_SIZE": str(ranks)}
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+    def _hand_on(self) -> None:
+        """Hand every run the signals that this process got, also one that was being started then."""
+        for task in self.tasks:
+            while task.status == RUNNING and task.told < self.asked:
+                task.told += 1
+                task.send(signal.SIGTERM)
 
     def _collect(self) -> None:
         for task in self.tasks:
-            if task.process is None or (code := task.process.poll()) is None:
+            if task.status != RUNNING or (code := task.poll()) is None:
                 continue
-            task.process, task.code, task.seconds = None, code, task.seconds + time.monotonic() - task.started
+            task.seconds += time.monotonic() - task.started
             task.note(f"exit code {code}")
             if code == 0 and (task.state.folder / "summary.json").exists():
                 task.status = DONE
-            elif self.stopping:
+            elif self.asked:
                 task.status = STOPPED
             elif code == REQUEUE and task.restarts < MOST_RESTARTS:
                 task.status, task.restarts = WAITING, task.restarts + 1
@@ -140,10 +178,7 @@ class Pool:
                 task.status = WAITING if code != REFUSED and task.failures <= self.retries else FAILED
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        self.stopping = True
-        for task in self.tasks:
-            if task.process is not None and task.process.poll() is None:
-                task.process.send_signal(signal.SIGTERM)
+        self.asked += 1
 
 
 class Screen:

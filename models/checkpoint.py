@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
 from common.files import on_disk, read_json, regular_file
 from data.batches import dealing
 from models.checkpoint_reading import CheckpointError, Planner, Reader, reason
-from models.distributed import Group, World, any_rank, aside, gather_objects
+from models.distributed import Group, World, any_rank, aside, from_main, gather_objects, patient
 
 T = TypeVar("T")
 FAILURES = (SafetensorError, OSError, RuntimeError, ValueError)
@@ -66,7 +66,7 @@ class Checkpoints:
         checkpoint exists, as any other, only once it is complete; one that a kill interrupts does not."""
         self.folder, self.world, self.keep = folder, world, keep
         self._behind = behind
-        self._group = aside() if behind else None
+        self._group = aside() if behind else patient()
         self._writing: Writing | None = None
 
     def path(self, step: int) -> Path:
@@ -112,7 +112,7 @@ class Checkpoints:
         with self._whole_or_not_at_all(part, step):
             tensors = everywhere(prepare)
             if not self._behind:
-                everywhere(lambda: dcp.save(tensors, checkpoint_id=part))
+                everywhere(lambda: dcp.save(tensors, checkpoint_id=part, process_group=self._group))
                 everywhere(write)  # a rank that still writes has unfinished files in the folder
                 self._seal(part, step)
             else:
@@ -200,7 +200,7 @@ class Checkpoints:
     def newest_sound(self) -> Path | None:
         """Return the newest checkpoint whose every file is as it was written, or None if there is none. Print
         which checkpoints are passed over."""
-        for path in reversed(self.all()):
+        for path in reversed(from_main(self.all())):  # of a network's folder, ranks may see different lists
             problem = self.problem(path)
             if not any_rank(bool(problem)):
                 return path
@@ -318,7 +318,9 @@ def everywhere(work: Callable[[], T], path: Path | None = None, group: Group | N
 def _read_shards(path: Path, saved: dict[str, Any]) -> None:
     """Fill ``saved`` from the checkpoint's shards, read as data. Raises CheckpointError on every rank."""
     reader = everywhere(lambda: Reader(path), path)
-    everywhere(lambda: dcp.load(saved, storage_reader=reader, planner=Planner()), path)
+    everywhere(
+        lambda: dcp.load(saved, storage_reader=reader, planner=Planner(), process_group=patient()), path
+    )
 
 
 def _tensors(

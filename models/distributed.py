@@ -322,6 +322,12 @@ def gather_objects(value: Any, group: Group | None = None) -> list[Any]:
     return out
 
 
+def patient() -> Group | None:
+    """Return the group of the training thread's waits on the CPU, for libraries that take a group; None: that
+    of all collectives, where ``start`` has made no other."""
+    return _patient
+
+
 def aside() -> Group | None:
     """Return a group of all ranks for a thread beside the training thread, whose messages must not mix with
     it. Every rank calls it."""

@@ -35,7 +35,8 @@ from rollouts.vllm.transfer import HEAD, DeferredErrors, Transfer, WeightSource,
 
 PROBE_ROWS = 16
 COMPARED, COMPARED_TOKENS = 8, 256
-"""Samples of a round, and first tokens of each, whose log-probabilities are compared with the trainer's."""
+"""Samples of a round (or a few more, to be as many of each engine), and first tokens of each, whose
+log-probabilities are compared with the trainer's."""
 _PROBE = "probe.json"
 _COARSENESS = ("float32", "float16", "bfloat16")
 
@@ -325,9 +326,11 @@ class VllmEngine:
         every = [
             (p, one) for p, samples in zip(prompts, answers, strict=True) for one in samples if one.logprobs
         ]
-        chosen = [every[i * len(every) // COMPARED] for i in range(min(COMPARED, len(every)))]
-        if not chosen:
+        if not every:
             return
+        engines = self.sampler.engines  # each has answered prompts in a row
+        n = min(engines * math.ceil(COMPARED / engines), len(every))
+        chosen = [every[i * len(every) // n] for i in range(n)]
         cut = [(self.renderer.prompt_ids(p), one.token_ids[:COMPARED_TOKENS], one) for p, one in chosen]
         ours = self._score_all([Sequence(p, np.array(ids, np.int32)) for p, ids, _ in cut])
         own = [[not math.isnan(value) for value in one.logprobs[:COMPARED_TOKENS]] for _, _, one in cut]

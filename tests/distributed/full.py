@@ -1,14 +1,21 @@
-"""What two ranks run where only one of them finds no room, and where one writes longer than the other."""
+"""What two ranks run where only one of them finds no room, where one writes longer than the other, and where
+they see different files."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from models.checkpoint import Checkpoints
 from models.checkpoint_reading import CheckpointError
@@ -17,6 +24,7 @@ from tests.engine import engine_config, make_segment, make_trainer, run, weights
 from tests.full_disk import full_disk
 from tests.programs import HANG
 from tests.tiny import tiny_policy
+from trainers.basic import BasicTrainer
 
 
 def worker(rank: int, ranks: int, store: str, folder: str) -> None:
@@ -70,4 +78,27 @@ def worker(rank: int, ranks: int, store: str, folder: str) -> None:
         files = set(json.loads((kept.path(step) / "manifest.json").read_text()))
         assert files == {path.name for path in kept.path(step).iterdir()} - {"manifest.json"}
         dist.barrier()
+    slow_files(kept, trainer, rank)
+    if rank == 1:
+        kept.all = lambda: []  # type: ignore[method-assign]  # as a network's folder may look for a while
+    assert kept.newest_sound() == kept.path(6)
     dist.destroy_process_group()
+
+
+def slow_files(kept: Checkpoints, trainer: BasicTrainer[Any], rank: int) -> None:
+    """Write and read a checkpoint where rank 1's files take longer than a collective between devices may."""
+
+    def slow(work: Callable[..., Any]) -> Callable[..., Any]:
+        def later(*of: Any) -> Any:
+            time.sleep(2 * rank)
+            return work(*of)
+
+        return later
+
+    _set_pg_timeout(timedelta(seconds=1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileSystemWriter, "write_data", slow(FileSystemWriter.write_data))
+        patch.setattr(FileSystemReader, "read_data", slow(FileSystemReader.read_data))
+        kept.save(6, trainer.policy, trainer.optimizer, {}, {})
+        kept.load(kept.path(6), trainer.policy, trainer.optimizer)
+    _set_pg_timeout(timedelta(seconds=HANG))

@@ -15,6 +15,7 @@ import torch
 
 import jobs.online
 from common.errors import StoppedError
+from jobs.online_source import OnlineSource
 from models.export import full_state
 from models.pretrained import load_policy
 from models.ranks import Ranks
@@ -134,6 +135,54 @@ def test_a_round_ahead_that_cannot_be_made_ends_the_run_before_the_next_step(tmp
     assert len(lines(run)) <= 2 < rounds(run)[0].record["kept"], "it does not wait for its own round's end"
     run_online(tmp_path, "r", *LAGGING, "rounds.contexts=24", "model.batch_size=1", "resume=true")
     assert {line["round"] for line in lines(run)} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "said"),
+    [
+        (RewardError("the judge refuses every call"), StoppedError, r"round 1: the judge(.|\n)*resume=true"),
+        (RuntimeError("a mistake"), RuntimeError, "a mistake"),
+    ],
+)
+def test_a_round_ahead_that_fails_once_its_own_is_trained_loses_nothing(whole, tmp_path, error, raised, said):
+    """Its own round is saved, however seldom checkpoints are, and the samples of the round ahead are kept."""
+    waited_for = threading.Event()
+
+    def refused(self, folder, *more, score=RoundBuilder._score):
+        if folder.path.name == "001":
+            waited_for.wait()
+            raise error
+        return score(self, folder, *more)
+
+    def join(self, join=OnlineSource._join):
+        waited_for.set()
+        join(self)
+
+    options = (*LAGGING, "save_every=1000")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RoundBuilder, "_score", refused)
+        patch.setattr(OnlineSource, "_join", join)
+        with pytest.raises(raised, match=said):
+            run_online(tmp_path, "r", *options)
+    run = tmp_path / "r"
+    trained = len(lines(run))
+    assert (run / "checkpoints" / f"step_{trained:08d}").is_dir() and trained > 0
+    assert rounds(run)[1].done("samples")
+    assert_same(run_online(tmp_path, "r", *options, "resume=true"), whole)
+
+
+def test_a_round_is_saved_before_the_wait_for_the_round_ahead(tmp_path):
+    """A kill during the wait, which may take hours, loses nothing of the round before."""
+    saved = []
+
+    def join(self, join=OnlineSource._join):
+        saved.append((tmp_path / "r" / "checkpoints" / f"step_{self.trainer.progress.step:08d}").is_dir())
+        join(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OnlineSource, "_join", join)
+        run_online(tmp_path, "r", *LAGGING, "rounds.contexts=24", "save_every=null")
+    assert saved == [True, True]
 
 
 def closed_when_sampled(self, close=jobs.online.Online.close):

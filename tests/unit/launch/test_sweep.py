@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ from launch.local import DONE, FAILED, STOPPED, Pool
 from launch.outcomes import Statuses
 from launch.slurm import Job
 from launch.state import CHANGED, FINISHED, NEW, PARTIAL, State, check_ranks, inspect, tail
+from tests.programs import until
 
 STAND_IN = """
 import json, os, pathlib, signal, sys, time
@@ -40,20 +42,45 @@ if kind == "requeue" and n == 1: sys.exit(75)
 (folder / "summary.json").write_text("{}")
 """
 
+RANKS = """
+import os, pathlib, signal, sys, time
+import torch, torch.distributed as dist
+folder, kind, rank = pathlib.Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
+folder.mkdir(parents=True, exist_ok=True)
+asked = []
+signal.signal(signal.SIGTERM, lambda *a: asked.append(1))
+dist.init_process_group("gloo")
+every = [None] * dist.get_world_size()
+keys = ("LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+dist.all_gather_object(every, " ".join(os.environ[key] for key in keys))
+if rank == 0: (folder / "ranks").write_text("\\n".join(every))
+while kind == "slow" and not asked: time.sleep(0.05)
+if kind == "slow":
+    time.sleep(1 + rank)  # saves
+    (folder / f"saved-{rank}").touch()
+    os._exit(75)
+if kind == "refused": os._exit(2)
+if kind == "crash" and rank == 1: os._exit(7)
+if kind == "crash": time.sleep(60)  # hangs
+(folder / "summary.json").write_text("{}")
+os._exit(0)
+"""
+
 
 @pytest.fixture
 def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "stand_in.py").write_text(STAND_IN)
+    (tmp_path / "ranks.py").write_text(RANKS)
     base = compose_config([f"runs_dir='{tmp_path}'"])
 
-    def make(*kinds: str, slots: int = 2, gpus: tuple[str, ...] = ()) -> Pool:
+    def make(*kinds: str, slots: int = 2, gpus: tuple[str, ...] = (), program: str = "stand_in") -> Pool:
         states = [
             State(Run("s", f"{kind}{i}", 1, {"kind": kind}, None), base, NEW) for i, kind in enumerate(kinds)
         ]
         monkeypatch.setattr(
             local,
             "command",
-            lambda run: [str(tmp_path / "stand_in.py"), str(tmp_path / run.name), run.settings["kind"]],
+            lambda run: [str(tmp_path / f"{program}.py"), str(tmp_path / run.name), run.settings["kind"]],
         )
         return Pool(states, tmp_path / "logs", slots, gpus, retries=1)
 
@@ -98,6 +125,46 @@ def test_stopping_asks_every_run_and_starts_no_other(pool) -> None:
     statuses = Statuses(tasks[0].log.parent)
     kinds = [statuses.of(task.state.run.name, task.state.folder).kind for task in tasks]
     assert kinds == ["interrupted", "interrupted", "not started"]
+
+
+def test_the_ranks_of_a_run_end_with_its_code_and_finish_saving(pool, monkeypatch) -> None:
+    monkeypatch.setattr(local, "GRACE", 2.0)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    made = pool("fine", "refused", "crash", slots=2, gpus=("4", "5", "6", "7"), program="ranks")
+    tasks = made.run(io.StringIO())
+    assert [(task.status, task.code, task.failures) for task in tasks] == [
+        (DONE, 0, 0),
+        (FAILED, 2, 1),
+        (FAILED, 7, 2),
+    ]
+    assert (tasks[0].state.folder / "ranks").read_text().splitlines() == ["0 2 4,5 2", "1 2 4,5 2"]
+    made = pool("slow", slots=1, gpus=("4", "5"), program="ranks")
+    folder = made.tasks[0].state.folder
+
+    def stop() -> None:
+        until((folder / "ranks").exists)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop).start()
+    [task] = made.run(io.StringIO())
+    assert (task.status, task.code) == (STOPPED, 75)
+    assert {path.name for path in folder.glob("saved-*")} == {"saved-0", "saved-1"}
+
+
+def test_a_run_that_is_being_started_is_asked_to_stop_too(pool, monkeypatch) -> None:
+    made = pool("slow", slots=1)
+    popen = subprocess.Popen
+
+    def stopped_meanwhile(*words, **settings):
+        process = popen(*words, **settings)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", stopped_meanwhile)
+    begun = time.monotonic()
+    assert [task.status for task in made.run(io.StringIO())] == [STOPPED]
+    assert time.monotonic() - begun < 10
 
 
 def made(tmp_path: Path, **parts: object) -> str:

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -232,6 +233,30 @@ def test_samples_that_are_not_the_policys_are_refused_at_once(tmp_path, monkeypa
             engine.sample(PROMPTS, 1, SETTINGS, seed=1)
     engine.close()
     assert len(scored) == min(len(PROMPTS), vllm_engine.COMPARED)
+
+
+@pytest.mark.parametrize(("engines", "prompts"), [(1, 3), (3, 5), (2, 64), (3, 100), (7, 13), (12, 30)])
+def test_samples_of_every_engine_are_compared(monkeypatch, engines, prompts):
+    """As ``VllmSampler.draw`` hands them out."""
+    monkeypatch.setattr(vllm_engine, "check_probe", lambda *_: None)
+    bounds = [prompts * k // engines for k in range(engines + 1)]
+    of = [k for k in range(engines) for _ in range(bounds[k], bounds[k + 1])]
+    compared: list[int] = []
+
+    def scores(rows):
+        compared.extend(of[int(row.prompt_ids[0])] for row in rows)
+        return [[0.0] for _ in rows]
+
+    engine = SimpleNamespace(
+        sampler=SimpleNamespace(engines=engines),
+        renderer=SimpleNamespace(prompt_ids=lambda prompt: [prompt]),
+        _score_all=scores,
+        _coarser="float32",
+    )
+    answers = [[SimpleNamespace(token_ids=[1], logprobs=[0.0])] for _ in of]
+    VllmEngine._compare(engine, list(range(prompts)), answers)
+    assert set(compared) == set(range(engines))
+    assert len(compared) == min(prompts, engines * -(-vllm_engine.COMPARED // engines))
 
 
 def test_adapters_go_over_alone_once_a_round(tmp_path, capsys):
