@@ -108,6 +108,12 @@ def test_the_published_page_is_made_of_the_published_records(tmp_path, monkeypat
     assert len(known(PAPER, tmp_path, PUBLISHED["paper"])) == len(PAPER.runs()) == 1320
 
 
+def test_the_real_model_s_page_is_made_of_its_records(tmp_path):
+    assert main(["constraints", "--report", "--out", str(tmp_path)]) == 0
+    page = PUBLISHED["constraints"][0].with_name("report.md")
+    assert (tmp_path / "report.md").read_bytes() == page.read_bytes()
+
+
 def test_beside_a_cell_s_score_stand_its_length_and_distance():
     records = known(PAPER, FOLDERS["adder"], PUBLISHED["paper"])
     header, *rows = beside_table(PAPER.only([MAIN]).blocks, records)
