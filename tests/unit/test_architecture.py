@@ -52,7 +52,7 @@ LAYERS = {
 }
 # Third-party packages that stay where they are; entry points are the .py files of the root.
 CONFINED = {
-    "hydra": ("config.arguments", "config.load", "config.cli", "config.multirun", "launch", "entry point"),
+    "hydra": ("config.arguments", "config.load", "config.cli", "config.composing", "launch", "entry point"),
     "omegaconf": ("config", "launch", "entry point"),
     "wandb": ("reports.tracking",),
     "vllm": (
