@@ -8,6 +8,7 @@ import gc
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -37,8 +38,16 @@ def importing(library: str) -> Iterator[None]:
         atexit.register(gc.unfreeze)  # libraries in C++ complain of what Python has not taken down by then
 
 
+def _see_working_directory() -> None:
+    """From now on modules of the working directory are found, after all others: a program that is started by
+    its path has the folder of that path alone."""
+    if not {"", os.getcwd()} & {*sys.path}:
+        sys.path.append(os.getcwd())
+
+
 def import_function(key: str, path: str) -> Any:
     """Return the function or class that the setting ``key`` names as ``module.name``. Raises ConfigError."""
+    _see_working_directory()
     module, _, name = path.rpartition(".")
     if module.startswith("."):
         raise ConfigError(
@@ -59,6 +68,7 @@ def import_function(key: str, path: str) -> Any:
 def check_importable(key: str, path: str) -> None:
     """Raise ConfigError where ``import_function`` would because the module is not there or does not mention
     the name. The module itself is not imported."""
+    _see_working_directory()
     module, _, name = path.rpartition(".")
     try:
         spec = importlib.util.find_spec(module)
@@ -75,6 +85,7 @@ def check_importable(key: str, path: str) -> None:
 def written_signature(path: str) -> inspect.Signature | None:
     """Return the signature of the function ``path`` as the source of its module has it, annotations as texts,
     without an import of the module. None where the source has no such function, or only a decorated one."""
+    _see_working_directory()
     module, _, name = path.rpartition(".")
     spec = importlib.util.find_spec(module)
     if spec is None or not (spec.origin or "").endswith(".py"):
