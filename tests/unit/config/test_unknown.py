@@ -33,6 +33,7 @@ ROWS = [(whose, row) for whose, rows in sources().items() for row in rows]
         ("batch_size", "8", "here it is model.batch_size=8 or sampler.batch_size=8"),
         ("epsilon", "0.2", "loss.epsilon is a setting of loss=cdpo, dr_grpo, grpo"),
         ("max_steps", "100", "here: n_examples=320 (steps times batch size)"),
+        ("steps", "100", "here: n_examples=320 (steps times batch size)"),
         ("output_dir", "x", "here: runs_dir=runs exp_name=mine"),
         ("report_to", "none", "trackers"),
         ("num_generations", "8", "here: rounds.samples=8 (for loss=grpo online=true"),
