@@ -129,13 +129,9 @@ class Job:
         self.evaluation_sets = load_evaluation_sets(
             config, self.trainer_class, self.renderer, self.plan.loaded.groups
         )
-        self.report = DataReport.of(
-            self.plan.loaded,
-            self.plan.evaluation,
-            self.plan.examples,
-            self.plan.cuts,
-            config.trainer.labelled_examples,
-        ).with_example(first_example(self.plan, self.renderer))
+        plan, labelled = self.plan, config.trainer.labelled_examples
+        report = DataReport.of(plan.loaded, plan.evaluation, plan.examples, plan.cuts, labelled)
+        self.report = report.with_example(first_example(plan, self.renderer))
         for line in [*self.report.beginning(), *(one.about for one in self.evaluation_sets)]:
             self.say(line)
         self.online = Online(config, self.plan, self.renderer, world, folder.path) if config.online else None

@@ -159,10 +159,9 @@ def planned_tokens(
     asked: MemoryRequest, hf_config: PretrainedConfig, room: float, ask: Ask, longest: int, fewest: float = 0
 ) -> int | None:
     """Return ``fitting_tokens`` for the batch of the question. ``room``: GiB for the step's own parts."""
-    config, batch = asked.config, asked.batch
+    config, batch, trainer = asked.config, asked.batch, trainer_class(asked.config)
     packing, shared = how_rows_are_joined(config, hf_config, asked.gpu)
-    trainer, size = trainer_class(config), size_of(config.model, asked.ranks)
-    work = trainer.work_of(config, hf_config)
+    size, work = size_of(config.model, asked.ranks), trainer.work_of(config, hf_config)
     whole = widest(batch, asked.ranks, size, trainer.rows_per_example, packing, shared, work)
     most = max(longest, *(share_tokens([example], packing) for example in batch))
     return fitting_tokens(asked, most, whole, room, ask, fewest)
