@@ -25,6 +25,7 @@ from data.chat import Renderer
 from data.examples import Examples, make_examples
 from data.types import Group
 from data.views import ExampleSpec, View
+from jobs.same_data import reward_code
 from models.fingerprint import weights_fingerprint
 from models.ranks import ShareError
 from reports.metrics import read_metrics
@@ -103,7 +104,7 @@ class OnlineSource:
         Raises StoppedError when sampling or scoring cannot continue, and DataError for a round whose files
         are missing.
         """
-        with stopping(index):
+        with stopping(index, self.config):
             return self._segment(index)
 
     def _segment(self, index: int) -> Segment | None:
@@ -205,7 +206,7 @@ class OnlineSource:
 
         def work() -> None:
             try:
-                with stopping(index):
+                with stopping(index, self.config):
                     if inside and builder.needs_weights(folder, first, wanted, weights):
                         self.engine.reload_weights(folder.weights, index)
                     make = builder.sample if self._scores_together else builder.build
@@ -356,14 +357,17 @@ class OnlineSource:
 
 
 @contextmanager
-def stopping(index: int) -> Iterator[None]:
+def stopping(index: int, config: Config) -> Iterator[None]:
     """Raise StoppedError, which says what to do, where round ``index`` cannot be sampled or scored."""
     try:
         yield
     except (WorkerError, RewardError, ShareError) as error:
-        raise StoppedError(
-            f"round {index}: {error}\nthe same command with resume=true goes on with this round"
-        ) from error
+        goes_on = "the same command with resume=true goes on with this round"
+        if isinstance(error, RewardError):
+            code = ",".join(reward_code(config))
+            goes_on += f", once the reward's code is changed with 'resume_with_other=[{code}]'" * bool(code)
+            goes_on += "; changed settings need a new run (exp_name)"
+        raise StoppedError(f"round {index}: {error}\n{goes_on}") from error
 
 
 def idle_shares(config: Config, seconds: dict[str, float], wall: float | None) -> dict[str, float]:

@@ -32,6 +32,7 @@ DATA, INPUTS = "data", "inputs"
 WEIGHTS = "weights"
 _BY_CONTENT = ("model.name_or_path", "data.path")
 """Names on the hub whose commit may change, as its weights and rows have fingerprints."""
+_REWARDS = "rollouts.rewards."
 _FILES = ("*.safetensors", "*.bin", "*.json")
 
 
@@ -83,6 +84,20 @@ def hub_commits(config: Config) -> dict[str, str]:
 def code_files(config: Config) -> dict[str, str]:
     """Return setting -> SHA-256 of the file of the function or class that it names by its import path: the
     loss and its trainer, what verifies and corrects, and, online, what rewards and answers the policy."""
+    files = {key: _source(name) for key, name in _code(config).items()}
+    return {key: files_digest([Path(file)]) for key, file in files.items() if file is not None}
+
+
+def reward_code(config: Config) -> list[str]:
+    """Return the settings that name code which gives rewards and is not the project's."""
+    code = {key: name for key, name in _code(config).items() if _source(name) is not None}
+    own = [key for key, name in code.items() if key.startswith("reward.") and not name.startswith(_REWARDS)]
+    verifies = any(name.startswith(f"{_REWARDS}verifier.") for name in code.values())
+    return own + [key for key in ("data.verifier",) if verifies and key in code]
+
+
+def _code(config: Config) -> dict[str, str]:
+    """Return setting -> the import path of the function or class that it names."""
     sections = ("loss", "trainer", "correction", *(("reward", "environment") if config.online else ()))
     named = [
         (key, name)
@@ -93,13 +108,13 @@ def code_files(config: Config) -> dict[str, str]:
     sets = evaluation_sets(config.evaluations, config.data)
     named += [(f"evaluations.{name}.verifier", data.verifier or "") for name, data in sets.items()]
     named += [(f"{key}.verifier", getattr(config, key).verifier or "") for key in ("data", "retention")]
-    files = {key: _source(name.rpartition(".")[0]) for key, name in named}
-    return {key: files_digest([Path(file)]) for key, file in files.items() if file is not None}
+    return dict(named)
 
 
-def _source(module: str) -> str | None:
+def _source(name: str) -> str | None:
+    """Return the file of the function or class at an import path."""
     try:
-        spec = importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(name.rpartition(".")[0])
     except (ImportError, AttributeError, ValueError):  # what uses it says so
         return None
     return spec.origin if spec is not None and spec.has_location else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import zlib
 from dataclasses import replace
@@ -14,8 +15,8 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from common.errors import ConfigError
-from jobs.same_data import check_inputs, code_files, hub_commits, reward_files
+from common.errors import ConfigError, StoppedError
+from jobs.same_data import check_inputs, code_files, hub_commits, reward_code, reward_files
 from tests.tiny import ROOT, make_config
 from tests.tiny_files import everything
 from train import train
@@ -184,3 +185,30 @@ def test_another_body_of_a_function_is_refused_by_the_setting_that_names_it(
     with pytest.raises(ConfigError, match=r"^reward\.function\.path=own_rewards\.score: is not what"):
         go(tmp_path, LINES, *words, "save_every=8")
     go(tmp_path, LINES, *words, "save_every=8", "resume_with_other=[reward.function.path]")
+
+
+def test_a_round_whose_reward_was_mended_goes_on_as_the_message_says(tmp_path: Path, monkeypatch) -> None:
+    module = tmp_path / "failing_rewards.py"
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # of the processes that call it
+    words = ("online=true", "reward=function", "reward.function.path=failing_rewards.score")
+    words = (*words, "rounds.contexts=8", "rounds.contexts_per_round=8")
+    module.write_text("def score(completions):\n    raise RuntimeError('out of order')\n")
+    with pytest.raises(StoppedError, match=r"out of order(.|\n)*'(resume_with_other=\S+)'") as stopped:
+        go(tmp_path, LINES, *words)
+    module.write_text("def score(completions):\n    return [float(len(one)) for one in completions]\n")
+    with pytest.raises(ConfigError, match=r"^reward\.function\.path="):
+        go(tmp_path, LINES, *words)
+    samples = (tmp_path / "run" / "rounds" / "000" / "samples.jsonl").read_bytes()
+    added = re.findall(r"'(resume_with_other=\S+)'", str(stopped.value))
+    assert go(tmp_path, LINES, *words, *added)["steps"] > 0
+    assert (tmp_path / "run" / "rounds" / "000" / "samples.jsonl").read_bytes() == samples
+
+
+def test_the_users_code_alone_counts_as_the_rewards() -> None:
+    online = ("online=true", "loss=dpo")
+    function = ("reward=function", "reward.function.path=data.adder.rewards")
+    assert reward_code(make_config(*online, *function)) == ["reward.function.path"]
+    assert reward_code(make_config(*online, "reward=adder")) == []
+    assert reward_code(make_config(*online, "reward=verifier")) == ["data.verifier"]
+    assert reward_code(make_config(*online, "reward=armorm")) == []
