@@ -408,7 +408,7 @@ class Job:
             "before": run.before,
             "after": run.after,
             "steps": at.step,
-            **outcome(at.step, at.skipped_steps, at.silent_steps, run.stopped_early),
+            **outcome(at.step, at.skipped_steps, at.silent_steps, run.stopped_why),
             "examples": at.examples,
             "tokens_per_second": run.tokens_timed / seconds,
             "seconds": seconds,

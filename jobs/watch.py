@@ -86,7 +86,7 @@ class RunWatch:
         self.bar = progress(total_steps, "train", done=trainer.progress.step, shown=trainer.world.is_main)
         self.bar.wait()
         self.patience = Patience(config.patience)
-        self.stopped_early = False
+        self.stopped_why: str | None = None
         self._first_step = True
         self.before: Metrics = {}
         self.after: Metrics = {}
@@ -451,7 +451,7 @@ class RunWatch:
         step = self.trainer.progress.step
         if self.trainer.world.is_main:
             self.bar.say(f"stopped before step {step}: {why}")
-        self.stopped_early, self.bar.total = True, step
+        self.stopped_why, self.bar.total = why, step
         self.done()
 
     def done(self) -> None:

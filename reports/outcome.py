@@ -10,14 +10,17 @@ on a run says so."""
 FINISHED, STOPPED_EARLY, NOTHING_LEARNT = "finished", "stopped early", "nothing learnt"
 
 
-def outcome(steps: int, skipped: int, silent: int, stopped_early: bool) -> dict[str, Any]:
+def outcome(steps: int, skipped: int, silent: int, stopped_why: str | None) -> dict[str, Any]:
     """Return the part of ``summary.json`` that says how a run ended. ``skipped``: the number of updates that
     were skipped for a gradient that was not finite. ``silent``: the number of the others that had no signal,
-    because all their advantages or their whole gradient were 0."""
+    because all their advantages or their whole gradient were 0. ``stopped_why``: why the run ended before its
+    planned end; None where it did not."""
+    stopped_early = stopped_why is not None
     learnt = steps > skipped + silent or (stopped_early and steps == 0)  # asked to stop before it began
     return {
         "status": (STOPPED_EARLY if stopped_early else FINISHED) if learnt else NOTHING_LEARNT,
         "stopped_early": stopped_early,
+        "stopped_why": stopped_why,
         "skipped_steps": skipped,
         "silent_steps": silent,
     }
@@ -36,9 +39,9 @@ def drifted(summary: dict[str, Any]) -> list[str]:
     return drifts
 
 
-def told(summary: dict[str, Any]) -> str | None:
-    """Return the outcome in a sentence; None where every update of a finished run was done and it stayed near
-    its start (``drifted``)."""
+def symptoms(summary: dict[str, Any]) -> list[str]:
+    """Return what docs/symptoms.md explains of an outcome: updates that were not done or taught nothing, and
+    ``drifted``."""
     of_updates = f"of {summary.get('steps', 0)} updates"
     counts = [
         f"{count} {of_updates} {what}"
@@ -48,8 +51,14 @@ def told(summary: dict[str, Any]) -> str | None:
         )
         if (count := summary.get(key))
     ]
-    counts += drifted(summary)
-    status = summary.get("status", FINISHED)
-    return (
-        ": ".join(part for part in ("" if status == FINISHED else status, "; ".join(counts)) if part) or None
-    )
+    return counts + drifted(summary)
+
+
+def told(summary: dict[str, Any]) -> str | None:
+    """Return the outcome in a sentence; None where every update of a finished run was done and it stayed near
+    its start (``symptoms``)."""
+    status, found = summary.get("status", FINISHED), symptoms(summary)
+    if why := summary.get("stopped_why"):
+        found = [why, *found] if status == STOPPED_EARLY else [*found, f"{STOPPED_EARLY}: {why}"]
+    parts = ("" if status == FINISHED else status, "; ".join(found))
+    return ": ".join(part for part in parts if part) or None

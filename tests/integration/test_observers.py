@@ -151,6 +151,7 @@ def test_a_stop_ends_the_run_well_and_there_again_when_it_is_resumed(folder, of,
     name = f"stopped-{of}"
     summary = train(config_of(folder, *words), name)
     assert summary["stopped_early"] and summary["steps"] == before
+    assert summary["stopped_why"].startswith("callbacks.mine asked for it")
     assert f"stopped before step {before}: callbacks.mine asked for it" in capsys.readouterr().out
     assert numbers(folder / name) == numbers(folder / "plain")[:before]
     (folder / name / "summary.json").unlink()

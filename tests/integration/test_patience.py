@@ -10,6 +10,7 @@ import pytest
 
 from common.errors import ConfigError
 from jobs.patience import Patience
+from reports.report import final_table
 from tests.tiny import make_config
 from train import train
 
@@ -50,6 +51,8 @@ def test_a_run_stops_and_stops_there_again_when_it_is_resumed(tmp_path):
     run = tmp_path / "run"
     best = max(seen := evaluations(run), key=lambda one: one[1])
     assert summary["stopped_early"] and summary["steps"] < 40
+    assert f"stopped early: {summary['stopped_why']}" in final_table(summary)
+    assert "were no better than the best before them" in summary["stopped_why"]
     assert len([one for one in seen if one[0] > best[0]]) + 1 == 2, "the last one stands in the summary"
     weights = (run / "model" / "model.safetensors").read_bytes()
     for gone in ((), (f"step_{summary['steps']:08d}",)):

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from jobs.without_signal import without_signal
-from reports.outcome import outcome, told
+from reports.outcome import outcome, symptoms, told
 from reports.report import final_table
 from tests.tiny import make_config
 
@@ -40,22 +40,25 @@ def test_a_round_without_a_signal_is_told_with_its_rewards_and_what_to_change(fe
 
 
 @pytest.mark.parametrize(
-    ("steps", "skipped", "silent", "early", "said"),
+    ("steps", "skipped", "silent", "why", "said"),
     [
-        (4, 0, 0, False, None),
-        (4, 0, 0, True, "stopped early"),
-        (4, 3, 0, False, "3 of 4 updates skipped, as their gradients were not finite"),
+        (4, 0, 0, None, None),
+        (4, 0, 0, "it was enough", "stopped early: it was enough"),
+        (4, 1, 0, "it was enough", "stopped early: it was enough; 1 of 4 updates skipped"),
+        (4, 3, 0, None, "3 of 4 updates skipped, as their gradients were not finite"),
         (
             4,
             3,
             1,
-            True,
+            "it was enough",
             "nothing learnt: 3 of 4 updates skipped, as their gradients were not finite; 1 of 4 upd",
         ),
     ],
 )
-def test_an_ending_says_what_every_update_came_to(steps, skipped, silent, early, said):
-    found = told({"steps": steps} | outcome(steps, skipped, silent, early))
+def test_an_ending_says_what_every_update_came_to(steps, skipped, silent, why, said):
+    summary = {"steps": steps} | outcome(steps, skipped, silent, why)
+    found = told(summary)
+    assert bool(symptoms(summary)) == bool(skipped or silent)
     assert found is None if said is None else found is not None and found.startswith(said)
 
 
@@ -73,6 +76,6 @@ def test_a_run_that_has_gone_far_from_its_start_says_so(grown, kl, said):
         {"eval_length_sampled": 20.0},
         {"eval_length_sampled": 20.0 + grown, "eval_kl_initial": kl},
     )
-    summary = {"before": before, "after": after} | outcome(8, 0, 0, False)
+    summary = {"before": before, "after": after} | outcome(8, 0, 0, None)
     assert told(summary) == said
     assert said is None or said in final_table(summary)
