@@ -68,8 +68,8 @@ class FunctionReward:
         others = {name for row in rows for name, value in row.items() if value is not None}
         known = any(prompt.reference_answer is not None for prompt in prompts)
         for name in self._asks.needed:
-            if name in REFERENCE and not known:
-                column = next((own for own in (name, *ANSWERS) if own in others), None)
+            if name in REFERENCE and not known and name not in others:
+                column = next((own for own in ANSWERS if own in others), None)
                 raise ConfigError(
                     "data.columns",
                     None,

@@ -26,6 +26,10 @@ def sees_others(completions, difficulty, tags=None, missing=None, **rest):
     return [float(d * len(t)) for d, t in zip(difficulty, tags, strict=True)]
 
 
+def sees_answers(completions, answer):
+    return [float(len(text)) for text in answer]
+
+
 def beyond(completions, **columns):
     return [float(text) for text in completions]
 

@@ -111,6 +111,7 @@ def test_the_other_columns_of_a_row_go_by_their_names_and_the_first_call_is_show
     ("name", "columns", "said"),
     [
         ("sees_columns", {"answer": "7"}, r"asks for reference.*type data\.columns=\{reference: answer\}"),
+        ("sees_answers", {"solution": "7"}, r"asks for answer.*type data\.columns=\{reference: solution\}"),
         ("sees_columns", {}, r"asks for reference.*name its column"),
         ("sees_others", {"tags": "x", "difficulty": None}, "asks for difficulty, and no row has such"),
     ],
@@ -119,6 +120,13 @@ def test_a_column_that_no_row_has_is_refused_before_training(make, name, columns
     ask = [replace(prompt(), columns=json.dumps(columns) if columns else "")] * 2
     with pytest.raises(ConfigError, match=said):
         make(function(name)).check_prompts(ask)
+
+
+def test_a_column_by_a_name_of_the_reference_is_passed_without_a_reference(make):
+    ask = [replace(prompt(), columns=json.dumps({"answer": text})) for text in ("7", "12")]
+    reward = make(function("sees_answers"))
+    reward.check_prompts(ask)
+    assert reward.score(ask, ["a", "b"]) == [1, 2]
 
 
 def test_a_reward_beyond_float32_is_no_verdict(make):
