@@ -31,7 +31,7 @@ from reports import data_tables
 from reports.answers import before_and_after
 from reports.evaluations import names_of, of_name
 from reports.metrics import numbers, read_metrics
-from reports.outcome import told
+from reports.outcome import symptoms, told
 from reports.provenance import variant
 
 MEASURES = (
@@ -77,7 +77,8 @@ def final_table(summary: dict[str, Any]) -> str:
         if len(rows) > 1
         else []
     )
-    facts = [] if (ending := told(summary)) is None else [("ended", f"{ending} (docs/symptoms.md)")]
+    page = " (docs/symptoms.md)" * bool(symptoms(summary))
+    facts = [] if (ending := told(summary)) is None else [("ended", f"{ending}{page}")]
     if summary.get("tokens_per_second") is not None:
         facts.append(("speed", f"{summary['tokens_per_second']:,.0f} tokens/s in steps"))
     if summary.get("seconds") is not None:

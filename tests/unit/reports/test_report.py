@@ -414,3 +414,10 @@ def test_durations():
         "59 min 59 s",
         "25 h 01 min",
     ]
+
+
+def test_the_final_table_links_to_symptoms_where_that_page_has_a_row():
+    early = {"status": "stopped early", "stopped_early": True, "stopped_why": "callbacks.a asked for it"}
+    assert "ended      stopped early: callbacks.a asked for it\n" in final_table(SUMMARY | early)
+    skipped = final_table(SUMMARY | {"status": "finished", "steps": 9, "skipped_steps": 2})
+    assert re.search(r"ended .*2 of 9 updates.*\(docs/symptoms\.md\)", skipped)
