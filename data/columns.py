@@ -298,6 +298,8 @@ class Columns:
         """Of rows without answers, the refusal unless a reward function gets their columns"""
         self.row: Row | None = None
         """The row that is being converted"""
+        self._shape = _Shape()
+        """Its shape, if it is watched"""
         self.shapes: dict[tuple[tuple[str, ...], tuple[str, ...]], _Shape] = {}
         """(The columns of rows, those of them that are filled late) -> the rows"""
 
@@ -311,9 +313,9 @@ class Columns:
     def noted(self, result: Group | Dropped) -> tuple[Group | Dropped, Row | None]:
         """Return what a row became, with the row; None for one made of several. A row that was dropped is not
         counted, because not all of it was read."""
-        for shape in self.shapes.values() if isinstance(result, Dropped) and self.row else ():
-            if shape.kept and shape.kept[-1] is self.row:
-                shape.kept.pop()
+        kept = self._shape.kept
+        if isinstance(result, Dropped) and kept and kept[-1] is self.row:
+            kept.pop()
         return result, self.row
 
     def _watched(self, row: Row) -> Row:
@@ -327,6 +329,7 @@ class Columns:
             if len(self.shapes) == self.SHAPES:
                 return row
             shape = self.shapes[keys, filled] = _Shape(read=set(self.config.numbers or ()))
+        self._shape = shape
         shape.rows += 1
         if shape.rows > self.MOST:
             if shape.rows == self.MOST + 1:

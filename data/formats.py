@@ -94,7 +94,7 @@ def with_tools(group: Group, values: Values) -> Group:
 def value(values: Values, column: str) -> Any:
     """Return ``values[column]``; raises RowError if it is missing, null or NaN."""
     cell = values.get(column)
-    if cell is None or cell != cell:  # NaN, which pandas writes for null
+    if cell is None or (isinstance(cell, float) and math.isnan(cell)):
         raise RowError(f"no {column!r}" if column in values else f"no column {column!r}")
     return cell
 

@@ -134,14 +134,11 @@ def _read_parquet(path: Path) -> Iterator[Row | Dropped]:
 
 def class_names(features: Any) -> dict[str, Sequence[str]]:
     """Return the names of the columns that ``features`` (of datasets, or as it writes them) calls classes."""
-    if not isinstance(features, Mapping):
-        return {}
-    written = {
-        column: feature if isinstance(feature, Mapping) else vars(feature)
-        for column, feature in features.items()
-        if isinstance(feature, Mapping) or hasattr(feature, "names")
+    names = {
+        column: feature.get("names") if isinstance(feature, Mapping) else getattr(feature, "names", None)
+        for column, feature in (features or {}).items()
     }
-    return {column: feature["names"] for column, feature in written.items() if feature.get("names")}
+    return {column: listed for column, listed in names.items() if isinstance(listed, list)}
 
 
 def table_rows(

@@ -117,7 +117,7 @@ def _holds_out(config: DataConfig) -> bool:
 
 def _local_copy(config: DataConfig) -> DataConfig:
     """Return settings that read from disk if the path of a hub set is a local file or was saved to disk. The
-    split names belong to the hub and do not apply to a file."""
+    evaluation split is the hub's and does not apply to a file."""
     return (
         replace(config, source=LOCAL, eval_split=config.eval_split if _is_folder(config.path) else None)
         if config.source == HUB and _is_local(config.path)

@@ -18,12 +18,13 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from common.files import write_whole
+from launch.frontier import KL, LENGTH
 from reports.outcome import drifted
 from reports.statistics import SIGNIFICANT, SeedMean, holm, mean, paired, paired_power
 from study.figures import effects_figure, lag_figure, surface_figure, svg, variants_figure
 from study.markdown import Section, Table, as_markdown, shown
 from study.plan import DIFFERENT, MAIN, SAME, Block, Plan, Test, Values, told
-from study.records import GREEDY, KL, LENGTH, SAMPLED, Record
+from study.records import GREEDY, SAMPLED, Record
 from study.surface import frontier, law, near_table, surface_table
 
 HEADINGS = {
@@ -325,9 +326,12 @@ def beside_table(blocks: Sequence[Block], records: Mapping[str, Record]) -> Tabl
         for cell, at in block.sweep.coordinates.items():
             if not (runs := [record for record in records.values() if record.cell == cell]):
                 continue
-            scores = [100 * of([r.after for r in runs], key) for key in (SAMPLED, GREEDY)]
-            tokens = [of(sides, LENGTH) for sides in ([r.before for r in runs], [r.after for r in runs])]
-            kl, seconds = of([r.after for r in runs], KL), of([r.seconds for r in runs], "cpu")
+            scores = [100 * mean_over([r.after for r in runs], key) for key in (SAMPLED, GREEDY)]
+            tokens = [
+                mean_over(sides, LENGTH) for sides in ([r.before for r in runs], [r.after for r in runs])
+            ]
+            kl = mean_over([r.after for r in runs], KL)
+            seconds = mean_over([r.seconds for r in runs], "cpu")
             numbers = (f"{value:.1f}" for value in (*scores, *tokens))
             rows.append(
                 [block.sweep.name, " ".join(at), *numbers, f"{kl:.3f}", f"{seconds:.0f}", str(len(runs))]
@@ -335,7 +339,7 @@ def beside_table(blocks: Sequence[Block], records: Mapping[str, Record]) -> Tabl
     return rows
 
 
-def of(measured: Sequence[Mapping[str, float]], key: str) -> float:
+def mean_over(measured: Sequence[Mapping[str, float]], key: str) -> float:
     """Return the mean over the runs that have ``key``; nan if none has."""
     there = [values[key] for values in measured if key in values]
     return fmean(there) if there else math.nan

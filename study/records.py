@@ -19,7 +19,6 @@ from launch.grid import Run, override
 
 FACTS = "study.json"
 SAMPLED, GREEDY = "eval_accuracy_sampled", "eval_accuracy_greedy"
-LENGTH, KL = "eval_length_sampled", "eval_kl_initial"
 
 
 @dataclass(frozen=True)

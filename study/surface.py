@@ -13,13 +13,13 @@ from scipy import stats
 
 from launch.cells import Cell
 from launch.collect import Result
-from launch.frontier import Frontier
+from launch.frontier import KL, Frontier
 from launch.outcomes import Status
 from reports.outcome import FINISHED
 from reports.statistics import mean
 from study.markdown import Table, shown
 from study.plan import Block, Plan
-from study.records import KL, SAMPLED, Record
+from study.records import SAMPLED, Record
 from study.tasks import TITLES
 
 
