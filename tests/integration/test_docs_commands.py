@@ -36,6 +36,7 @@ NOT_RUN = {
     "make real-full": "is hours of training",
     "make torch-oldest": "installs another torch, 5 GB; docs/gpus/torch-2.11.txt is its output",
     "hf auth login": "would ask the hub for a token",
+    "wandb sync runs/NAME/wandb/offline-run-*": "would upload; test_tracking.py reads the advice",
     "python -m jobs.serve loss=kto online=true sampler=vllm": (
         "stands by until it is ended; tests/integration/test_vllm_servers.py does"
     ),
