@@ -15,7 +15,7 @@ from typing import Any
 from common.errors import require
 from launch.grid import Run, Settings, Sweep
 from reports.statistics import SIGNIFICANT
-from study.records import Record, collect
+from study.records import Record, collect, command
 from study.tasks import FOLDERS, TITLES, Task, number, parts, read_task, read_yaml
 
 PLANS = {name: Path(__file__).with_name(f"{name}.yaml") for name in ("paper", "evidence", "constraints")}
@@ -63,6 +63,8 @@ class Block:
     sweep: Sweep
     like: Mapping[str, str]
     test: Test | None
+    kept: frozenset[int] = frozenset()
+    """seeds whose runs keep their folder, with the trained weights"""
 
     @cached_property
     def runs(self) -> list[Run]:
@@ -103,6 +105,13 @@ class Plan:
         ]
         return [(block, run) for _, block, run in sorted(keyed_runs, key=lambda one: one[0])]
 
+    def distinct_runs(self) -> list[tuple[Block, Run]]:
+        """Return ``runs`` without those that repeat an earlier one's settings, whose record is theirs."""
+        first: dict[frozenset[str], tuple[Block, Run]] = {}
+        for block, run in self.runs():
+            first.setdefault(frozenset(command(run)), (block, run))
+        return list(first.values())
+
     def only(self, names: Sequence[str]) -> Plan:
         """Return the plan with the blocks of these names, parts or tasks alone. Raises ConfigError for
         another word."""
@@ -132,9 +141,10 @@ class Plan:
     def base(self, block: Block, at: Sequence[str]) -> str:
         """Return the cell with which the block's cell ``at`` (its place on each axis) is compared: what it is
         like in the part ``main`` (``offline-hl`` for ``offline-hl-k4``), or else the block's first one at the
-        same point of the grid."""
+        same point of the grid; a block with plain training of its own is always compared with that."""
         for main in self.of_kind(MAIN):
-            if block.kind != MAIN and (main.task, main.loss) == (block.task, block.loss):
+            whole = next(iter(main.sweep.cells)) in block.sweep.cells
+            if not whole and (main.task, main.loss) == (block.task, block.loss):
                 alike = [cell for cell in main.sweep.cells if block.like[at[0]].startswith(cell)]
                 if alike:
                     return f"{main.sweep.name}-{max(alike, key=len)}"
@@ -154,9 +164,9 @@ def read_plan(path: Path) -> Plan:
     tasks = {task: read_task(folder) for task, folder in FOLDERS.items()}
     blocks: list[Block] = []
     for name, part in raw["parts"].items():
-        given = {"settings": {}, "seeds": [], "tuned": False} | part
-        kinds = {"hours": object, "settings": dict, "seeds": list, "tuned": bool, "blocks": dict}
-        parts(f"parts.{name}", given, kinds)
+        given = {"settings": {}, "seeds": [], "tuned": False, "keep": []} | part
+        kinds = {"hours": object, "settings": dict, "seeds": list, "tuned": bool, "keep": list}
+        parts(f"parts.{name}", given, kinds | {"blocks": dict})
         parts(f"parts.{name}.blocks", given["blocks"], dict.fromkeys(given["blocks"], dict))
         blocks += [
             _block(name, key, {"seeds": given["seeds"]} | block, given, tasks)
@@ -172,8 +182,9 @@ def read_plan(path: Path) -> Plan:
 
 
 def _block(part: str, name: str, raw: Any, shared: Settings, tasks: Mapping[str, Task]) -> Block:
-    """Return a block. ``shared``: its part's ``settings``, and whether its cells have ``tuned`` ones.
-    ``test`` has the number of seeds of a confirmatory test, beside what ``Test`` says."""
+    """Return a block. ``shared``: its part's ``settings``, whether its cells have ``tuned`` ones, and the
+    seeds that it should ``keep``. ``test`` has the number of a confirmatory test's seeds, beside what
+    ``Test`` says."""
     whole = {"settings": {}, "grid": {}, "test": {}} | raw
     kinds = {
         "task": str,
@@ -206,7 +217,7 @@ def _block(part: str, name: str, raw: Any, shared: Settings, tasks: Mapping[str,
     grid = tuple(tuple({key: value} for value in values) for key, values in whole["grid"].items())
     sweep = Sweep(name, cells=cells, grid=grid, seeds=tuple(seeds))
     asked = Test(**test | {"measured": tuple(test["measured"])}) if test else None
-    return Block(part, whole["task"], loss, sweep, like, asked)
+    return Block(part, whole["task"], loss, sweep, like, asked, frozenset(shared["keep"]))
 
 
 def known(plan: Plan, runs_dir: Path, files: Sequence[Path]) -> dict[str, Record]:
@@ -218,7 +229,7 @@ def known(plan: Plan, runs_dir: Path, files: Sequence[Path]) -> dict[str, Record
 def spent_hours(plan: Plan, there: Mapping[str, Record]) -> dict[str, float]:
     """Return part -> CPU hours of its records."""
     spent = dict.fromkeys(plan.hours, 0.0)
-    for block, run in plan.runs():
+    for block, run in plan.distinct_runs():
         if run.name in there:
             spent[block.part] += there[run.name].seconds["cpu"] / 3600
     return spent
@@ -226,9 +237,8 @@ def spent_hours(plan: Plan, there: Mapping[str, Record]) -> dict[str, float]:
 
 def pace(plan: Plan, there: Mapping[str, Record]) -> float:
     """Return how many times the planned CPU seconds the runs have taken so far; 1 before the first."""
-    done = [
-        (plan.cost(b, run), there[run.name].seconds["cpu"]) for b, run in plan.runs() if run.name in there
-    ]
+    runs = plan.distinct_runs()
+    done = [(plan.cost(b, run), there[run.name].seconds["cpu"]) for b, run in runs if run.name in there]
     return sum(taken for _, taken in done) / sum(planned for planned, _ in done) if done else 1.0
 
 
@@ -237,7 +247,7 @@ def told(plan: Plan, there: Mapping[str, Record], failed: Sequence[str] = ()) ->
     hours."""
     spent, slower, lines, left = spent_hours(plan, there), pace(plan, there), [], 0.0
     for part, hours in plan.hours.items():
-        runs = [(block, run) for block, run in plan.runs() if block.part == part]
+        runs = [(block, run) for block, run in plan.distinct_runs() if block.part == part]
         if not runs:  # left out (--only)
             continue
         missing = slower * sum(plan.cost(block, run) for block, run in runs if run.name not in there) / 3600

@@ -64,13 +64,15 @@ def run_plan(
     out.mkdir(parents=True, exist_ok=True)
     runs = plan.runs()
     runs_by_name = {run.name: run for _, run in runs}
+    kept = {run.name for block, run in runs if run.seed in block.kept}
     costs = {run.name: plan.cost(block, run) for block, run in runs}
 
     def keep(name: str) -> None:
         append_record(file, read_record(runs_by_name[name], runs_dir / name))
         # First, so that --report in between reads no half of a folder
         (runs_dir / name / FACTS).unlink(missing_ok=True)
-        shutil.rmtree(runs_dir / name)
+        if name not in kept:
+            shutil.rmtree(runs_dir / name)
 
     for name in runs_by_name:  # finished just before an earlier start was killed
         if finished(runs_dir / name):
@@ -91,7 +93,7 @@ def _next(plan: Plan, there: Mapping[str, Record], failed: Sequence[str], jobs: 
     spent, slower = spent_hours(plan, there), pace(plan, there)
     next_runs: list[Run] = []
     part = ""
-    for block, run in plan.runs():
+    for block, run in plan.distinct_runs():
         hours = slower * plan.cost(block, run) / 3600
         if run.name in there or run.name in failed or spent[block.part] + hours > plan.hours[block.part]:
             continue

@@ -18,7 +18,7 @@ from study import runner
 from study.__main__ import main
 from study.factors import CHANGES, REVERSED, pairs
 from study.page import decide, planned_power, write_page
-from study.plan import PLANS, PUBLISHED, known, pace, read_plan
+from study.plan import PLANS, PUBLISHED, known, pace, read_plan, spent_hours
 from study.records import Record, append_record, command, read_records
 from study.runner import run_plan
 from study.tasks import TITLES
@@ -239,3 +239,47 @@ def test_what_the_plan_says_is_not_said_again(words, key, tmp_path, capsys):
         main(["evidence", *words, "--out", str(tmp_path / "out"), "--runs-dir", str(tmp_path / "runs")]) == 2
     )
     assert key in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+SHARED = """
+seconds: {adder: {offline: 9, online: 25}}
+parts:
+  main:
+    hours: 1
+    tuned: true
+    keep: [1001]
+    seeds: [1001, 1002]
+    blocks: {main-dpo: {task: adder, loss: dpo, cells: {offline: {}, offline-hl: {}, online: {}}}}
+  tests:
+    hours: 1
+    tuned: true
+    blocks:
+      test-dpo:
+        task: adder
+        loss: dpo
+        cells: {offline: {}, offline-hl: {}}
+        test: {claim: c, held: h, kind: different, effect: 1, deviation: 1, measured: [a, b], seeds: 3}
+"""
+
+
+def test_a_run_of_two_blocks_is_done_once_and_the_seeds_to_keep_leave_their_folders(tmp_path, monkeypatch):
+    (tmp_path / "plan.yaml").write_text(SHARED)
+    plan, done = read_plan(tmp_path / "plan.yaml"), []
+    of = {run.name: run for _, run in plan.runs()}
+
+    def all_of(runs, runs_dir, jobs, cost_of, after):
+        for run in runs:
+            (runs_dir / run.name).mkdir(parents=True)
+            done.append(run.name)
+            after(run.name)
+
+    monkeypatch.setattr(runner, "run_all", all_of)
+    monkeypatch.setattr(runner, "read_record", lambda run, folder: record(of[folder.name]))
+    assert run_plan(plan, tmp_path / "runs", tmp_path, [], 1, lambda said: None) == []
+    mains = [run.name for block, run in plan.runs() if block.part == "main"]
+    assert sorted(done) == sorted([*mains, "test-dpo-offline-s1003", "test-dpo-offline-hl-s1003"])
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {n for n in mains if n.endswith("s1001")}
+    there = known(plan, tmp_path / "runs", [tmp_path / "runs.jsonl"])
+    assert set(there) == set(of), "each block has all of its records"
+    assert spent_hours(plan, there) == pytest.approx({"main": 0.06, "tests": 0.02})
+    assert plan.base(plan.tests[0], ["offline-hl"]) == "test-dpo-offline", "not main's"
