@@ -3,7 +3,6 @@ or drawn lengths."""
 
 from __future__ import annotations
 
-import argparse
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -110,21 +109,6 @@ def random_policy(config: PretrainedConfig, device: torch.device, seed: int = 0)
         return Policy(
             AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
         )
-
-
-def size_parser(about: str | None) -> argparse.ArgumentParser:
-    """Return a command line with the size of a model (``policy_of_size``)."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--vocabulary", type=int, default=16384)
-    return parser
-
-
-def policy_of_size(args: argparse.Namespace, device: torch.device) -> Policy:
-    """Return a Llama with random weights and the size that the command line gives."""
-    width = args.width
-    return random_policy(llama(args.vocabulary, width, args.layers, 8, 4, 4 * width, positions=512), device)
 
 
 # -- trainers --------------------------------------------------------------------------------------
