@@ -13,37 +13,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence as Seq
-from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 
-import data.batches
 from benchmarks.measure import Variant, Work, alternate, machine, table
 from benchmarks.offline_vs_humanline import floor_of, settings_of, variants_of
-from benchmarks.parts import (
-    Pair,
-    Settings,
-    Stepper,
-    drawn_pairs,
-    fresh,
-    make_trainer,
-    random_policy,
-    score_all,
-    segment,
-    shape,
-)
+from benchmarks.parts import drawn_pairs, random_policy, segment, shape
 from common.options import options_of
-from data.batches import collate
-from data.types import Sequence, Sequences
 from models.policy import Policy
 
 BASELINE = Path(__file__).with_name("baseline.json")
 WORST = 1.15
 STEPS, BATCH_PAIRS, ROUNDS = 2, 4, 3
-PADDINGS = ("to max", "padded", "packed")
 
 
 def humanline_cost(loss: str, base: Policy) -> dict[str, float]:
@@ -76,50 +58,15 @@ def products_alone(operations: float, size: int = 512) -> Work:
     return lambda: [a @ b for _ in range(repeats)]
 
 
-def collate_to(
-    longest: int, rows: Seq[Sequence], device: torch.device, pack: bool = False, share: bool = False
-) -> Sequences:
-    """Return ``data.batches.collate`` with every row padded to ``longest`` tokens: a grid of exactly that
-    width, on the CPU. ``pack`` and ``share`` exist for ``collate``'s signature and have no effect here."""
-    grid = collate(rows, device)
-    width = grid.input_ids.shape[1]
-    wide = torch.nn.functional.pad(grid.input_ids, (0, longest - width))
-    return Sequences(
-        grid.rows,
-        wide,
-        None,
-        grid.predict // width * longest + grid.predict % width,
-        grid.targets,
-        grid.cells,
-        grid.mask,
-    )
-
-
-def prepare_padded(
-    variant: str, pairs: list[Pair], longest: int, base: Policy, batch_pairs: int
-) -> list[Work]:
-    """Return the timed steps, one per piece. ``to max``: rows are padded to the maximum, as HALOs does;
-    ``padded`` (model.packing=false): to the longest row of a microbatch; ``packed``: the default."""
-    settings = Settings("dpo", batch_pairs, batch_pairs // 2, packing=None if variant == "packed" else False)
-    plan, trainer = segment(settings, pairs), make_trainer(settings, fresh(base))
-    score_all(trainer, plan)
-    step = Stepper(trainer, plan)
-    if variant != "to max":
-        return [step] * plan.steps
-
-    def padded_step() -> object:
-        with patch.object(data.batches, "collate", partial(collate_to, longest)):
-            return step()
-
-    return [padded_step] * plan.steps
-
-
 def padding_cost(base: Policy) -> dict[str, float]:
-    pairs = drawn_pairs(8, base.model.config.vocab_size)
-    seconds = least({name: partial(prepare_padded, name, pairs, 512, base, 4) for name in PADDINGS})
-    return {
-        f"{name} / padding to the maximum": seconds[name] / seconds["to max"] for name in ("padded", "packed")
+    """Return the cost of rows that are padded to the longest of a microbatch relative to packed ones."""
+    pairs = drawn_pairs(STEPS * BATCH_PAIRS, base.model.config.vocab_size)
+    variants = {
+        name: variants_of("dpo", pairs, STEPS, BATCH_PAIRS, base, padded, names=("cached",))["cached"]
+        for name, padded in (("padded", True), ("packed", False))
     }
+    seconds = least(variants)
+    return {"padded / packed": seconds["padded"] / seconds["packed"]}
 
 
 def head_cost() -> dict[str, float]:

@@ -169,14 +169,6 @@ def test_variants_train_on_the_same_rows_and_start_from_the_same_loss(base, loss
     assert losses["cached"][0] == losses["k=1"][0] == losses["k=4"][0]
 
 
-def test_padding_to_the_maximum_changes_no_loss(base):
-    pairs = drawn_pairs(4, 512, prompt=10, completion=10, longest=48)
-    losses = [in_a_row(quick.prepare_padded(variant, pairs, 48, base, 2))() for variant in quick.PADDINGS]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5) and losses[0] == pytest.approx(losses[2], abs=1e-5)
-    grid = quick.collate_to(48, [pairs[0][0]], torch.device("cpu"))
-    assert grid.input_ids.shape == (1, 48)
-
-
 @pytest.mark.parametrize("loss", ["grpo", "dpo"])
 def test_sharing_prompts_changes_no_loss(base, loss):
     rows = fixed_pairs(4, 512, length=24, completion=8)
