@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import platform
 import resource
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -128,14 +128,10 @@ def memory_of(work: Work) -> dict[str, float]:
     return {"peak": peak_rss() / 2**20, "step": (peak_rss() - before) / 2**20}
 
 
-def in_fresh_process(module: str, *arguments: str) -> dict[str, float]:
-    """Return the JSON object on the last line that ``python -m module arguments`` prints."""
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"{module} {' '.join(arguments)} failed:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+def in_fresh_process(work: Callable[..., dict[str, float]], *arguments: Any) -> dict[str, float]:
+    """Return what ``work`` returns in a process that is started for it alone."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
 
 
 def machine() -> str:

@@ -11,7 +11,7 @@ compared with ``scored`` (the same forwards), and its ratio to ``cached`` is com
 
 from __future__ import annotations
 
-import json
+import argparse
 
 import torch
 
@@ -145,6 +145,14 @@ def report(
     return table(head, rows)
 
 
+def memory_apart(variant: str, loss: str, pairs: list[Pair], args: argparse.Namespace) -> dict[str, float]:
+    """Return the memory of up to four steps of one variant, MiB. For a fresh process."""
+    torch.set_num_threads(1)
+    base, steps = random_policy(shape(args.model), torch.device("cpu")), min(args.steps, 4)
+    settings = settings_of(variant, loss, args.batch_pairs, args.padded)
+    return memory_of(in_a_row(prepare(variant, settings, pairs[: steps * args.batch_pairs], steps, base)))
+
+
 def main() -> None:
     parser = options_of("python -m benchmarks.offline_vs_humanline", __doc__)
     parser.add_argument("--data", default="hh", help="hh, gsm8k, drawn, or PATH:FORMAT")
@@ -155,10 +163,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--padded", action="store_true", help="model.packing=false")
     parser.add_argument(
-        "--memory-of",
-        help="measure the memory of one variant in this process and print it (used by this command)",
-    )
-    parser.add_argument(
         "--no-memory", action="store_true", help="leave out the memory, which takes a process a variant"
     )
     args = parser.parse_args()
@@ -166,34 +170,13 @@ def main() -> None:
     config = shape(args.model)
     base = random_policy(config, torch.device("cpu"))
     pairs = benchmark_pairs(args.data, args.batch_pairs * args.steps, config.vocab_size)
-    if args.memory_of:
-        settings = settings_of(args.memory_of, args.losses[0], args.batch_pairs, args.padded)
-        print(json.dumps(memory_of(in_a_row(prepare(args.memory_of, settings, pairs, args.steps, base)))))
-        return
     print(
         f"{machine()}\n{args.steps} steps of {args.batch_pairs} pairs, {args.rounds} rounds, padded "
         f"{args.padded}\n"
     )
     for loss in args.losses:
-        common = [
-            "--data",
-            args.data,
-            "--losses",
-            loss,
-            "--model",
-            args.model,
-            "--batch-pairs",
-            str(args.batch_pairs),
-        ]
-        steps = ["--steps", str(min(args.steps, 4)), *(["--padded"] if args.padded else [])]
-        memory = (
-            {}
-            if args.no_memory
-            else {
-                v: in_fresh_process("benchmarks.offline_vs_humanline", *common, *steps, "--memory-of", v)
-                for v in VARIANTS
-            }
-        )
+        measured = () if args.no_memory else VARIANTS
+        memory = {name: in_fresh_process(memory_apart, name, loss, pairs, args) for name in measured}
         plan = segment(settings_of("cached", loss, args.batch_pairs), pairs, args.steps)
         samples = alternate(
             variants_of(loss, pairs, args.steps, args.batch_pairs, base, args.padded), args.rounds

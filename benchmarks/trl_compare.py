@@ -16,10 +16,10 @@ only its update is timed here, on rows given to it.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -52,6 +52,7 @@ from benchmarks.parts import (
     train,
     trained_tokenizer,
 )
+from benchmarks.trl_rows import generated, rows_of
 from common.options import options_of
 from data.batches import Segment
 from data.types import Example, Sequence
@@ -83,26 +84,9 @@ class UpdateOfGRPO(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         # Each prompt comes num_generations = 2 times in a row: once for each of the two rows of its group.
-        rows = [self.rows[2 * example["index"] + i % 2] for i, example in enumerate(inputs)]
-        prompts, answers = [e.rows[0].prompt_ids for e in rows], [e.rows[0].completion_ids for e in rows]
-        wide, long = max(map(len, prompts)), max(map(len, answers))
-        prompt, answer = (
-            torch.zeros(len(rows), wide, dtype=torch.int64),
-            torch.zeros(len(rows), long, dtype=torch.int64),
-        )
-        seen, counts = torch.zeros_like(prompt), torch.zeros_like(answer)
-        for i, (p, a) in enumerate(zip(prompts, answers, strict=True)):
-            prompt[i, wide - len(p) :], seen[i, wide - len(p) :] = torch.from_numpy(p).long(), 1
-            answer[i, : len(a)], counts[i, : len(a)] = torch.from_numpy(a).long(), 1
-        return {
-            "prompt_ids": prompt,
-            "prompt_mask": seen,
-            "completion_ids": answer,
-            "completion_mask": counts,
-            "advantages": torch.tensor([e.label for e in rows]),
-            "num_items_in_batch": counts.sum(),
-            "ref_per_token_logps": torch.full(answer.shape, -math.log(self.model.config.vocab_size)),
-        }
+        made = generated([self.rows[2 * example["index"] + i % 2] for i, example in enumerate(inputs)])
+        shape, vocabulary = made["completion_ids"].shape, self.model.config.vocab_size
+        return made | {"ref_per_token_logps": torch.full(shape, -math.log(vocabulary))}
 
 
 def common(settings: Settings, folder: str, grouped: bool = False) -> dict[str, Any]:
@@ -143,60 +127,29 @@ def trl_trainer(
     """Return TRL's trainer on the rows of ``plan``, in the plan's order."""
     examples = [example for i in range(plan.steps) for example in plan.batch(i)]
     arguments = common(settings, folder, grouped)
+    if settings.loss == "grpo":
+        return trl_grpo(examples, arguments, model, tokenizer)
+    arguments |= {"max_length": None, "precompute_ref_log_probs": True}
     if settings.loss == "dpo":
-        return trl_dpo(examples, arguments, model, tokenizer)
-    if settings.loss == "kto":
-        return trl_kto(examples, arguments, model, tokenizer, settings.micro_size)
-    return trl_grpo(examples, arguments, model, tokenizer)
+        rows = [
+            row | {"length": max(map(len, example.rows))}
+            for row, example in zip(rows_of("dpo", examples), examples, strict=True)
+        ]
+        trainer, config = PreparedDPO, DPOConfig(beta=0.1, **arguments)
+    else:
+        rows = rows_of("kto", paired(examples, settings.micro_size))
+        trainer, config = PreparedKTO, KTOConfig(beta=0.25, desirable_weight=1.1, **arguments)
+    return trainer(model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
 
 
-def trl_dpo(
-    examples: list[Example], arguments: dict[str, Any], model: Any, tokenizer: PreTrainedTokenizerFast
-) -> PreparedDPO:
-    rows = [
-        {
-            "prompt_ids": e.rows[0].prompt_ids.tolist(),
-            "chosen_ids": e.rows[0].completion_ids.tolist(),
-            "rejected_ids": e.rows[1].completion_ids.tolist(),
-            "length": max(map(len, e.rows)),
-        }
-        for e in examples
-    ]
-    return PreparedDPO(
-        model,
-        args=DPOConfig(beta=0.1, max_length=None, precompute_ref_log_probs=True, **arguments),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-    )
-
-
-def trl_kto(
-    examples: list[Example],
-    arguments: dict[str, Any],
-    model: Any,
-    tokenizer: PreTrainedTokenizerFast,
-    size: int,
-) -> PreparedKTO:
-    """Return TRL's KTO trainer. ``size``: rows of a device's batch. As TRL prepares them, each prompt is
-    paired with the completion before its own within that batch."""
+def paired(examples: list[Example], size: int) -> list[Example]:
+    """Return KTO's examples with mismatched rows as TRL prepares them: each prompt with the completion before
+    its own within a device's batch of ``size``."""
     others = [examples[i - 1 if i % size else min(i + size, len(examples)) - 1] for i in range(len(examples))]
-    rows = [
-        {
-            "prompt_ids": e.rows[0].prompt_ids.tolist(),
-            "completion_ids": e.rows[0].completion_ids.tolist(),
-            "KL_completion_ids": o.rows[0].completion_ids.tolist(),
-            "label": e.label > 0,
-        }
-        for e, o in zip(examples, others, strict=True)
+    return [
+        replace(e, mismatched=Sequence(e.rows[0].prompt_ids, other.rows[0].completion_ids))
+        for e, other in zip(examples, others, strict=True)
     ]
-    return PreparedKTO(
-        model,
-        args=KTOConfig(
-            beta=0.25, desirable_weight=1.1, max_length=None, precompute_ref_log_probs=True, **arguments
-        ),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-    )
 
 
 def trl_grpo(
@@ -278,20 +231,14 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--batch-pairs", type=int, default=16)
     parser.add_argument("--micro-pairs", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--memory-of",
-        help="measure the memory of one variant in this process and print it (used by this command)",
-    )
     return parser.parse_args()
 
 
-def memory_apart(args: argparse.Namespace, loss: str, name: str) -> dict[str, float]:
-    """Return the memory of one variant in a process of its own, MiB."""
-    same = [f"--{key}={value}" for key, value in vars(args).items() if key in ("data", "model")]
-    sizes = [f"--batch-pairs={args.batch_pairs}", f"--micro-pairs={args.micro_pairs}"]
-    sizes.append(f"--pairs={args.batch_pairs}")
-    given = [*same, *sizes, "--losses", loss, "--memory-of", name]
-    return in_fresh_process("benchmarks.trl_compare", *given)
+def memory_apart(name: str, settings: Settings, pairs: list[Pair], model: str) -> dict[str, float]:
+    """Return the memory of one variant, MiB. For a fresh process."""
+    torch.set_num_threads(1)
+    base = random_policy(shape(model), torch.device("cpu"))
+    return memory_of(prepare(name, settings, pairs, base, trained_tokenizer(["a"], 300)))
 
 
 def compared(
@@ -324,9 +271,6 @@ def main() -> None:
     for loss in args.losses:
         rows = 1 if loss == "dpo" else 2
         settings = Settings(loss, args.batch_pairs * rows, args.micro_pairs * rows)
-        if args.memory_of:
-            print(json.dumps(memory_of(prepare(args.memory_of, settings, pairs, base, tokenizer))))
-            return
         print(
             f"\n{loss}: {machine()}; {args.pairs} pairs, {args.batch_pairs} a step, {args.micro_pairs} at "
             f"once; {real_share(pairs):.0%} of a grid as wide as the longest row is real"
@@ -337,7 +281,9 @@ def main() -> None:
         names = ["ours", "ours padded", "trl", *(["trl grouped"] if groups else [])]
         variants: dict[str, Variant] = {n: partial(whole, n, settings, pairs, base, tokenizer) for n in names}
         samples = alternate(variants, args.rounds)
-        print(compared(args, samples, {n: memory_apart(args, loss, n) for n in names}), flush=True)
+        step = pairs[: args.batch_pairs]
+        memory = {n: in_fresh_process(memory_apart, n, settings, step, args.model) for n in names}
+        print(compared(args, samples, memory), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from benchmarks.trl_rows import generated, rows_of
 from config.schema import Config
 from data.batches import Segment
-from data.types import Example
 from data.views import mismatched
 from models.policy import Policy
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
@@ -47,36 +46,6 @@ def settings(cache: Path, loss: str, k: int, bounds: tuple[float, float]) -> Con
         "loss.beta=0.1",
     ]
     return engine_config(cache, loss, *humanline, *numbers)
-
-
-def rows_of(loss: str, batches: list[list[Example]], max_length: int) -> list[dict[str, Any]]:
-    """The examples of all steps as rows with TRL's columns of token ids."""
-    rows = []
-    for batch in batches:
-        for example in mismatched(batch, max_length) if loss == "kto" else batch:
-            first = example.rows[0]
-            row: dict[str, Any] = {"prompt_ids": first.prompt_ids.tolist()}
-            if loss == "dpo":
-                row |= {"chosen_ids": first.completion_ids.tolist()}
-                row |= {"rejected_ids": example.rows[1].completion_ids.tolist()}
-            else:
-                row |= {"completion_ids": first.completion_ids.tolist(), "label": example.label > 0}
-            if example.mismatched is not None:
-                row["KL_completion_ids"] = example.mismatched.completion_ids.tolist()
-            rows.append(row)
-    return rows
-
-
-def generated(batch: list[Example]) -> dict[str, torch.Tensor]:
-    """A batch as GRPOTrainer gets it from its sampling, with our advantages."""
-    prompts = [torch.tensor(e.rows[0].prompt_ids).long() for e in batch]
-    answers = [torch.tensor(e.rows[0].completion_ids).long() for e in batch]
-    made: dict[str, torch.Tensor] = {"advantages": torch.tensor([e.label for e in batch])}
-    for name, parts, side in (("prompt", prompts, "left"), ("completion", answers, "right")):
-        pad = torch.nn.utils.rnn.pad_sequence
-        made[f"{name}_ids"] = pad(parts, batch_first=True, padding_side=side)
-        made[f"{name}_mask"] = pad([torch.ones_like(p) for p in parts], batch_first=True, padding_side=side)
-    return made | {"num_items_in_batch": made["completion_mask"].sum()}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -142,7 +111,10 @@ def with_trl(
         **({"num_generations": 2, "use_bias_correction_kl": False} if loss == "grpo" else {}),
     )
     low, high = config.log_epsilon_P, config.log_epsilon_R
-    rows = rows_of(loss, batches, config.model.max_length)
+    examples = [example for batch in batches for example in batch]
+    if loss == "kto":
+        examples = [e for batch in batches for e in mismatched(batch, config.model.max_length)]
+    rows = rows_of(loss, examples)
     if loss == "grpo":
         rows = [{"prompt": f"{i}+1="} for i in range(len(rows))]
     trainer = Fed(
