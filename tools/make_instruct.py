@@ -5,7 +5,6 @@ The script makes all of the embedded files.
 python -m tools.make_instruct blank FOLDER              # architecture, tokenizer and chat template of the embedded model, no weights
 python -m tools.make_instruct answers AUTHOR FILE       # an author's stories for the held-out prompts, to compare a model's with (eval.py)
 python -m tools.make_instruct texts GROUPS FILE         # the same groups without tokens, gzipped: assets/instruct/own.jsonl.gz
-python -m tools.make_instruct authors                   # what each author's stories are worth
 
 --language FILE takes another language than assets/instruct/language.yaml.
 """  # noqa: E501
@@ -17,7 +16,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 from tokenizers import pre_tokenizers
 
@@ -62,16 +61,6 @@ def texts(labelled: Path, path: Path) -> None:
     print(f"{path}: the answers to {len(groups)} prompts")
 
 
-def authors(language: Language) -> None:
-    """Print one line per author, with the mean reward of the stories and an example."""
-    asked = prompts(language, "eval")
-    for author in (*language.authors, *language.mixtures):
-        stories = [candidates(language, prompt, [author])[0].text or "" for prompt in asked]
-        worth = [language.score(text_of(p), story) for p, story in zip(asked, stories, strict=True)]
-        words = fmean(len(story.split()) for story in stories)
-        print(f"{author:10} {fmean(worth):.2f} (sd {stdev(worth):.2f}), {words:.1f} words: {stories[0]}")
-
-
 def main() -> int:
     parser = options_of("python -m tools.make_instruct", __doc__)
     parser.add_argument("--language", default=LANGUAGE, metavar="FILE")
@@ -84,7 +73,6 @@ def main() -> int:
     step = steps.add_parser("texts")
     step.add_argument("groups", type=Path)
     step.add_argument("path", type=Path)
-    steps.add_parser("authors")
     given = parser.parse_args()
     try:
         language = read_language(given.language, "--language")
@@ -92,10 +80,8 @@ def main() -> int:
             blank(language, given.folder)
         elif given.step == "answers":
             answers(language, given.author, given.split, given.path)
-        elif given.step == "texts":
-            texts(given.groups, given.path)
         else:
-            authors(language)
+            texts(given.groups, given.path)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
