@@ -33,21 +33,13 @@ from study.records import FACTS, Record, append_record, finished, read_record
 
 RUNS_OF_A_PROCESS = 40
 """Runs that a process does, approximately, before it is replaced, so that memory kept by libraries does not
-grow for hours."""
+grow for hours. (The executor's own max_tasks_per_child hangs in Python 3.11.)"""
 
 
 @dataclass(frozen=True)
 class Outcome:
     name: str
     error: str | None
-
-
-class RunsFailedError(StoppedError):
-    """Some runs failed; the others are done."""
-
-    def __init__(self, names: Sequence[str], said: str) -> None:
-        super().__init__(said)
-        self.names = names
 
 
 def run_plan(
@@ -80,10 +72,7 @@ def run_plan(
     failed: list[str] = []
     while chunk := _next(plan, there := known(plan, runs_dir, (*published, file)), failed, jobs):
         say(told(plan, there, failed))
-        try:
-            run_all(chunk, runs_dir, jobs, lambda run: costs[run.name], keep)
-        except RunsFailedError as error:
-            failed += error.names
+        failed += run_all(chunk, runs_dir, jobs, lambda run: costs[run.name], keep)
     say(told(plan, there, failed))
     return failed
 
@@ -110,42 +99,24 @@ def run_all(
     runs_dir: Path,
     jobs: int,
     cost_of: Callable[[Run], float],
-    after: Callable[[str], None] = lambda name: None,
-) -> None:
-    """Do what is left of ``runs``, ``jobs`` at a time. ``cost_of``: approximate seconds of one core that a
-    run takes, for the estimate of the time left. ``after`` is called with the name of each that finished.
-    Raises RunsFailedError, once the others are done, if any failed."""
-    todo = [run for run in runs if not finished(runs_dir / run.name)]
-    cost = {run.name: cost_of(run) for run in runs}
-    if not todo:
-        return
+    after: Callable[[str], None],
+) -> list[str]:
+    """Do ``runs``, ``jobs`` at a time, and return the names of those that failed. ``cost_of``: approximate
+    seconds of one core that a run takes, for the estimate of the time left. ``after`` is called with the name
+    of each that finished."""
     os.environ["OMP_NUM_THREADS"] = "1"  # read by the processes when they import torch
-    failed: list[Outcome] = []
-    bar = progress(
-        round(sum(cost.values())),
-        "study",
-        unit="CPU second",
-        done=round(sum(cost.values()) - sum(cost[r.name] for r in todo)),
-    )
-    with bar:
-        for first in range(
-            0, len(todo), jobs * RUNS_OF_A_PROCESS
-        ):  # (the executor's own max_tasks_per_child hangs in Python 3.11)
-            for outcome in finish(todo[first : first + jobs * RUNS_OF_A_PROCESS], runs_dir, jobs):
-                bar.set_postfix_str(f"last {outcome.name}", refresh=False)
-                bar.update(cost[outcome.name])
-                if outcome.error:
-                    failed.append(outcome)
-                    print(f"{outcome.name}: {outcome.error}", file=sys.stderr, flush=True)
-                else:
-                    after(outcome.name)
-    if failed:
-        names = [outcome.name for outcome in failed]
-        raise RunsFailedError(
-            names,
-            f"{len(failed)} of {len(todo)} runs failed: {', '.join(names)}; their logs are in "
-            f"{runs_dir / 'logs'}. The same command tries them again",
-        )
+    failed: list[str] = []
+    cost = {run.name: cost_of(run) for run in runs}
+    with progress(round(sum(cost.values())), "study", unit="CPU second") as bar:
+        for outcome in finish(runs, runs_dir, jobs):
+            bar.set_postfix_str(f"last {outcome.name}", refresh=False)
+            bar.update(cost[outcome.name])
+            if outcome.error:
+                failed.append(outcome.name)
+                print(f"{outcome.name}: {outcome.error}", file=sys.stderr, flush=True)
+            else:
+                after(outcome.name)
+    return failed
 
 
 def finish(runs: Sequence[Run], runs_dir: Path, jobs: int) -> Iterator[Outcome]:
