@@ -14,7 +14,7 @@ PROGRAMS = [
     for name in TRACKED
     if name != "benchmarks/trl_compare.py"  # TRL, which it imports, changes what later tests log
     and not name.startswith("tests/")
-    and "ArgumentParser(" in (text := (ROOT / name).read_text())
+    and "options_of(" in (text := (ROOT / name).read_text())
     and 'if __name__ == "__main__":' in text
 ]
 
