@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 ROOT = Path(__file__).parent.parent
 Work = Callable[[], object]
@@ -96,14 +94,6 @@ def ratio(a: list[Sample], b: list[Sample], clock: str = "cpu") -> Spread:
     same minute."""
     times = {"cpu": lambda s: s.cpu, "wall": lambda s: s.wall}[clock]
     return Spread.of(times(x) / times(y) for x, y in zip(a, b, strict=True))
-
-
-def counted_products(work: Work) -> float:
-    """Return the operations of the matrix products that ``work`` does, by torch's own count. Attention is
-    computed by plain products meanwhile, over whole squares, not the causal half."""
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        work()
-    return float(counter.get_total_flops())
 
 
 def peak_rss() -> int:

@@ -289,18 +289,6 @@ def drawn_pairs(
     return pairs
 
 
-def fixed_pairs(count: int, vocabulary: int, length: int, completion: int, seed: int = 0) -> list[Pair]:
-    """Return pairs of random tokens; every row has ``length`` tokens, of which ``completion`` are the
-    answer."""
-    rng = np.random.default_rng(seed)
-    pairs = []
-    for _ in range(count):
-        asked = rng.integers(3, vocabulary, length - completion).astype(np.int32)
-        chosen, rejected = (rng.integers(3, vocabulary, completion).astype(np.int32) for _ in range(2))
-        pairs.append((Sequence(asked, chosen), Sequence(asked, rejected)))
-    return pairs
-
-
 def trained_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
     """Return a byte-level BPE trained on these texts, which gives real text realistic lengths without a file
     from the network."""

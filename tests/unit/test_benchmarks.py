@@ -13,15 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import balance, quick, recipes, shared_prompts
 from benchmarks.floor import Forward, floor, forward
-from benchmarks.measure import Sample, Spread, alternate, counted_products, in_a_row, ratio
+from benchmarks.measure import Sample, Spread, alternate, in_a_row, ratio
 from benchmarks.offline_vs_humanline import floor_of, prepare, settings_of
 from benchmarks.parts import (
     Settings,
     drawn_pairs,
-    fixed_pairs,
     fresh,
     make_trainer,
     random_policy,
@@ -45,6 +46,28 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def base():
     return random_policy(shape("tiny"), torch.device("cpu"))
+
+
+def fixed_pairs(
+    count: int, vocabulary: int, length: int, completion: int, seed: int = 0
+) -> list[tuple[Sequence, Sequence]]:
+    """Return pairs of random tokens; every row has ``length`` tokens, of which ``completion`` are the
+    answer."""
+    rng = np.random.default_rng(seed)
+    pairs = []
+    for _ in range(count):
+        asked = rng.integers(3, vocabulary, length - completion).astype(np.int32)
+        chosen, rejected = (rng.integers(3, vocabulary, completion).astype(np.int32) for _ in range(2))
+        pairs.append((Sequence(asked, chosen), Sequence(asked, rejected)))
+    return pairs
+
+
+def counted_products(work) -> float:
+    """Return the operations of the matrix products that ``work`` does, by torch's own count. Attention is
+    computed by plain products meanwhile, over whole squares, not the causal half."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        work()
+    return float(counter.get_total_flops())
 
 
 def test_the_floor_is_what_the_model_multiplies():
