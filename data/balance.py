@@ -89,11 +89,6 @@ class Work:
 TOKENS = Work()
 
 
-def example_tokens(example: Example) -> int:
-    """Return the number of tokens that a rank computes for an example, without padding."""
-    return sum(len(row) for rows in _forwards([example]) for row in rows)
-
-
 def row_tokens(example: Example) -> int:
     """Return the number of tokens in the rows with a gradient."""
     return sum(map(len, example.rows))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from data.formats import (
     RowError,
     answered,
     are_finite,
+    each_row,
     is_finite,
     keys_of,
     listed,
@@ -42,7 +43,7 @@ from data.formats import (
     turns,
     with_tools,
 )
-from data.rows import Dropped, Row, read_rows
+from data.rows import Row, read_rows
 from data.types import Completion, Group, Prompt
 
 _ROUNDING = 1e-3
@@ -258,14 +259,11 @@ def _are_ids(token_ids: list[Any]) -> bool:
     )
 
 
-def groups(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
-    """Convert the rows of groups files, or of any table with a list of answers and a list of their scores
+@each_row
+def groups(values: Values, config: DataConfig) -> Group:
+    """Convert a row of a groups file, or of any table with a list of answers and a list of their scores
     (renamed by ``data.columns``)."""
-    for row in rows:
-        try:
-            yield placed(from_dict(row.values), row)
-        except RowError as error:
-            yield error.dropped(row)
+    return from_dict(values)
 
 
 def check_token_ids(groups: Iterable[Group], tokenizer: str, size: int) -> None:

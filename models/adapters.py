@@ -21,13 +21,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor
 
 from config.schema_model import ModelConfig
 from models.distributed import local, reshard
 from models.export import whole_folder
 from models.policy import Policy
 from models.pretrained import empty_policy
+from models.shards import local_part
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -100,11 +100,11 @@ def perturbed(policy: Policy) -> Iterator[None]:
     ends. Fresh adapters change nothing, so only with noise does it show whether they are read at all."""
     reshard(policy)
     ups = list(_ups(policy.model))
-    kept = [_own(up).clone() for up, _ in ups]
+    kept = [local_part(up.detach()).clone() for up, _ in ups]
     made = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for up, deviation in ups:
-            own = _own(up)
+            own = local_part(up.detach())
             own.add_(torch.randn(own.shape, generator=made).to(own) * deviation)
     try:
         yield
@@ -112,7 +112,7 @@ def perturbed(policy: Policy) -> Iterator[None]:
         reshard(policy)
         with torch.no_grad():
             for (up, _), before in zip(ups, kept, strict=True):
-                _own(up).copy_(before)
+                local_part(up.detach()).copy_(before)
 
 
 def _ups(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
@@ -130,9 +130,3 @@ def _ups(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
             zero = layer.lora_B[adapter].weight
             spread = math.sqrt(zero.numel() / 3)
         yield zero, PERTURBED * norm / (layer.scaling[adapter] * spread)
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """Return this rank's part of ``tensor``."""
-    value = tensor.detach()
-    return value.to_local() if isinstance(value, DTensor) else value

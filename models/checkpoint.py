@@ -236,10 +236,7 @@ class Checkpoints:
         rank."""
         state: dict[str, Any] = everywhere(lambda: read_json(path / "state.json"), path)
         saved = everywhere(lambda: _tensors(policy, optimizer, fresh=state["fresh_optimizer"]), path)
-        _read_shards(path, saved)
-        set_model_state_dict(
-            policy, saved["model"], options=StateDictOptions(ignore_frozen_params=True, strict=False)
-        )
+        _fill(path, saved, policy)
         if "optimizer" in saved:
             set_optimizer_state_dict(policy, optimizer, saved["optimizer"])
         alike = dealing in (None, state.get("dealing", UNSAID))
@@ -262,10 +259,7 @@ class Checkpoints:
     def load_weights(self, path: Path, policy: nn.Module) -> None:
         """Restore the weights alone, for export. Raises CheckpointError."""
         saved = {"model": get_model_state_dict(policy, options=StateDictOptions(ignore_frozen_params=True))}
-        _read_shards(path, saved)
-        set_model_state_dict(
-            policy, saved["model"], options=StateDictOptions(ignore_frozen_params=True, strict=False)
-        )
+        _fill(path, saved, policy)
 
 
 class Writing(Thread):
@@ -315,11 +309,15 @@ def everywhere(work: Callable[[], T], path: Path | None = None, group: Group | N
     return cast(T, value)
 
 
-def _read_shards(path: Path, saved: dict[str, Any]) -> None:
-    """Fill ``saved`` from the checkpoint's shards, read as data. Raises CheckpointError on every rank."""
+def _fill(path: Path, saved: dict[str, Any], policy: nn.Module) -> None:
+    """Fill ``saved`` from the checkpoint's shards, read as data, and the policy's weights from it. Raises
+    CheckpointError on every rank."""
     reader = everywhere(lambda: Reader(path), path)
     everywhere(
         lambda: dcp.load(saved, storage_reader=reader, planner=Planner(), process_group=patient()), path
+    )
+    set_model_state_dict(
+        policy, saved["model"], options=StateDictOptions(ignore_frozen_params=True, strict=False)
     )
 
 

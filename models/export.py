@@ -42,14 +42,19 @@ def full_state(policy: Policy) -> dict[str, Tensor]:
     base that had nothing to merge. Parts that only training needs (a value head, a slow reference, running
     means) are left out."""
     state = get_model_state_dict(policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    named = {
+    named = _of_model(state)
+    for name, layer in quantised(policy.model).items() if named else ():
+        named[weight_name(name)] = layer.dequantised(named.pop(name))
+    return merge_adapters(named, policy) if named else {}
+
+
+def _of_model(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the weights of the transformers model within a policy's state, under its own names."""
+    return {
         name.removeprefix("model."): tensor
         for name, tensor in state.items()
         if isinstance(tensor, Tensor) and name.startswith("model.")
     }
-    for name, layer in quantised(policy.model).items() if named else ():
-        named[weight_name(name)] = layer.dequantised(named.pop(name))
-    return merge_adapters(named, policy) if named else {}
 
 
 def whole_weights(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -66,12 +71,7 @@ def whole_weights(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Ten
 
 def _plain_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of each weight whole, as ``full_state`` has it."""
-    state = get_model_state_dict(policy)
-    named = {
-        name.removeprefix("model."): tensor
-        for name, tensor in state.items()
-        if isinstance(tensor, Tensor) and name.startswith("model.")
-    }
+    named = _of_model(get_model_state_dict(policy))
     layers, packed = _adapted(policy), quantised(policy.model)
     for name, tensor in named.items():
         if layers and ".lora_" in name:

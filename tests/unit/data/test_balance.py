@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.balance import COMPUTED, DRAWN, batch_of, busy, measure, pairs_of
 from benchmarks.floor import floor
-from data.balance import CLOSE, Work, example_tokens, in_slots, partition, row_tokens, token_balance
+from data.balance import CLOSE, Work, in_slots, part_tokens, partition, row_tokens, token_balance
 from data.batches import Tokens, deal
 from data.types import Example, Sequence
 
@@ -105,7 +105,7 @@ def test_too_many_items_are_refused():
 
 def test_an_examples_tokens_are_those_of_all_its_rows():
     pair = Example("a", (row(3, 4), row(3, 1)), mismatched=row(3, 9))
-    assert example_tokens(pair) == 7 + 4 + 12
+    assert part_tokens([pair], packed=True) == 7 + 4 + 12
 
 
 def test_the_balance_is_the_share_of_time_in_which_no_rank_waits():

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.balance import example_tokens, row_tokens, share_tokens, token_balance
+from data.balance import part_tokens, row_tokens, share_tokens, token_balance
 from data.batches import Segment, Tokens, collate, cut, deal, microbatch, to_device
 from data.types import Example, Sequence
 
@@ -130,7 +130,7 @@ def test_the_ranks_of_a_turn_have_as_many_tokens_where_rows_are_packed():
         slots = deal(batch, ranks, 4, 2)
         assert len(slots) == 2 and all(len(part) == 4 for slot in slots for part in slot)
         for slot in slots:
-            loads = [sum(example_tokens(e) for e in part) for part in slot]
+            loads = [part_tokens(part, packed=True) for part in slot]
             assert np.mean(loads) / max(loads) > 0.95
             assert loads[0] == max(loads), "rank 0 has most"
         assert token_balance(deal(batch, ranks, 4, 2, packed=False), packed=True) < 0.9

@@ -16,7 +16,7 @@ from transformers.optimization import (
     get_linear_schedule_with_warmup,
 )
 
-from data.balance import example_tokens, share_tokens
+from data.balance import part_tokens, share_tokens
 from data.batches import Segment, deal, size_of
 from models.distributed import local, start
 from models.reference import Reference, score, sequences_of
@@ -136,7 +136,7 @@ def test_a_step_says_how_evenly_its_tokens_lie_on_the_ranks(tmp_path):
         trainer.reference.refresh(trainer.policy, 0, trainer.upcoming(segment, 0, 0))
         found.append(trainer.step(segment).known["token_balance"])
     slots = deal(trainer.arrange(segment.batch(0)), 2, 4, 1, work=trainer.work)
-    loads = [[sum(example_tokens(e) for e in part) for part in slot] for slot in slots]
+    loads = [[part_tokens(part, packed=True) for part in slot] for slot in slots]
     assert all(e.mismatched is not None for slot in slots for part in slot for e in part)
     assert found == [1.0, *[sum(map(sum, loads)) / 2 / sum(map(max, loads))] * 2]
 
