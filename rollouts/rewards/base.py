@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -137,12 +139,41 @@ class Arrivals:
                     scorer.begin([prompt for prompt, _ in whole], [text for _, text in whole])
 
 
-class Reward(Protocol):
-    """The interface through which a round obtains scores."""
+class Scorer(ABC):
+    """One kind of reward. It gives the reason for each missing verdict and leaves the policy on missing
+    verdicts to ``Reward``. It may have ``check_prompts``, as in ``Reward``, and ``score_tokens``.
 
-    metrics: dict[str, float]
-    """Metrics of the last ``score``: ``missing`` (share of completions without a verdict), ``seconds``, and
-    those that the kind of reward adds."""
+    A scorer whose settings have a true ``loads_model`` also has ``share_over``, as in ``Reward``. A scorer
+    that works in other processes or through network calls may have ``chunk`` and ``begin``
+    (``Begins``).
+    """
+
+    metrics: Mapping[str, float] = MappingProxyType({})
+    """Metrics of the last ``score`` that this kind of reward adds."""
+    log_dir: Path | None = None
+    """Directory where worker processes write what they print and the exceptions that they raise; None for
+    none."""
+
+    @abstractmethod
+    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
+        """Return one reward for each completion, or the reason why there is none."""
+
+    def release(self) -> None:
+        """Free the accelerator's memory until the next ``score``."""
+
+    def close(self) -> None:
+        """End processes and threads."""
+
+
+class Reward:
+    """The interface through which a round obtains scores, made of a Scorer. Numbers that are not finite
+    become missing verdicts, and a share of missing verdicts above ``max_missing`` is an error."""
+
+    def __init__(self, scorer: Scorer, max_missing: float) -> None:
+        self.scorer, self.max_missing = scorer, max_missing
+        self.metrics: dict[str, float] = {}
+        """Metrics of the last ``score``: ``missing`` (share of completions without a verdict), ``seconds``,
+        and those that the kind of reward adds."""
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | None]:
         """Return one finite reward for each completion, or None for no verdict. ``completions[i]`` answers
@@ -150,71 +181,6 @@ class Reward(Protocol):
 
         Raises RewardError.
         """
-
-    def arrivals(self, count: int) -> Arrivals | None:
-        """Return a collector that takes ``count`` completions as they are sampled and begins to score them
-        early, or None for a reward that waits for all of them. ``score`` is called with the completions in
-        either case."""
-
-    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Raise ConfigError if the reward needs something of each prompt that none of them has."""
-
-    @property
-    def gives_tokens(self) -> bool:
-        """Whether the reward scores tokens (``score_tokens``) and not whole completions."""
-
-    def score_tokens(
-        self, prompts: Sequence[Prompt], samples: Sequence[tuple[np.ndarray, Completion]]
-    ) -> list[tuple[float, ...] | None]:
-        """Return a finite reward for each token of each completion, or None for no verdict. Each sample is
-        (its [P] prompt tokens, the completion). Raises RewardError."""
-
-    def check_tokenizer(self, tokenizer: Any) -> None:
-        """Raise ConfigError if the tokens of ``tokenizer`` are not the ones that this reward scores."""
-
-    def share_over(self, ranks: Ranks) -> None:
-        """Let every rank score a share with its own models whenever rank 0 scores from now on, and release
-        them whenever rank 0 releases. Every rank calls this once. Ranks above 0 hold a reward made of the
-        models alone (``RewardConfig.models_alone``)."""
-
-    def release(self) -> None:
-        """Free the accelerator's memory until the next ``score``."""
-
-    def close(self) -> None:
-        """End processes and threads. Nothing can be scored afterwards."""
-
-
-class Scorer(Protocol):
-    """One kind of reward. It gives the reason for each missing verdict and leaves the policy on missing
-    verdicts to ``Checked``. It may have ``check_prompts``, as in ``Reward``.
-
-    A scorer whose settings have a true ``loads_model`` also has ``share_over``, as in ``Reward``. A scorer
-    that works in other processes or through network calls may have ``chunk`` and ``begin``
-    (``Begins``).
-    """
-
-    metrics: dict[str, float]
-    log_dir: Path | None
-    """Directory where worker processes write what they print and the exceptions that they raise; None for
-    none."""
-
-    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
-        """Return one reward for each completion, or the reason why there is none."""
-
-    def release(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Checked:
-    """A Reward made of a Scorer. Numbers that are not finite become missing verdicts, and a share of missing
-    verdicts above ``max_missing`` is an error."""
-
-    def __init__(self, scorer: Scorer, max_missing: float) -> None:
-        self.scorer, self.max_missing = scorer, max_missing
-        self.metrics: dict[str, float] = {}
-
-    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | None]:
         assert len(prompts) == len(completions), "one prompt a completion"
         start = time.monotonic()
         verdicts = [finite(v) for v in self.scorer.score(prompts, completions)]
@@ -222,24 +188,32 @@ class Checked:
         return [None if isinstance(v, Missing) else v for v in verdicts]
 
     def arrivals(self, count: int) -> Arrivals | None:
+        """Return a collector that takes ``count`` completions as they are sampled and begins to score them
+        early, or None for a reward that waits for all of them. ``score`` is called with the completions in
+        either case."""
         begin = parts_that_begin(self.scorer)
         return Arrivals(begin, count) if begin else None
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Raise ConfigError if the reward needs something of each prompt that none of them has."""
         if hasattr(self.scorer, "check_prompts"):
             self.scorer.check_prompts(prompts)
 
     @property
     def gives_tokens(self) -> bool:
+        """Whether the reward scores tokens (``score_tokens``) and not whole completions."""
         return hasattr(self.scorer, "score_tokens")
 
     def check_tokenizer(self, tokenizer: Any) -> None:
+        """Raise ConfigError if the tokens of ``tokenizer`` are not the ones that this reward scores."""
         scorer: Any = self.scorer
         scorer.check_tokenizer(tokenizer)
 
     def score_tokens(
         self, prompts: Sequence[Prompt], samples: Sequence[tuple[np.ndarray, Completion]]
     ) -> list[tuple[float, ...] | None]:
+        """Return a finite reward for each token of each completion, or None for no verdict. Each sample is
+        (its [P] prompt tokens, the completion). Raises RewardError."""
         start = time.monotonic()
         scorer: Any = self.scorer
         token_rewards = scorer.score_tokens(samples)
@@ -251,6 +225,9 @@ class Checked:
         ]
 
     def share_over(self, ranks: Ranks) -> None:
+        """Let every rank score a share with its own models whenever rank 0 scores from now on, and release
+        them whenever rank 0 releases. Every rank calls this once. Ranks above 0 hold a reward made of the
+        models alone (``RewardConfig.models_alone``)."""
         if hasattr(self.scorer, "share_over"):
             self.scorer.share_over(ranks)
 
@@ -266,7 +243,7 @@ class Checked:
             f"{type(self.scorer).__name__} gave another number of verdicts"
         )
         share = sum(isinstance(v, Missing) for v in verdicts) / max(1, len(verdicts))
-        self.metrics = self.scorer.metrics | {"missing": share, "seconds": time.monotonic() - start}
+        self.metrics = {**self.scorer.metrics, "missing": share, "seconds": time.monotonic() - start}
         if share > self.max_missing:
             told = _too_many(verdicts, prompts, completions, self.max_missing)
             if self.scorer.log_dir is not None:
@@ -274,9 +251,11 @@ class Checked:
             raise RewardError(told)
 
     def release(self) -> None:
+        """Free the accelerator's memory until the next ``score``."""
         self.scorer.release()
 
     def close(self) -> None:
+        """End processes and threads. Nothing can be scored afterwards."""
         self.scorer.close()
 
 

@@ -17,7 +17,7 @@ from statistics import fmean
 from config.schema_rewards import ConstraintsConfig
 from data.constraints import met, wanted_of, words_of
 from data.types import Prompt
-from rollouts.rewards.base import Missing
+from rollouts.rewards.base import Missing, Scorer
 
 WORDS = Path("assets/constraints/words.txt.gz")
 SHORT_NUMBER = re.compile(r"(?<!\d)\d{1,6}(?!\d)")
@@ -58,13 +58,11 @@ def fluency(answer: str, enough: float) -> float:
     return min(1.0, (1 - repetition(answer)) / enough) * min(1.0, share_of_words(answer) / enough)
 
 
-class ConstraintReward:
+class ConstraintReward(Scorer):
     """Scores answers in this process. A round of 640 takes a tenth of a second."""
 
     def __init__(self, config: ConstraintsConfig) -> None:
         self.config = config
-        self.metrics: dict[str, float] = {}
-        self.log_dir: Path | None = None
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
         """Return each reward, in [0, points]; Missing for a prompt whose reference names no known
@@ -90,12 +88,6 @@ class ConstraintReward:
             else self.config.points * share * guard
             for share, guard in zip(shares, guards, strict=True)
         ]
-
-    def release(self) -> None:
-        """Does nothing: this reward uses no accelerator."""
-
-    def close(self) -> None:
-        """Does nothing: this reward has no processes."""
 
 
 def make(settings: ConstraintsConfig, device: object, log_dir: Path | None) -> ConstraintReward:

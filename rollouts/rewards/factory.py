@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from common.imports import import_function
 from config.schema_rewards import RewardConfig
-from rollouts.rewards.base import Checked, Reward
+from rollouts.rewards.base import Reward
 
 if TYPE_CHECKING:
     import torch
@@ -26,4 +26,4 @@ def make_reward(
     template, or a missing math-verify.
     """
     make = import_function("reward._target_", config.target)
-    return Checked(make(config.settings, device, log_dir), config.max_missing)
+    return Reward(make(config.settings, device, log_dir), config.max_missing)

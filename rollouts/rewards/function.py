@@ -17,7 +17,7 @@ from common.errors import ConfigError, require
 from common.imports import import_function
 from config.schema_rewards import FunctionConfig
 from data.types import Prompt
-from rollouts.rewards.base import Missing, RewardError
+from rollouts.rewards.base import Missing, RewardError, Scorer
 from rollouts.rewards.pool import Pool
 
 Columns = dict[str, list[Any]]
@@ -36,14 +36,13 @@ _BRIEF.maxstring = _BRIEF.maxother = 60
 _BRIEF.maxlist, _BRIEF.maxdict = 2, 4
 
 
-class FunctionReward:
+class FunctionReward(Scorer):
     """A user's function, run in separate processes. If it raises, returns something invalid or never returns,
     only the verdicts of one batch are lost."""
 
     def __init__(self, config: FunctionConfig, log_dir: Path | None = None) -> None:
         """Raises ConfigError if the function cannot be imported."""
         self.config, self.log_dir = config, log_dir
-        self.metrics: dict[str, float] = {}
         self._shown = False
         self._pool = Pool(
             "rollouts.rewards.function.load",
@@ -111,9 +110,6 @@ class FunctionReward:
             f"{firsts}, {len(batch['completions'])} of each",
             flush=True,
         )
-
-    def release(self) -> None:
-        """Does nothing: the function's memory belongs to its own processes."""
 
     def close(self) -> None:
         self._pool.close()

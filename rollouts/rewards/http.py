@@ -8,7 +8,7 @@ from pathlib import Path
 
 from config.schema_rewards import HttpConfig
 from data.types import Prompt, Turn
-from rollouts.rewards.base import Missing
+from rollouts.rewards.base import Missing, Scorer
 from rollouts.rewards.endpoint import Endpoint, FailedError
 from rollouts.rewards.function import Columns, batches_of, columns
 
@@ -17,14 +17,12 @@ _FIRST = Prompt((Turn("user", "What is 2 + 2?"),), "4")
 """Prompt that is scored once before a run begins, so that an unreachable server is found at that point."""
 
 
-class HttpReward:
+class HttpReward(Scorer):
     """Sends completions in batches. The completions of a batch without a reply have no verdicts."""
 
     def __init__(self, config: HttpConfig) -> None:
         """Raises ConfigError for a server that does not answer as required."""
         self.config = config
-        self.metrics: dict[str, float] = {}
-        self.log_dir: Path | None = None
         self._endpoint = Endpoint("reward.http", config.base_url, "", config, _MAX_REPLY_BYTES)
         self._calls = self._endpoint.calls(self._ask)
         self._endpoint.check(self._ask, columns([_FIRST], ["4"], config.conversational))
@@ -44,9 +42,6 @@ class HttpReward:
         for batch, scores in zip(batches, self._calls.map(batches), strict=True):
             verdicts += [scores] * len(batch["completions"]) if isinstance(scores, Missing) else scores
         return verdicts
-
-    def release(self) -> None:
-        """Does nothing: this reward uses no accelerator."""
 
     def close(self) -> None:
         self._endpoint.close()

@@ -14,7 +14,7 @@ from typing import Any
 
 from config.schema_rewards import JudgeConfig
 from data.types import Prompt
-from rollouts.rewards.base import Missing
+from rollouts.rewards.base import Missing, Scorer
 from rollouts.rewards.endpoint import Endpoint, FailedError
 
 _MAX_REPLY_BYTES = 4_000_000
@@ -32,14 +32,12 @@ class Spent:
     """the endpoint's own count, or ``_estimate`` of a call for which it gives none"""
 
 
-class JudgeReward:
+class JudgeReward(Scorer):
     """Scores completions with a judge model."""
 
     def __init__(self, config: JudgeConfig) -> None:
         """Raises ConfigError for an address or a key that cannot be sent."""
         self.config, self.spent = config, Spent()
-        self.metrics: dict[str, float] = {}
-        self.log_dir: Path | None = None
         self._endpoint = Endpoint(
             "reward.judge", config.base_url, "/chat/completions", config, _MAX_REPLY_BYTES
         )
@@ -59,9 +57,6 @@ class JudgeReward:
         verdicts = self._calls.map(list(zip(prompts, completions, strict=True)))
         self.metrics = {"calls": float(self.spent.calls), "tokens": float(self.spent.tokens)}
         return verdicts
-
-    def release(self) -> None:
-        """Does nothing: this reward uses no accelerator."""
 
     def close(self) -> None:
         self._endpoint.close()

@@ -35,7 +35,7 @@ from data.types import Sequence as Row
 from models.pretrained import not_found, reachable
 from models.ranks import Ranks, map_locally
 from models.weight_files import read_header
-from rollouts.rewards.base import Missing
+from rollouts.rewards.base import Missing, Scorer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -138,7 +138,7 @@ class Conversations:
         return Row(row.prompt_ids, np.append(row.completion_ids, self._tail).astype(np.int32))
 
 
-class ModelReward:
+class ModelReward(Scorer):
     """A reward model, loaded at the first ``score`` and moved off its device by ``release``.
 
     The batches are the same for any number of ranks, so that scores are identical to the bit.
@@ -152,8 +152,6 @@ class ModelReward:
         self.config, self.place, self.head = config, place, head
         self.device = torch.device(device)
         self._check()
-        self.metrics: dict[str, float] = {}
-        self.log_dir: Path | None = None
         self._model: PreTrainedModel | None = None
         self._weights: HostWeights | None = None
         self._of_batches = map_locally(self._of_batch)

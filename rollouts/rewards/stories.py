@@ -11,17 +11,15 @@ from config.schema_instruct import StoryJudgeConfig
 from data.instruct import judged, text_of
 from data.stories import read_language
 from data.types import Prompt
-from rollouts.rewards.base import Missing
+from rollouts.rewards.base import Missing, Scorer
 
 
-class StoryJudge:
+class StoryJudge(Scorer):
     """Scores stories in this process. A round of 1,024 stories takes a tenth of a second."""
 
     def __init__(self, config: StoryJudgeConfig) -> None:
         """Raises ConfigError if ``config.language`` is not a language file."""
         self.config, self.language = config, read_language(config.language, "reward.instruct.language")
-        self.metrics: dict[str, float] = {}
-        self.log_dir: Path | None = None
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
         """Return the judge's reward of each story; Missing for a prompt that is not of this language.
@@ -41,12 +39,6 @@ class StoryJudge:
     def _verdict(self, prompt: Prompt, story: str) -> float | Missing:
         score = judged(self.language, text_of(prompt), story, self.config.noise, self.config.length_bias)
         return Missing("the prompt is none of this language") if score is None else score
-
-    def release(self) -> None:
-        """Does nothing: this reward uses no accelerator."""
-
-    def close(self) -> None:
-        """Does nothing: this reward has no processes."""
 
 
 def make(settings: StoryJudgeConfig, device: object, log_dir: Path | None) -> StoryJudge:

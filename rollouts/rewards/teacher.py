@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from models.pretrained import check_model, load_policy, load_tokenizer
 from models.ranks import Ranks, map_locally
 from models.reference import score
 from models.stored import check_finite, stored_alike
-from rollouts.rewards.base import Missing
+from rollouts.rewards.base import Missing, Scorer
 from rollouts.rewards.endpoint import Endpoint, FailedError, is_logprob
 from rollouts.rewards.models import HostWeights
 
@@ -49,18 +49,16 @@ token."""
 UNKNOWN = "its log-probabilities under the policy that sampled it are not known (docs/off-policy.md)"
 
 
-class Teacher(ABC):
+class Teacher(Scorer):
     """The common part of all teachers: the check of the tokenizer, and token rewards from
     log-probabilities."""
 
-    log_dir: Path | None = None
     positions: float = math.inf
     """Most tokens of prompt and completion together that the teacher can read."""
 
     def __init__(self, settings: TeacherConfig) -> None:
         """Raises ConfigError for a tokenizer that cannot be loaded."""
         self.settings = settings
-        self.metrics: dict[str, float] = {}
         self.config = with_defaults(
             ModelConfig,
             name="teacher",
@@ -119,12 +117,6 @@ class Teacher(ABC):
                 f"prompt and completion have more tokens than the teacher has positions ({self.positions})"
             )
         return ()
-
-    def release(self) -> None:
-        """Free the accelerator's memory."""
-
-    def close(self) -> None:
-        """Release the model or the endpoint."""
 
 
 def _own(completion: Completion) -> tuple[bool, ...]:

@@ -12,21 +12,20 @@ from common.errors import ConfigError
 from config.files import section
 from config.schema_rewards import VerifierConfig
 from data.types import Prompt
-from rollouts.rewards.base import Missing, RewardError
+from rollouts.rewards.base import Missing, RewardError, Scorer
 from rollouts.rewards.pool import Pool
 
 _FORMAT = re.compile(r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$", re.DOTALL | re.MULTILINE)
 _TAGS = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 
 
-class VerifierReward:
+class VerifierReward(Scorer):
     """The reward ``8 accuracy + 1 format + 1 tag count`` in [0, 10], or the same sum with other weights.
     There is no verdict where accuracy has none."""
 
     def __init__(self, config: VerifierConfig, log_dir: Path | None = None) -> None:
         """Raises ConfigError if math-verify is not installed."""
         self.config, self.log_dir = config, log_dir
-        self.metrics: dict[str, float] = {}
         self._pool = Pool(
             "rollouts.rewards.mathverify.load",
             None,
@@ -65,9 +64,6 @@ class VerifierReward:
         """Return 1.0 for an answer equal to the reference answer, else 0.0; Missing if equality cannot be
         decided."""
         return self._pool.map(list(zip(references, completions, strict=True)))
-
-    def release(self) -> None:
-        """Does nothing: this reward uses no accelerator."""
 
     def close(self) -> None:
         self._pool.close()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from models.ranks import Ranks
 
 
-class WeightedReward:
+class WeightedReward(Scorer):
     """Weighted sum of several scorers. A completion has no verdict if any of the parts gives none."""
 
     def __init__(self, settings: WeightedConfig, device: torch.device | str, log_dir: Path | None) -> None:

@@ -22,7 +22,7 @@ from data.types import Prompt, Turn
 from models.pretrained import load_tokenizer
 from rollouts.engines import Prefetch
 from rollouts.ledger import RoundFolder
-from rollouts.rewards.base import Arrivals, Checked, Tasks, parts_that_begin
+from rollouts.rewards.base import Arrivals, Reward, Tasks, parts_that_begin
 from rollouts.rewards.function import FunctionReward, batches_of
 from rollouts.rewards.verifier import VerifierReward
 from rollouts.round_builder import RoundBuilder
@@ -132,7 +132,7 @@ def test_a_function_is_called_once_a_batch_with_the_same_batches(tmp_path, monke
         "workers": 2,
         "conversational": False,
     }
-    reward = Checked(FunctionReward(FunctionConfig(**settings)), 0.0)
+    reward = Reward(FunctionReward(FunctionConfig(**settings)), 0.0)
     arrivals = reward.arrivals(8)
     assert arrivals is not None
     for which in (2, 0, 3, 1):
@@ -195,9 +195,9 @@ def built(folder, monkeypatch, early: bool) -> tuple[dict, str]:
     )
     renderer = make_renderer(load_tokenizer(config.model), config.model, config.data)
     prompts = [Prompt((Turn("user", f"{i}1+22="),), "33") for i in range(4)]
-    reward = Checked(FunctionReward(config.reward_config.settings), 0.0)
+    reward = Reward(FunctionReward(config.reward_config.settings), 0.0)
     if not early:
-        monkeypatch.setattr(Checked, "arrivals", lambda self, count: None)
+        monkeypatch.setattr(Reward, "arrivals", lambda self, count: None)
     with VllmSampler(config.sampler, renderer, max_length=40, dtype="float32", log_dir=folder) as sampler:
         sampler.load(folder, 0)
 

@@ -21,7 +21,7 @@ from data.formats import LARGEST, prompt_only
 from data.groups import from_dict, read_groups, to_dict, write_groups
 from data.rows import Row
 from data.types import Completion, Group, Prompt, Turn
-from rollouts.rewards.base import Checked, Missing, RewardError
+from rollouts.rewards.base import Missing, Reward, RewardError
 from rollouts.rewards.factory import make_reward
 from rollouts.rewards.function import columns, verdicts
 from rollouts.rewards.pool import Pool
@@ -289,8 +289,8 @@ class Fixed:
 
 
 @given(st.lists(st.one_of(st.floats(), st.just(Missing("why"))), min_size=1), st.floats(0, 1))
-def test_checked_never_makes_a_number_of_a_missing_verdict(values, cap):
-    reward = Checked(Fixed(values), cap)
+def test_a_reward_never_makes_a_number_of_a_missing_verdict(values, cap):
+    reward = Reward(Fixed(values), cap)
     bad = [isinstance(v, Missing) or not abs(v) <= LARGEST for v in values]
     ask = [prompt()] * len(values), [""] * len(values)
     if sum(bad) / len(bad) > cap:
