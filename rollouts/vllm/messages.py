@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 TokenRow = list[int]
 
@@ -55,6 +56,29 @@ class GenerateRequest:
     max_tokens: int
     stop_token_ids: tuple[int, ...]
     seed: int
+
+
+def sampling_params(request: GenerateRequest) -> dict[str, Any]:
+    """Return every field of vLLM's ``SamplingParams`` that could change a sample. ``ignore_eos``: only this
+    project's stop tokens end a sample. Otherwise the engine would add the end token that the model's config
+    names."""
+    return {
+        "n": 1,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "seed": request.seed,
+        "max_tokens": request.max_tokens,
+        "min_tokens": 0,
+        "stop_token_ids": list(request.stop_token_ids),
+        "ignore_eos": True,
+        "logprobs": 0,
+        "detokenize": False,
+    }
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,14 @@ from common.versions import refusal, warning
 from common.worker_process import WorkerError
 from rollouts.rewards.endpoint import UNIX, Client, is_logprob
 from rollouts.vllm.key import KEY_FILE, MIDDLEWARE
-from rollouts.vllm.messages import EngineOptions, Generated, GenerateRequest, TokenRow, ended_by_itself
+from rollouts.vllm.messages import (
+    EngineOptions,
+    Generated,
+    GenerateRequest,
+    TokenRow,
+    ended_by_itself,
+    sampling_params,
+)
 from rollouts.vllm.options import EXACT, WITHOUT_GPU
 
 EXTENSION = "rollouts.vllm.backend.WorkerExtension"
@@ -324,27 +331,6 @@ async def is_healthy(client: Client) -> bool:
             return (await client.exchange("GET", f"{client.base_url}/health")).status == 200
     except (aiohttp.ClientError, OSError, ValueError):
         return False
-
-
-def sampling_params(request: GenerateRequest) -> dict[str, Any]:
-    """Return every field that could change a sample, as ``rollouts.vllm.worker`` does."""
-    return {
-        "n": 1,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": 0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "seed": request.seed,
-        "max_tokens": request.max_tokens,
-        "min_tokens": 0,
-        "stop_token_ids": list(request.stop_token_ids),
-        "ignore_eos": True,
-        "logprobs": 0,
-        "detokenize": False,
-    }
 
 
 def _drawn(choice: dict[str, Any]) -> Generated:

@@ -23,7 +23,14 @@ from vllm.platforms import current_platform
 
 from common.worker_process import serve
 from rollouts.vllm.backend import EXTENSION
-from rollouts.vllm.messages import EngineOptions, Generated, GenerateRequest, TokenRow, ended_by_itself
+from rollouts.vllm.messages import (
+    EngineOptions,
+    Generated,
+    GenerateRequest,
+    TokenRow,
+    ended_by_itself,
+    sampling_params,
+)
 from rollouts.vllm.options import KV_CACHE, WITHOUT_GPU, one_compiles, shape_folder
 
 T = TypeVar("T")
@@ -161,7 +168,7 @@ class OfflineEngine:
         llm = self._awake()
         names = llm.enqueue(
             [{"prompt_token_ids": request.prompt} for request in requests],
-            [_sampling_params(request) for request in requests],
+            [SamplingParams(**sampling_params(request), watermarking=False) for request in requests],
             use_tqdm=False,
             lora_request=self._adapters,
         )
@@ -222,34 +229,6 @@ def _lora(options: EngineOptions) -> dict[str, Any]:
         return {}
     modules = list(options.lora_modules)
     return {"enable_lora": True, "max_lora_rank": options.lora_rank, "lora_target_modules": modules}
-
-
-def _sampling_params(request: GenerateRequest) -> SamplingParams:
-    """Set every field that could change a sample explicitly. ``ignore_eos``: only this project's stop tokens
-    end a sample. Otherwise the engine would add the end token that the model's config names."""
-    return SamplingParams(
-        n=1,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=0,
-        min_p=0.0,
-        repetition_penalty=1.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        seed=request.seed,
-        max_tokens=request.max_tokens,
-        min_tokens=0,
-        stop=None,
-        stop_token_ids=list(request.stop_token_ids),
-        ignore_eos=True,
-        bad_words=None,
-        logit_bias=None,
-        allowed_token_ids=None,
-        watermarking=False,
-        logprobs=0,
-        prompt_logprobs=None,
-        detokenize=False,
-    )
 
 
 def main() -> None:
