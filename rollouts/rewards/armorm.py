@@ -144,4 +144,4 @@ def gate_position(row: Row, end_id: int) -> int:
 def make(config: RewardModelConfig, device: torch.device | str, log_dir: Path | None = None) -> ModelReward:
     """The paper's reward model. Raises ConfigError."""
     place = Place(config, "reward.armorm")
-    return ModelReward(config, place, ArmoRMHead(place.conversations.end_id), device)
+    return ModelReward(config, place, ArmoRMHead(place.end_id), device)

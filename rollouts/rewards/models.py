@@ -8,9 +8,10 @@ under causal attention, or is masked.
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -38,16 +39,6 @@ from models.weight_files import read_header
 from rollouts.rewards.base import Missing, Scorer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class Place:
-    """The location of a reward model, and the rendering of its conversations."""
-
-    def __init__(self, config: RewardModelConfig, key: str, rendering: str = "template") -> None:
-        """``key``: the config section. ``rendering``: as in ``Conversations``. Raises ConfigError."""
-        self.key, self.name = f"{key}.name_or_path", config.name_or_path
-        self.path = reachable(self.key, self.name, config.revision)
-        self.conversations = Conversations(config, self.path, key=key, rendering=rendering)
 
 
 class RewardHead(Protocol):
@@ -89,23 +80,22 @@ class HostWeights:
             torch.cuda.empty_cache()
 
 
-class Conversations:
-    """Renders prompts and completions with a reward model's tokenizer."""
+class Place:
+    """The location of a reward model, which renders prompts and completions with its tokenizer."""
 
-    def __init__(
-        self, config: RewardModelConfig, path: str, *, key: str, rendering: str = "template"
-    ) -> None:
-        """``path``: the location of the model. ``key``: the config section, for error messages.
-        ``rendering``: ``template`` ends a row where the chat template ends an answer, ``turn`` ends it with
-        the end-of-turn token. Raises ConfigError."""
+    def __init__(self, config: RewardModelConfig, key: str, rendering: str = "template") -> None:
+        """``key``: the config section. ``rendering``: ``template`` ends a row where the chat template ends an
+        answer, ``turn`` ends it with the end-of-turn token. Raises ConfigError."""
+        self.key, self.name = f"{key}.name_or_path", config.name_or_path
+        self.path = reachable(self.key, self.name, config.revision)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path, revision=config.revision)
+            tokenizer = AutoTokenizer.from_pretrained(self.path, revision=config.revision)
         except Exception as error:  # tokenizers raises bare Exceptions for a file that it cannot read
-            raise not_found(f"{key}.name_or_path", config.name_or_path, error) from error
+            raise not_found(self.key, self.name, error) from error
         require(
             rendering == "turn" or tokenizer.chat_template is not None,
-            f"{key}.name_or_path",
-            config.name_or_path,
+            self.key,
+            self.name,
             "its tokenizer has no chat template; use a reward model with one, or reward=bradley_terry for "
             "one trained here",
         )
@@ -138,24 +128,25 @@ class Conversations:
         return Row(row.prompt_ids, np.append(row.completion_ids, self._tail).astype(np.int32))
 
 
-class ModelReward(Scorer):
-    """A reward model, loaded at the first ``score`` and moved off its device by ``release``.
+class HostModel(Scorer):
+    """A kind of reward by a model of its own, which loads when it is first needed and is moved off its device
+    by ``release``. The batches are the same for any number of ranks, so that scores are identical to the
+    bit."""
 
-    The batches are the same for any number of ranks, so that scores are identical to the bit.
-    """
-
-    def __init__(
-        self, config: RewardModelConfig, place: Place, head: RewardHead, device: torch.device | str
-    ) -> None:
-        """Raises ConfigError for a model that is not of this kind. The check uses its architecture and the
-        names of its weights, before the weights load."""
-        self.config, self.place, self.head = config, place, head
+    def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
-        self._check()
-        self._model: PreTrainedModel | None = None
+        self._model: nn.Module | None = None
         self._weights: HostWeights | None = None
         self._of_batches = map_locally(self._of_batch)
         self._free: Callable[[None], None] = self._off_device
+
+    @abstractmethod
+    def _of_batch(self, rows: list[Row]) -> list[Any]:
+        """Return what the model says of each row."""
+
+    @abstractmethod
+    def _load(self) -> nn.Module:
+        """Return the model in the host's memory. Raises ConfigError."""
 
     def share_over(self, ranks: Ranks) -> None:
         """Share the scoring as in ``Reward.share_over``."""
@@ -164,10 +155,41 @@ class ModelReward(Scorer):
             ranks.collective(self._off_device),
         )
 
+    def release(self) -> None:
+        self._free(None)
+
+    def _off_device(self, _: None) -> None:
+        if self._weights is not None:
+            self._weights.leave()
+
+    def close(self) -> None:
+        self._model = self._weights = None
+
+    def _loaded(self) -> Any:
+        """Return the model on its device."""
+        if self._model is None or self._weights is None:
+            self._model = self._load()
+            self._weights = HostWeights(self._model)
+        self._weights.go_to(self.device)
+        return self._model
+
+
+class ModelReward(HostModel):
+    """A reward model."""
+
+    def __init__(
+        self, config: RewardModelConfig, place: Place, head: RewardHead, device: torch.device | str
+    ) -> None:
+        """Raises ConfigError for a model that is not of this kind. The check uses its architecture and the
+        names of its weights, before the weights load."""
+        super().__init__(device)
+        self.config, self.place, self.head = config, place, head
+        self._check()
+
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
         verdicts: list[float | Missing] = []
         real: list[tuple[int, Row]] = []
-        for i, row in enumerate(self.place.conversations.rows(prompts, completions)):
+        for i, row in enumerate(self.place.rows(prompts, completions)):
             verdicts.append(row if isinstance(row, Missing) else Missing("not scored"))
             if isinstance(row, Row):
                 real.append((i, row))
@@ -182,16 +204,6 @@ class ModelReward(Scorer):
     def _of_batch(self, rows: list[Row]) -> list[float]:
         values: list[float] = self.head.rewards(self._loaded(), rows, self.device).float().cpu().tolist()
         return values
-
-    def release(self) -> None:
-        self._free(None)
-
-    def _off_device(self, _: None) -> None:
-        if self._weights is not None:
-            self._weights.leave()
-
-    def close(self) -> None:
-        self._model = self._weights = None
 
     def _check(self) -> None:
         """Raise ConfigError if the architecture or the checkpoint does not belong to this kind of reward
@@ -215,17 +227,13 @@ class ModelReward(Scorer):
             f"has {model.config.num_labels} labels: a reward model has one",
         )
 
-    def _loaded(self) -> PreTrainedModel:
-        if self._model is None:
-            try:
-                model, missing = self.head.load(self.place.path, self.config)
-            except Exception as error:  # whatever its own code raises
-                raise not_found(self.place.key, self.place.name, error) from error
-            refuse_missing(missing, self.place.key, self.place.name)
-            self._model, self._weights = model.eval(), HostWeights(model)
-        assert self._weights is not None
-        self._weights.go_to(self.device)
-        return self._model
+    def _load(self) -> PreTrainedModel:
+        try:
+            model, missing = self.head.load(self.place.path, self.config)
+        except Exception as error:  # whatever its own code raises
+            raise not_found(self.place.key, self.place.name, error) from error
+        refuse_missing(missing, self.place.key, self.place.name)
+        return model.eval()
 
 
 class Classifier:

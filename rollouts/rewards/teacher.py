@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,11 @@ from data.types import Completion, Prompt
 from data.types import Sequence as Row
 from models.policy import Policy, causal_lm
 from models.pretrained import check_model, load_policy, load_tokenizer
-from models.ranks import Ranks, map_locally
 from models.reference import score
 from models.stored import check_finite, stored_alike
 from rollouts.rewards.base import Missing, Scorer
 from rollouts.rewards.endpoint import Endpoint, FailedError, is_logprob
-from rollouts.rewards.models import HostWeights
+from rollouts.rewards.models import HostModel
 
 Sample = tuple[np.ndarray, Completion]
 """[P] prompt tokens, and the completion sampled after them."""
@@ -124,26 +123,15 @@ def _own(completion: Completion) -> tuple[bool, ...]:
     return completion.loss_mask or (True,) * len(completion.token_ids or ())
 
 
-class LocalTeacher(Teacher):
+class LocalTeacher(HostModel, Teacher):
     """A teacher in the run's own processes, which loads when it is first needed."""
 
     def __init__(self, settings: TeacherConfig, device: torch.device | str) -> None:
         """Raises ConfigError for a model that cannot be found, or is not a causal language model."""
-        super().__init__(settings)
-        self.device = torch.device(device)
+        HostModel.__init__(self, device)
+        Teacher.__init__(self, settings)
         text = check_model(self.config).get_text_config()
         self.positions = getattr(text, "max_position_embeddings", None) or math.inf
-        self._policy: Policy | None = None
-        self._weights: HostWeights | None = None
-        self._of_batches = map_locally(self._of_batch)
-        self._free: Callable[[None], None] = self._off_device
-
-    def share_over(self, ranks: Ranks) -> None:
-        """Share the scoring as in ``Reward.share_over``. The batches are the same as in a single process."""
-        self._of_batches, self._free = (
-            ranks.map_over_ranks(self._of_batch),
-            ranks.collective(self._off_device),
-        )
 
     def logprobs(self, samples: Sequence[Sample]) -> list[Sequence[float] | Missing]:
         logprobs: list[Sequence[float] | Missing] = [()] * len(samples)
@@ -164,26 +152,13 @@ class LocalTeacher(Teacher):
         values = score(self._loaded(), collate(rows, self.device)).float().cpu().numpy()
         return [of_row[: len(row.completion_ids)] for row, of_row in zip(rows, values, strict=True)]
 
-    def release(self) -> None:
-        self._free(None)
-
-    def _off_device(self, _: None) -> None:
-        if self._weights is not None:
-            self._weights.leave()
-
-    def close(self) -> None:
-        self._policy = self._weights = None
-
-    def _loaded(self) -> Policy:
-        if self._policy is None or self._weights is None:
-            dtype, cpu = getattr(torch, self.settings.dtype), torch.device("cpu")
-            as_stored = stored_alike(self.config) == dtype
-            self._policy = load_policy(self.config, cpu, stored=dtype if as_stored else None)
-            causal_lm(self._policy.model).to(dtype)
-            check_finite(self._policy, self.config)
-            self._weights = HostWeights(self._policy)
-        self._weights.go_to(self.device)
-        return self._policy
+    def _load(self) -> Policy:
+        dtype, cpu = getattr(torch, self.settings.dtype), torch.device("cpu")
+        as_stored = stored_alike(self.config) == dtype
+        policy = load_policy(self.config, cpu, stored=dtype if as_stored else None)
+        causal_lm(policy.model).to(dtype)
+        check_finite(policy, self.config)
+        return policy
 
 
 class EndpointTeacher(Teacher):

@@ -68,7 +68,7 @@ def test_the_exported_reward_model_is_a_stock_classifier_that_rounds_score_with(
     prompts = [Prompt((Turn("user", f"{a}+{b}="),)) for a, b in ((12, 34), (5, 67), (80, 9))]
     answers = ["2+4=6;1+3=4;46", "12", "0+9=9;8;89"]
     scores = classifier(settings, CPU).score(prompts, answers)
-    rows = Place(settings, "reward.classifier", "turn").conversations.rows(prompts, answers)
+    rows = Place(settings, "reward.classifier", "turn").rows(prompts, answers)
     with torch.no_grad():
         mine = reward_model(microbatch([Example("p", (row,)) for row in rows], CPU).sequences).sum(dim=1)
     reward_model.reshard()
