@@ -20,8 +20,8 @@ these two are in config/schema_eval.py, their commented defaults in config/eval.
 
 The helpers are in ``evals.answers``: ``check_answering`` returns the target's renderer, ``prompts`` the
 prompts to answer, ``sample`` the answers, drawn by the sampler of the settings with a progress bar, and
-``described`` the settings that they depend on. ``Target.model_folder()`` is the model as a folder on disk;
-``evals.base.fingerprints`` identifies what was evaluated.
+``described`` the settings that they depend on. ``rollouts.weights.model_folder(target.config)`` is the model
+as a folder on disk; ``evals.base.fingerprints`` identifies what was evaluated.
 
 ``Evaluation`` is the result: ``values`` (numbers by name, nested as they should read; launch.results skips
 lists), ``rows`` (one JSON object per answer), ``table`` (the printed table, heading first), ``settings`` and

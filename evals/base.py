@@ -36,14 +36,6 @@ class Target:
     other: Target | None = None
     """kind=compare: the target that it is compared with"""
 
-    def model_folder(self) -> Path:
-        """Return the folder of the model's own files; a hub model is downloaded. Raises ConfigError."""
-        from rollouts.weights import (
-            model_folder,  # imports torch, which takes seconds that a wrong command line need not wait
-        )
-
-        return model_folder(self.config)
-
 
 @dataclass(frozen=True)
 class Evaluation:

@@ -281,8 +281,7 @@ def result(
         i: fmean(run[i] for run in difference if i in run)
         for i in sorted({i for run in difference for i in run})
     }
-    tests = statistics.paired_tests(list(of_prompt.values()), tie)
-    values |= {"p_t": tests.t, "p_wilcoxon": tests.wilcoxon, "p_sign": tests.sign}
+    values |= statistics.paired_tests(list(of_prompt.values()), tie)
     if lengths:
         values |= {"length": lengths[0], "length_against": lengths[1]}
     return Evaluation(

@@ -93,16 +93,7 @@ def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
                 torch_random_seed=config.seed,
                 fewshot_random_seed=FEWSHOT_SEED,
             )
-    except (
-        AssertionError,
-        AttributeError,
-        ArithmeticError,
-        LookupError,
-        OSError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except Exception as error:  # a task is a program of its own and may raise anything
         raise StoppedError(
             f"lm_eval.tasks={own.tasks}: the harness failed ({type(error).__name__}: {error})"
         ) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
@@ -87,23 +86,16 @@ def _means(values: np.ndarray, runs: np.ndarray, problems: np.ndarray) -> np.nda
     return np.divide(sums, totals, out=np.full_like(sums, np.nan), where=totals > 0)
 
 
-@dataclass(frozen=True)
-class Paired:
-    """Two-sided p-values of the null hypothesis "no difference"; None where the test is not defined."""
-
-    t: float | None
-    wilcoxon: float | None
-    sign: float
-
-
-def paired_tests(differences: Sequence[float], tie: float = 0.0) -> Paired:
-    """Test one difference per prompt with the paired t, Wilcoxon signed-rank and sign tests.
+def paired_tests(differences: Sequence[float], tie: float = 0.0) -> dict[str, float | None]:
+    """Return two-sided p-values of the null hypothesis "no difference", one difference per prompt:
+    ``p_t`` of the paired t, ``p_wilcoxon`` of the Wilcoxon signed-rank and ``p_sign`` of the sign test. None
+    where a test is not defined.
 
     The sign test compares wins with losses and leaves out ties, |difference| <= ``tie``. Differences that are
     all 0 have p = 1."""
     wins, losses = sum(d > tie for d in differences), sum(d < -tie for d in differences)
     sign = float(stats.binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
     if len(differences) < 2:
-        return Paired(None, None, sign)
+        return {"p_t": None, "p_wilcoxon": None, "p_sign": sign}
     comparison = paired("", "", differences)
-    return Paired(comparison.p_t, comparison.p_wilcoxon, sign)
+    return {"p_t": comparison.p_t, "p_wilcoxon": comparison.p_wilcoxon, "p_sign": sign}

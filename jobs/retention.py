@@ -30,7 +30,7 @@ from models.distributed import sum_over_ranks
 from models.reference import Reference, score
 from rollouts.answers import Answers
 from rollouts.rounds import usable_prompts
-from rollouts.samplers import Sampler, SamplingSettings
+from rollouts.samplers import EmbeddedSampler, SamplingSettings
 from trainers.basic import BasicTrainer
 
 
@@ -63,7 +63,7 @@ class InitialKL:
     def __init__(
         self,
         trainer: BasicTrainer,
-        sampler: Sampler,
+        sampler: EmbeddedSampler,
         groups: Groups,
         renderer: Renderer,
         most: tuple[int, int],

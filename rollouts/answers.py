@@ -11,7 +11,7 @@ from typing import Any
 from data.types import Prompt
 from models.distributed import World, gather_objects, on_main
 from rollouts.answer_cache import AnswerCache
-from rollouts.samplers import Sample, Sampler, SamplingSettings
+from rollouts.samplers import EmbeddedSampler, Sample, SamplingSettings
 
 
 class Answers:
@@ -20,7 +20,7 @@ class Answers:
 
     def __init__(
         self,
-        sampler: Sampler,
+        sampler: EmbeddedSampler,
         prompts: list[Prompt],
         n: int,
         settings: SamplingSettings,

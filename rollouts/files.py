@@ -4,7 +4,7 @@ HALOs' sample and feedback JSON."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -115,12 +115,14 @@ def write_feedback(
         ]
         write_groups(path, groups)
         return len(groups)
-    write: Callable[[int, SampledPrompt, list[float | None], RoundsConfig, int], list[Line]]
-    write = {"binary": _binary, "pairwise": _pairwise, "scalar": _scalar}[form]
     entries = [
         entry
         for i, (one, values) in enumerate(zip(samples, scores, strict=True))
-        for entry in write(i, one, values, config, seed)
+        for entry in (
+            _pairs(i, one, _made(one, values, config, seed))
+            if form == "pairwise"
+            else _singles(i, one, values, form, config.threshold)
+        )
     ]
     _write_list(path, entries)
     return len(entries)
@@ -131,25 +133,21 @@ def _made(one: SampledPrompt, values: Sequence[float | None], config: RoundsConf
     return [] if isinstance(made, str) else made
 
 
-def _binary(
-    i: int, one: SampledPrompt, values: Sequence[float | None], config: RoundsConfig, seed: int
+def _singles(
+    i: int, one: SampledPrompt, values: Sequence[float | None], form: str, threshold: float | str
 ) -> list[Line]:
+    """Return an entry for each of a prompt's samples, with a label in ``binary`` feedback."""
     group = with_scores(one, values)
     return [
         _prompt(i, one)
-        | {
-            "output": _messages(c),
-            "label": int(r >= config.threshold),
-            "reward": r,
-            "type": "binary_feedback",
-        }
+        | {"output": _messages(c)}
+        | ({"label": int(r >= threshold)} if form == "binary" else {})
+        | {"reward": r, "type": f"{form}_feedback"}
         for c, r in zip(group.completions, group.rewards, strict=True)
     ]
 
 
-def _pairwise(
-    i: int, one: SampledPrompt, values: Sequence[float | None], config: RoundsConfig, seed: int
-) -> list[Line]:
+def _pairs(i: int, one: SampledPrompt, made: list[Group]) -> list[Line]:
     """Return the entries of a prompt's pairs, with the better sample as A."""
     return [
         _prompt(i, one)
@@ -162,17 +160,7 @@ def _pairwise(
             "reward_difference": g.rewards[0] - g.rewards[1],
             "type": "pairwise_feedback",
         }
-        for g in _made(one, values, config, seed)
-    ]
-
-
-def _scalar(
-    i: int, one: SampledPrompt, values: Sequence[float | None], config: RoundsConfig, seed: int
-) -> list[Line]:
-    group = with_scores(one, values)
-    return [
-        _prompt(i, one) | {"output": _messages(c), "reward": r, "type": "scalar_feedback"}
-        for c, r in zip(group.completions, group.rewards, strict=True)
+        for g in made
     ]
 
 

@@ -84,17 +84,6 @@ class Sample:
         )
 
 
-class Sampler(Protocol):
-    """The interface through which rounds and evaluation obtain answers. The same weights, prompts, settings
-    and seed give the same answers."""
-
-    def sample(
-        self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
-    ) -> list[list[Sample]]:
-        """Return ``n`` answers to each prompt, in the order of the prompts."""
-        ...
-
-
 Answered = Callable[[int, list[Sample]], None]
 """Callback (index of the prompt, its samples), called as soon as all samples of the prompt are there."""
 

@@ -22,7 +22,7 @@ from rollouts.answers import Answers
 from rollouts.conversations import facts_of, source_digest
 from rollouts.rewards.blame import describe
 from rollouts.rounds import asked_and_answered, usable_prompts
-from rollouts.samplers import EmbeddedSampler, Player, Sample, Sampler, SamplingSettings
+from rollouts.samplers import EmbeddedSampler, Player, Sample, SamplingSettings
 
 Verifier = Callable[[list[str], list[str | None]], list[float | None]]
 """Function (completions, reference answers) -> verdicts in [0, 1]. None is no verdict, which is not a 0."""
@@ -49,7 +49,12 @@ class Shown:
     calls it and gets the same rows of ``COLUMNS``."""
 
     def __init__(
-        self, sampler: Sampler, prompts: Sequence[Prompt], renderer: Renderer, world: World, tokens: int
+        self,
+        sampler: EmbeddedSampler,
+        prompts: Sequence[Prompt],
+        renderer: Renderer,
+        world: World,
+        tokens: int,
     ) -> None:
         """``tokens``: the length of an answer at most."""
         self.renderer = renderer
@@ -85,7 +90,7 @@ class Accuracy:
 
     def __init__(
         self,
-        sampler: Sampler,
+        sampler: EmbeddedSampler,
         prompts: list[Prompt],
         verifier: Verifier,
         renderer: Renderer,

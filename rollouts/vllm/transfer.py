@@ -12,7 +12,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from common.worker_process import WorkerError
 from config.schema_sampler import SamplerConfig
 from models.distributed import World
 
-T = TypeVar("T")
 HEAD = "lm_head.weight"
 PART_BYTES = 512 * 1024**2
 """Weights are shared in parts of this many bytes, or of one tensor if that is larger. A hand-over needs this
