@@ -15,7 +15,7 @@ from typing import Any
 from common.errors import ConfigError, StoppedError, require
 from common.files import lines_of
 from config.schema_eval import EvalStage
-from data.types import Completion, Prompt
+from data.types import Prompt
 from evals import answers, statistics
 from evals.answers import check_answering, described
 from evals.base import Evaluation, Target, fingerprints
@@ -210,7 +210,7 @@ def _length(side: Sequence[SampledPrompt]) -> float | None:
 def row_of(one: Judged) -> dict[str, Any]:
     """Return the record of one prompt."""
     prompt, means = one.sampled[0].prompt, one.means
-    texts = [[_text(c) for c in side.completions] for side in one.sampled]
+    texts = [[c.text or "" for c in side.completions] for side in one.sampled]
     return {
         "prompt_id": prompt.id,
         "prompt": [turn.message for turn in prompt.turns],
@@ -221,10 +221,6 @@ def row_of(one: Judged) -> dict[str, Any]:
         "rewards_against": one.scores[1],
         "difference": None if means is None else means[0] - means[1],
     }
-
-
-def _text(completion: Completion) -> str:
-    return completion.text or ""
 
 
 # -- one pair or several ---------------------------------------------------------------------------

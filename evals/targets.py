@@ -167,19 +167,15 @@ def targets_of(
         [str(target.run) for target in targets],
         f"names a run twice, or puts several results into one folder (out={stage.out})",
     )
+    against = stage.against * len(targets) if len(stage.against) == 1 else stage.against
     others = [
-        _other(path, target, stage, composed, given)
-        for path, target in zip(_as_many(stage.against, targets), targets, strict=False)
+        _other(path, target, stage, composed, given) for path, target in zip(against, targets, strict=False)
     ]
     return (
         [replace(target, other=other) for target, other in zip(targets, others, strict=True)]
         if others
         else targets
     )
-
-
-def _as_many(against: list[str], targets: list[Target]) -> list[str]:
-    return against * len(targets) if len(against) == 1 else against
 
 
 def _of_run(

@@ -31,10 +31,9 @@ from models.ranks import ShareError
 from reports.metrics import read_metrics
 from rollouts.engines import Engine, Prefetch
 from rollouts.ledger import RoundFolder
-from rollouts.replay import replayed
 from rollouts.rewards.base import RewardError
 from rollouts.round_builder import RoundBuilder, samples_table
-from rollouts.rounds import PromptSchedule
+from rollouts.rounds import PromptSchedule, replayed
 from trainers.basic import BasicTrainer
 
 Facts = dict[str, Any]

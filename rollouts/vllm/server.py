@@ -404,15 +404,15 @@ def check_servers(
 
 
 def _check(server: _Asking, options: EngineOptions, backend: str, shape: dict[str, Any]) -> int:
-    version = str(server.get("version")["version"])
+    version = str(server.ask("version")["version"])
     if (refused := refusal("vllm", version)) is not None:
         raise ConfigError(KEY, server.url, f"{refused} there")
     if (untested := warning("vllm", version)) is not None:
         print(f"warning: {server.url}: {untested}; the probe compares what it computes", flush=True)
-    said = server.get("server_info?config_format=json")["vllm_config"]
+    said = server.ask("server_info?config_format=json")["vllm_config"]
     model, extension = said["model_config"], said["parallel_config"]["worker_extension_cls"]
     server.require(extension == EXTENSION, f"was started without --worker-extension-cls {EXTENSION}")
-    has = server.post("collective_rpc", {"method": "model_shape"})["results"][0]
+    has = server.ask("collective_rpc", {"method": "model_shape"})["results"][0]
     other = [f"{name} {has[name]}, not {value}" for name, value in shape.items() if has[name] != value]
     server.require(not other, f"serves another model, {model['model']}: {', '.join(other)}")
     wanted = {
@@ -432,7 +432,7 @@ def _check(server: _Asking, options: EngineOptions, backend: str, shape: dict[st
     # which a trainer leaves that was killed in a hand-over.
     has_path = server.status("inference/v1/generate") in (200, 405)
     server.require(has_path, "was started without --enable-scale-out")
-    return int(server.get("get_world_size")["world_size"])
+    return int(server.ask("get_world_size")["world_size"])
 
 
 def without_adapters(
@@ -442,7 +442,7 @@ def without_adapters(
     ConfigError."""
     for url in urls:
         with _Asking(url, command, key) as server:
-            said = server.get("server_info?config_format=json")
+            said = server.ask("server_info?config_format=json")
         lora, updates = said["vllm_config"].get("lora_config"), said.get("vllm_env", {}).get(UPDATING)
         if not lora or not updates:
             return f"{url} was started without --enable-lora and {UPDATING}=1"
@@ -479,18 +479,13 @@ class _Asking:
         remedy = f"{said}; start a server there: {shlex.join(self._command(self.url))}"
         require(condition, KEY, self.url, remedy)
 
-    def get(self, path: str) -> dict[str, Any]:
-        return self._answer(path, "GET", None)
-
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        return self._answer(path, "POST", json.dumps(body).encode())
-
     def status(self, path: str) -> int:
         """Return the status of a GET."""
-        return self._exchanged(path, "GET", None)[0]
+        return self._exchanged(path, None)[0]
 
-    def _answer(self, path: str, method: str, body: bytes | None) -> dict[str, Any]:
-        status, content = self._exchanged(path, method, body)
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the JSON object that answers a GET, or a POST of ``body``."""
+        status, content = self._exchanged(path, body)
         said = f"answers {status} to /{path} ({content[:200].decode(errors='replace')})"
         if status == 401:
             said += ": the key that opens it is another than this run's (docs/rounds.md, Servers)"
@@ -501,8 +496,9 @@ class _Asking:
             self.require(False, f"answers /{path} with something that is no JSON object")
             raise
 
-    def _exchanged(self, path: str, method: str, body: bytes | None) -> tuple[int, bytes]:
-        asked = self._client.exchange(method, f"{self._client.base_url}/{path}", body, _JSON)
+    def _exchanged(self, path: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
+        method, sent = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
+        asked = self._client.exchange(method, f"{self._client.base_url}/{path}", sent, _JSON)
         try:
             reply = self._client.submit(asked).result()
             return reply.status, reply.content

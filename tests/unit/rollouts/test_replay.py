@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from rollouts.replay import replayed
+from rollouts.rounds import replayed
 from tests.tiny import make_config
 
 EARLIER = [["a", "b", "c"], [], ["a", "d"]]
