@@ -121,7 +121,7 @@ def write_feedback(
         for entry in (
             _pairs(i, one, _made(one, values, config, seed))
             if form == "pairwise"
-            else _singles(i, one, values, form, config.threshold)
+            else _singles(i, one, values, form, config)
         )
     ]
     _write_list(path, entries)
@@ -134,14 +134,14 @@ def _made(one: SampledPrompt, values: Sequence[float | None], config: RoundsConf
 
 
 def _singles(
-    i: int, one: SampledPrompt, values: Sequence[float | None], form: str, threshold: float | str
+    i: int, one: SampledPrompt, values: Sequence[float | None], form: str, config: RoundsConfig
 ) -> list[Line]:
     """Return an entry for each of a prompt's samples, with a label in ``binary`` feedback."""
     group = with_scores(one, values)
     return [
         _prompt(i, one)
         | {"output": _messages(c)}
-        | ({"label": int(r >= threshold)} if form == "binary" else {})
+        | ({"label": int(r >= config.threshold)} if form == "binary" else {})
         | {"reward": r, "type": f"{form}_feedback"}
         for c, r in zip(group.completions, group.rewards, strict=True)
     ]
