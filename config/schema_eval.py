@@ -17,6 +17,7 @@ from config.typed import (
     Natural,
     NotNegative,
     Off,
+    Positive,
     Share,
     Text,
     dataclass,
@@ -82,6 +83,7 @@ class AlpacaEvalConfig:
     concurrency: Count
     timeout: Seconds
     retries: Natural
+    backoff: Annotated[Positive, "is seconds before the first retry"]
     max_missing: Annotated[Share, "is the share of answers that may go without a judgement"]
     dollars_per_million_tokens: NotNegative | None
 

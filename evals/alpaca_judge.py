@@ -200,29 +200,13 @@ def _check_missing(rows: Sequence[Row], spent: Spent, own: AlpacaEvalConfig) -> 
         )
 
 
-@dataclass
-class _Requests:
-    """The settings of the requests to the judge (rollouts.rewards.endpoint.EndpointSettings)."""
-
-    model: str | None
-    api_key_env: str | None
-    concurrency: int
-    timeout: float
-    retries: int
-    backoff: float = 0.5
-    """Seconds before the first retry, doubled with each."""
-
-
 class _Endpoint:
     """The annotator's source of completions, in place of the library's own: concurrent calls within limits,
     of which one that fails costs its judgement alone."""
 
     def __init__(self, own: AlpacaEvalConfig, done: Any) -> None:
         self.own, self.spent, self._done = own, Spent(), done
-        requests = _Requests(own.model, own.api_key_env, own.concurrency, own.timeout, own.retries)
-        self._endpoint = Endpoint(
-            "alpacaeval", own.base_url, "/chat/completions", requests, _MOST_REPLY_BYTES
-        )
+        self._endpoint = Endpoint("alpacaeval", own.base_url, "/chat/completions", own, _MOST_REPLY_BYTES)
         self._body: dict[str, Any] = {}
         self._in_a_row = 0
         self._dead_after = max(DEAD_AFTER, 5 * own.concurrency)

@@ -40,8 +40,8 @@ NONE = ""
 
 
 class OfflineEngine:
-    """vLLM's offline engine behind the few requests that rounds need. Every answer is (vLLM's version of the
-    weights that it comes from, value)."""
+    """vLLM's offline engine behind the few requests that rounds need, which are its public methods. Every
+    answer is (vLLM's version of the weights that it comes from, value)."""
 
     def __init__(self) -> None:
         self._llm: LLM | None = None
@@ -233,20 +233,7 @@ def _lora(options: EngineOptions) -> dict[str, Any]:
 
 def main() -> None:
     engine = OfflineEngine()
-    serve(
-        {
-            "start": engine.start,
-            "load": engine.load,
-            "own_head": engine.own_head,
-            "init_weight_transfer_engine": engine.init_weight_transfer_engine,
-            "start_weight_update": engine.start_weight_update,
-            "update_weights": engine.update_weights,
-            "finish_weight_update": engine.finish_weight_update,
-            "sleep": engine.sleep,
-            "generate": engine.generate,
-            "logprobs": engine.logprobs,
-        }
-    )
+    serve({name: getattr(engine, name) for name in dir(engine) if not name.startswith("_")})
     # vLLM looks for garbage twice while it shuts down, seconds for which the owner waits. Here it ends with
     # the process.
     gc.collect = lambda generation=2: 0
