@@ -23,7 +23,7 @@ from data.types import Completion, Group, Prompt
 from data.views import best_and_worst
 from models.distributed import start
 from models.pretrained import load_policy, load_tokenizer
-from rollouts.samplers import EmbeddedSampler, Sample, Sampler, SamplingSettings
+from rollouts.samplers import EmbeddedSampler, Sample, SamplingSettings
 from tools.blank_model import tokenizer, write_blank
 
 CHARACTERS = "0123456789+=;"
@@ -68,7 +68,7 @@ def pairs(run: str, folder: Path) -> None:
 
 
 def sampled_pairs(
-    sampler: Sampler, renderer: Renderer, prompts: tuple[Prompt, ...], wanted: int
+    sampler: EmbeddedSampler, renderer: Renderer, prompts: tuple[Prompt, ...], wanted: int
 ) -> list[Group]:
     """Return the first ``wanted`` pairs, from as many prompts as necessary; a prompt whose samples' rewards
     differ by less than 0.01 has none."""
