@@ -114,6 +114,9 @@ class ExampleTable(Seq[tuple[Example, ...]]):
             tuple(self._numbers[at].tolist()),
         )
 
+    def __iter__(self) -> Iterator[tuple[Example, ...]]:
+        return (self[g] for g in range(len(self)))
+
     def ids(self) -> Iterator[tuple[np.ndarray, np.ndarray, None]]:
         """Yield ``ids_of``, of rows whose tokens all count, in less time than it takes to make them."""
         for at in self._groups.tolist():

@@ -54,6 +54,9 @@ class FileGroups(Sequence[Group]):
         assert isinstance(group, Group)
         return group
 
+    def __iter__(self) -> Iterator[Group]:
+        return (self[i] for i in range(len(self)))
+
     def pick(self, indices: np.ndarray) -> FileGroups:
         """Return the groups at ``indices`` ([n] int64), in that order."""
         return FileGroups(self._file, self._starts[indices], self._sizes[indices], self.prompt_ids[indices])
