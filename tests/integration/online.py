@@ -11,12 +11,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from common.worker_process import WorkerProcess
-from rollouts.ledger import RoundFolder
+from config.load import load_run
+from data.chat import make_renderer
+from models.pretrained import load_tokenizer
+from rollouts.ledger import RoundFolder, sampled_of
 from rollouts.vllm.sampler import VllmSampler
 from tests.programs import writers
 from tests.tiny import make_config
@@ -60,6 +65,27 @@ def lines(run: Path) -> list[dict[str, Any]]:
 
 def rounds(run: Path) -> list[RoundFolder]:
     return [RoundFolder(path) for path in sorted((run / "rounds").glob("*"))]
+
+
+def scored_again(run: Path) -> list[np.ndarray]:
+    """For each round: the log-probabilities that the sampler gave its tokens minus those of the round's kept
+    weights, loaded and run by transformers alone, nats."""
+    config = load_run(run, trust_remote_code=False)
+    renderer = make_renderer(load_tokenizer(config.model), config.model, config.data)
+    differences = []
+    for folder in rounds(run):
+        model = AutoModelForCausalLM.from_pretrained(folder.weights).eval()
+        parts = [np.zeros(0)]
+        for sampled in map(sampled_of, folder.read("samples")):
+            prompt = renderer.prompt_ids(sampled.prompt).tolist()
+            for one in sampled.completions:
+                with torch.no_grad():
+                    logits = model(torch.tensor([[*prompt, *one.token_ids]])).logits[0, len(prompt) - 1 : -1]
+                own = (logits.float() / one.behavior_temperature).log_softmax(-1)
+                picked = own.gather(-1, torch.tensor(one.token_ids)[:, None])[:, 0].numpy()
+                parts.append(np.array(one.behavior_logprobs) - picked)
+        differences.append(np.abs(np.concatenate(parts)))
+    return differences
 
 
 def kill_while_it_samples(patch: pytest.MonkeyPatch, version: int) -> list[int]:

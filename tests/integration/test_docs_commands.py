@@ -175,7 +175,6 @@ RULES = [
     Rule(r"python -m benchmarks\.balance", "--data adder --ranks 2 --shapes 4x1 --batches 2"),
     Rule(r"python -m benchmarks\.recipes", "--only math-grpo-online-authors --on 16xB200"),
     Rule(r"python -m benchmarks\.ledger", "--prompts 8 --repeats 1"),
-    Rule(r"python -m jobs\.audit runs/kept"),
     Rule(r"python -m benchmarks\.profile", "--model tiny --batch-pairs 1 --steps 1"),
     Rule(r"python -m benchmarks\.shared_prompts", "--shape tiny --groups 4 --answers 2 --rounds 1"),
     Rule(r"export \w+=\S+$"),
@@ -210,10 +209,6 @@ MADE = {
     r"runs/adder-": (
         "runs/adder-dpo-humanline-s1",
         [f"python -m launch.sweep sweeps/adder.yaml --local 2 {SWEPT}"],
-    ),
-    r"jobs\.audit runs/kept": (
-        "runs/kept/summary.json",
-        [f"python train.py online=true loss=dpo rounds.keep_weights=true exp_name=kept {ONLINE}"],
     ),
     r"runs/stories": (
         "runs/stories/summary.json",

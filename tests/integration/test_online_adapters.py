@@ -13,8 +13,6 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from benchmarks.real import Suite, engine
 from common.errors import ConfigError, StoppedError
-from config.load import load_run
-from jobs.audit import audit
 from rollouts.round_builder import RoundBuilder
 from rollouts.vllm.sampler import installed
 from tests.integration.online import (
@@ -25,6 +23,7 @@ from tests.integration.online import (
     lines,
     rounds,
     run_online,
+    scored_again,
 )
 from tests.integration.test_lag import LAGGING
 
@@ -60,12 +59,10 @@ def test_two_rounds_with_an_engine_killed_in_the_second(tmp_path, monkeypatch, c
     for index in (0, 1):  # what the engine sampled from is the policy of the round's first step
         first, *_, last = [line for line in lines(run) if line["round"] == index]
         assert abs(first["engine_gap"]) < 1e-5 < abs(last["engine_gap"])
-    for found in audit(run, load_run(run, trust_remote_code=False)):
-        assert found.tokens > 100 and found.largest < 1e-3 and not found.faults
+    assert all(len(found) > 100 and found.max() < 1e-3 for found in scored_again(run))
     first, second = (folder.path / "weights" for folder in rounds(run))
     shutil.copytree(first, second, dirs_exist_ok=True)  # those of another round did not write the samples
-    *_, found = audit(run, load_run(run, trust_remote_code=False))
-    assert found.mean > 1e-3
+    assert scored_again(run)[-1].mean() > 1e-3
 
 
 def test_adapters_of_another_round_stop_the_run(tmp_path, monkeypatch):

@@ -40,7 +40,7 @@ def test_what_is_written_makes_the_policy_of_its_base_and_is_adapters_alone(tmp_
     policy.model = PeftModel.from_pretrained(base, folder).eval()
     assert torch.equal(policy(rows), wanted)
     policy.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    assert torch.equal(policy(rows), wanted)  # as jobs.audit loads it
+    assert torch.equal(policy(rows), wanted)  # as transformers loads it
     tensors = load_file(folder / WEIGHTS)
     assert all(".lora_" in name and name.endswith(".weight") for name in tensors)
     assert not list(tmp_path.glob(".*")), "written whole, then renamed"
