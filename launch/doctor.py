@@ -32,14 +32,6 @@ PARAMETER_BYTES = 12
 PROBE_SECONDS, DRY_SECONDS, RUN_SECONDS = 180, 900, 1800
 _PARAMETERS = re.compile(r"([\d,.]+) M parameters")
 
-DEVICES = """
-import json, torch
-gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-free = [torch.cuda.mem_get_info(i)[0] for i in range(len(gpus))]
-print(json.dumps({
-    "torch": torch.__version__, "gpus": [[p.name, p.total_memory, f] for p, f in zip(gpus, free)],
-    "bf16": not gpus or torch.cuda.is_bf16_supported()}))
-"""
 RANKS = """
 import torch
 from models.distributed import start, stop, sum_over_ranks
@@ -48,8 +40,7 @@ total = float(sum_over_ranks(torch.tensor(world.rank + 1.0, device=world.device)
 assert total == world.size * (world.size + 1) / 2, total
 stop()
 """
-"""Both scripts run in processes of their own, so that a broken driver or a hanging collective does not end
-the doctor."""
+"""What ranks do in processes of their own, so that a hanging collective does not end the doctor."""
 
 
 @dataclass(frozen=True)
@@ -65,72 +56,38 @@ class Finding:
         )
 
 
-@dataclass(frozen=True)
-class Devices:
-    """The devices that torch sees, asked in a process of its own."""
-
-    gpus: tuple[tuple[str, int, int], ...]
-    """(name, total bytes, free bytes) of each GPU."""
-    findings: tuple[Finding, ...]
-
-    @property
-    def ranks(self) -> int:
-        """Number of processes that a run here would have."""
-        return len(self.gpus) or 1
-
-
 def examine(config: Config, overrides: Sequence[str], steps: bool = True) -> Iterator[Finding]:
     """Yield every finding as it is made, the quick checks first."""
     yield Finding(
         "settings", OK, f"{config.variant} {config.loss['name']}, {config.model.name} on {config.data.name}"
     )
-    devices = look(config)
-    yield from devices.findings
-    yield talk(max(2, devices.ranks), "NCCL" if devices.gpus else "gloo")
+    gpus, finding = look()
+    yield finding
+    yield talk(max(2, gpus), "NCCL" if gpus else "gloo")
     finding, parameters = data(overrides)
     yield finding
     if parameters is not None:
         yield disk(config, parameters)
     if steps and finding.level != BAD:
-        yield two_steps(config, overrides, devices.ranks)
+        yield two_steps(config, overrides, gpus or 1)
 
 
-def look(config: Config) -> Devices:
-    """Check GPUs, their free memory and bf16."""
-    code, out = run("devices", [sys.executable, "-c", DEVICES], PROBE_SECONDS)
+def look() -> tuple[int, Finding]:
+    """Return how many GPUs torch sees, asked in a process of its own that a broken driver may end, and the
+    finding about them."""
+    count = "import torch; print(torch.cuda.device_count())"
+    code, out = run("devices", [sys.executable, "-c", count], PROBE_SECONDS)
     if code:
-        return Devices(
-            (), (Finding("devices", BAD, f"torch cannot be asked: {last(out)}", "reinstall it: make venv"),)
-        )
-    seen = json.loads(out.splitlines()[-1])
-    gpus = tuple((name, total, free) for name, total, free in seen["gpus"])
-    findings = []
-    for i, (name, total, free) in enumerate(gpus):
-        busy = free < 0.9 * total
-        findings.append(
-            Finding(
-                "GPU",
-                NOTE if busy else OK,
-                f"{i}: {name}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free",
-                "another process holds memory there: nvidia-smi" if busy else "",
-            )
-        )
-    if not gpus:
-        expected = shutil.which("nvidia-smi") is not None
-        findings.append(
-            Finding(
-                "GPU",
-                BAD if expected else NOTE,
-                f"none is seen by torch {seen['torch']}",
-                "nvidia-smi is here: torch's CUDA build does not fit the driver. vLLM 0.32 brings CUDA 13, "
-                "which needs driver 580 or newer; nvidia-smi shows this one's"
-                if expected
-                else "a run will use the CPU",
-            )
-        )
-    if config.model.dtype == "bfloat16" and not seen["bf16"]:
-        findings.append(Finding("GPU", BAD, "has no bfloat16", "model.dtype=float32"))
-    return Devices(gpus, tuple(findings))
+        return 0, Finding("GPU", BAD, f"torch cannot be asked: {last(out)}", "reinstall it: make venv")
+    if gpus := int(out.splitlines()[-1]):
+        return gpus, Finding("GPU", OK, f"torch sees {gpus}")
+    if shutil.which("nvidia-smi") is None:
+        return 0, Finding("GPU", NOTE, "none is seen by torch", "a run will use the CPU")
+    remedy = (
+        "nvidia-smi is here: torch's CUDA build does not fit the driver. vLLM 0.32 brings CUDA 13, "
+        "which needs driver 580 or newer; nvidia-smi shows this one's"
+    )
+    return 0, Finding("GPU", BAD, "none is seen by torch", remedy)
 
 
 def talk(ranks: int, backend: str) -> Finding:
