@@ -11,12 +11,12 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError
+from common.errors import ConfigError, require
 from common.progress import phase
 
 
@@ -63,6 +63,18 @@ def import_function(key: str, path: str) -> Any:
     if not callable(function):
         raise ConfigError(key, path, "is not a function")
     return function
+
+
+def check_keys(key: str, tree: Mapping[str, Any], takes: Mapping[str, inspect.Parameter]) -> None:
+    """Raise ConfigError for a setting of ``tree`` that the class ``_target_`` does not take, and for one that
+    it needs and ``tree`` lacks. ``takes``: the class's parameters that settings may give."""
+    anything = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    said = f"{tree['_target_']} does not take it; it takes {', '.join(takes) or 'no settings'}"
+    for word, value in tree.items():
+        require(word == "_target_" or word in takes or anything, f"{key}.{word}", value, said)
+    for word, p in takes.items():
+        needed = p.default is p.empty and p.kind is not p.VAR_KEYWORD
+        require(not needed or word in tree, f"{key}.{word}", "???", "has no default; give it")
 
 
 def check_importable(key: str, path: str) -> None:

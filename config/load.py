@@ -6,6 +6,7 @@ All refusals here happen before torch is imported, so that a wrong command line 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -146,7 +147,7 @@ class Change(NamedTuple):
 def changed(before: dict[str, Any], now: Config) -> list[Change]:
     """Return the settings that differ between ``before`` (from ``settings_of``) and ``now`` and that change
     what is computed, sorted by name. A secret that ``dump`` removed equals any other."""
-    old, new = _flat(before), _flat(asdict(now))
+    old, new = flat(before), flat(asdict(now))
     return [
         Change(key, *(_said(key, tree.get(key, ABSENT)) for tree in (old, new)))
         for key in sorted(old | new)
@@ -158,12 +159,22 @@ def _said(key: str, value: Any) -> Any:
     return value if value is not None else word_of(Config, key) or "null"
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} -> {"a.b": 1}"""
     if not isinstance(tree, dict):
         return {prefix: tree}
     return {
         name: value
         for key, item in tree.items()
-        for name, value in _flat(item, f"{prefix}.{key}".lstrip(".")).items()
+        for name, value in flat(item, f"{prefix}.{key}".lstrip(".")).items()
     }
+
+
+def texts(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, value) of every text of nested settings."""
+    if isinstance(tree, str):
+        yield prefix, tree
+    elif isinstance(tree, dict | list | tuple):
+        named = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        for key, value in named:
+            yield from texts(value, f"{prefix}.{key}".lstrip("."))

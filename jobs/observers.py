@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from common.errors import ConfigError, UserError, require
-from common.imports import import_function
+from common.imports import check_keys, import_function
 from common.secrets import scrub, scrub_text
 from models.distributed import World, any_rank, on_main
 from reports.metrics import plain
@@ -167,17 +167,7 @@ def check_callback(name: str, tree: Any) -> None:
         for word, p in inspect.signature(cls).parameters.items()
         if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_KEYWORD)
     }
-    anything = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    for word, value in tree.items():
-        require(
-            word == "_target_" or word in takes or anything,
-            f"{key}.{word}",
-            value,
-            f"{tree['_target_']} does not take it; it takes {', '.join(takes) or 'no settings'}",
-        )
-    for word, p in takes.items():
-        needed = p.default is p.empty and p.kind is not p.VAR_KEYWORD
-        require(not needed or word in tree, f"{key}.{word}", "???", "has no default; give it")
+    check_keys(key, tree, takes)
     if inspect.isclass(cls):
         check_observer(f"{key}._target_", cls)
 

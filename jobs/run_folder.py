@@ -13,7 +13,7 @@ from typing import Any
 from common.errors import ConfigError, require
 from common.files import check_name, on_disk, part_of, sealed, write_if_changed, write_whole
 from common.lock import FileLock, LockedError
-from config.load import ABSENT, Change, dump
+from config.load import ABSENT, Change, dump, texts
 from config.record import (
     KIND,
     LENGTH,
@@ -203,7 +203,7 @@ class RunFolder:
             require(
                 not bad, "overwrite", True, f"{path} {why}; delete it by hand, or exp_name=… names another"
             )
-        for key, value in _texts(asdict(self.config)):
+        for key, value in texts(asdict(self.config)):
             require(
                 "\0" in value or not Path(value).resolve().is_relative_to(path.resolve()),
                 key,
@@ -280,13 +280,3 @@ def _goes_on(refused: list[Change]) -> str:
         if len(refused) > _NAMED or any(ABSENT in change for change in refused)
         else f"{' '.join(typed)} goes on, "
     )
-
-
-def _texts(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, value) of every setting that is a string and so may be a path."""
-    if isinstance(tree, str):
-        yield prefix, tree
-    elif isinstance(tree, dict | list | tuple):
-        named = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        for key, value in named:
-            yield from _texts(value, f"{prefix}.{key}".lstrip("."))

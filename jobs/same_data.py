@@ -16,6 +16,7 @@ from huggingface_hub.file_download import repo_folder_name
 
 from common.errors import ConfigError, require
 from common.files import files_digest, read_json, read_sealed, sealed, write_whole
+from config.load import texts
 from config.record import MARKER
 from config.schema import Config
 from config.schema_evaluations import evaluation_sets
@@ -102,7 +103,7 @@ def _code(config: Config) -> dict[str, str]:
     named = [
         (key, name)
         for section in sections
-        for key, name in _texts(asdict(config)[section], section)
+        for key, name in texts(asdict(config)[section], section)
         if key.endswith(("._target_", ".path"))
     ]
     sets = evaluation_sets(config.evaluations, config.data)
@@ -120,21 +121,12 @@ def _source(name: str) -> str | None:
     return spec.origin if spec is not None and spec.has_location else None
 
 
-def _texts(tree: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yield (setting, value) of the texts in nested settings."""
-    if isinstance(tree, dict):
-        for name, item in tree.items():
-            yield from _texts(item, f"{key}.{name}")
-    elif isinstance(tree, str):
-        yield key, tree
-
-
 def _models(config: Config) -> Iterator[tuple[str, str, str | None]]:
     """Yield (setting, name, revision) of the models that give rewards."""
-    texts = dict(_texts(asdict(config)["reward"] if config.online else None, "reward"))
-    for key, name in texts.items():
+    given = dict(texts(asdict(config)["reward"] if config.online else None, "reward"))
+    for key, name in given.items():
         if key.endswith(".name_or_path"):
-            yield key, name, texts.get(f"{key.removesuffix('name_or_path')}revision")
+            yield key, name, given.get(f"{key.removesuffix('name_or_path')}revision")
 
 
 def _commit(name: str, kind: str, revision: str | None) -> str | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import DataError, require
-from config.load import OPERATIONAL, settings_of
+from config.load import OPERATIONAL, flat, settings_of
 from config.record import RECORD
 from launch.composing import Composer
 from launch.grid import Run, Settings
@@ -157,14 +157,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise DataError(f"{path} is damaged: it is no JSON object. Put it back, or make it again")
     return content
-
-
-def flat(tree: Any, prefix: str = "") -> Settings:
-    """{"a": {"b": 1}} -> {"a.b": 1}"""
-    if not isinstance(tree, dict) or not tree:
-        return {prefix: tree}
-    return {
-        name: value
-        for key, item in tree.items()
-        for name, value in flat(item, f"{prefix}.{key}".lstrip(".")).items()
-    }

@@ -21,6 +21,7 @@ from common.errors import ConfigError, UserError
 from config.cli import in_our_words
 from config.load import load
 from config.schema import Config
+from config.unknown import names_of
 from launch.grid import CONFIG_DIR, Run, override
 
 _PLAIN_KEY = re.compile(r"(?!hydra\b)[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)
@@ -75,7 +76,7 @@ class Composer:
         these refers to another."""
         if choices not in self._bases:
             tree: Any = OmegaConf.to_container(_composed(list(choices)))
-            self._bases[choices] = tree, set(_keys(tree)), any("${" in text for text in _texts(tree))
+            self._bases[choices] = tree, set(names_of(tree)), any("${" in text for text in _texts(tree))
         return self._bases[choices]
 
 
@@ -105,11 +106,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, str):
         return _READ_AS_MORE.search(value) is None
     return value is None or isinstance(value, bool | int | float)
-
-
-def _keys(tree: Any, prefix: str = "") -> Iterator[str]:
-    """Yield every dotted key of a tree of settings, including the keys of whole sections."""
-    if isinstance(tree, dict):
-        for key, item in tree.items():
-            yield f"{prefix}{key}"
-            yield from _keys(item, f"{prefix}{key}.")

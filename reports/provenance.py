@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from common.versions import installed
 from config import variant as variants
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "vllm")
@@ -24,17 +23,8 @@ def variant(config: dict[str, Any]) -> str:
 
 def versions() -> dict[str, str]:
     """Return package -> installed version, with Python's; packages that are not installed are left out."""
-    packages = {package: installed for package in PACKAGES if (installed := _installed(package)) is not None}
+    packages = {package: found for package in PACKAGES if (found := installed(package)) is not None}
     return {"python": platform.python_version(), **packages}
-
-
-@cache
-def _installed(package: str) -> str | None:
-    """Return the version of a package, read once: a run asks several times, and its files are parsed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def machine() -> dict[str, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from common.errors import require
-from common.imports import import_function
+from common.imports import check_keys, import_function
 from common.secrets import scrub
 from reports.metrics import Record
 
@@ -77,17 +77,8 @@ def check_trackers(trackers: dict[str, Any]) -> None:
             "needs a _target_, the class that it is",
         )
         takes = inspect.signature(import_function(f"trackers.{name}._target_", tree["_target_"])).parameters
-        numbers = [key for key, p in takes.items() if p.kind is inspect.Parameter.KEYWORD_ONLY]
-        for key, value in tree.items():
-            require(
-                key == "_target_" or key in numbers,
-                f"trackers.{name}.{key}",
-                value,
-                f"{tree['_target_']} does not take it; it takes {', '.join(numbers) or 'no settings'}",
-            )
-        for key in numbers:
-            needed = takes[key].default is inspect.Parameter.empty
-            require(not needed or key in tree, f"trackers.{name}.{key}", "???", "has no default; give it")
+        numbers = {key: p for key, p in takes.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+        check_keys(f"trackers.{name}", tree, numbers)
 
 
 def open_trackers(run_dir: Path, config: Record) -> list[Fused]:
