@@ -203,6 +203,10 @@ NEAR = (
 EXPLORED = {
     MAIN: ("The variants of each loss", "Each minus plain offline training. Every cell is tuned for itself."),
     "tune": ("Tuning", "Each minus `offline` at the same rate and anchor, on validation prompts."),
+    "pilot": (
+        "Spread before the tests",
+        "Each minus `offline`, each tuned, on validation prompts: the spread that the tests were planned with.",
+    ),
     "k": (
         "How often to sync",
         "Each minus `offline-hl`, whose k is 16 on sums and 1 on stories. k = 1, 4 and 16 are tuned for "
