@@ -273,16 +273,18 @@ def main() -> None:
         settings = Settings(loss, args.batch_pairs * rows, args.micro_pairs * rows)
         print(
             f"\n{loss}: {machine()}; {args.pairs} pairs, {args.batch_pairs} a step, {args.micro_pairs} at "
-            f"once; {real_share(pairs):.0%} of a grid as wide as the longest row is real"
+            f"once; {real_share(pairs):.0%} of a grid as wide as the longest row is real",
+            flush=True,
         )
-        if loss == "dpo":
-            print(f"losses equal to {equal_losses(settings, pairs, base, tokenizer):.1e} nats")
         groups = loss == "dpo" and args.pairs > args.micro_pairs  # one batch has one order
         names = ["ours", "ours padded", "trl", *(["trl grouped"] if groups else [])]
-        variants: dict[str, Variant] = {n: partial(whole, n, settings, pairs, base, tokenizer) for n in names}
-        samples = alternate(variants, args.rounds)
+        # Memory first: this process holds all variants' models once they are timed.
         step = pairs[: args.batch_pairs]
         memory = {n: in_fresh_process(memory_apart, n, settings, step, args.model) for n in names}
+        if loss == "dpo":
+            print(f"losses equal to {equal_losses(settings, pairs, base, tokenizer):.1e} nats", flush=True)
+        variants: dict[str, Variant] = {n: partial(whole, n, settings, pairs, base, tokenizer) for n in names}
+        samples = alternate(variants, args.rounds)
         print(compared(args, samples, memory), flush=True)
 
 
