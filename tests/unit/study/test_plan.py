@@ -4,10 +4,12 @@ what is no plan is refused by the part that is wrong."""
 from __future__ import annotations
 
 import json
-from statistics import fmean
+from dataclasses import replace
+from statistics import fmean, stdev
 
 import pytest
 import yaml
+from scipy.stats import chi2
 
 from common.errors import ConfigError
 from launch.composing import Composer
@@ -75,7 +77,10 @@ def test_a_cell_has_the_tuned_settings_of_the_cell_it_is_like_but_for_its_own_ch
     assert (like["lr"], like["loss.beta"]) == (6.75e-5, 3.2)
     assert cells["rare-sums-grpo-every-64"]["lr"] == cells["main-sums-grpo-online"]["lr"]
     assert cells["rare-sums-grpo-every-64"]["loss.epsilon"] == 0.2, "its own, not the tuned one"
-    assert "lr" not in read_task(FOLDERS["adder"]).settings("dpo-offline", tuned=False)
+    task = read_task(FOLDERS["adder"])
+    assert "lr" not in task.settings("dpo-offline", tuned=False)
+    with pytest.raises(ConfigError, match="tuned=dpo-offline: has no tuned settings"):
+        replace(task, tuned={}).settings("dpo-offline", tuned=True)
 
 
 @pytest.mark.parametrize("task", ["adder", "instruct"])
@@ -112,6 +117,47 @@ def test_the_real_model_s_page_is_made_of_its_records(tmp_path):
     assert main(["constraints", "--report", "--out", str(tmp_path)]) == 0
     page = PUBLISHED["constraints"][0].with_name("report.md")
     assert (tmp_path / "report.md").read_bytes() == page.read_bytes()
+
+
+def test_the_real_model_s_settings_follow_from_its_tuning_and_its_spread_from_the_pilot(tmp_path):
+    """Of a cell the best score; of a loss's common setting the best mean of `offline` and `offline-hl`; of
+    equals the smaller rate, then the smaller anchor."""
+    plan = read_plan(PLANS["constraints"])
+    records = known(plan, tmp_path, PUBLISHED["constraints"])
+    scores: dict = {}
+    for block, run in plan.only(["tune"]).runs():
+        cell, point = run.cell.removeprefix("tune-").partition("-lr")[0], anchor_of(block.loss, run.settings)
+        scores.setdefault(cell, {})[point] = records[run.name].after[SAMPLED]
+    chosen = read_task(FOLDERS["constraints"]).tuned
+    assert set(scores) == set(chosen) and {len(points) for points in scores.values()} == {8}
+    for cell, points in scores.items():
+        assert anchor_of(cell.partition("-")[0], chosen[cell]) == best_of(points), cell
+    tests = {block.sweep.name: block for block in plan.tests}
+    assert set(tests) == {f"test-{loss}-{at}" for loss in ("dpo", "grpo") for at in ("common", "tuned")}
+    for name, block in tests.items():
+        common = best_of(
+            {p: v + scores[f"{block.loss}-offline-hl"][p] for p, v in scores[f"{block.loss}-offline"].items()}
+        )
+        for run in block.runs:
+            cell = run.cell.removeprefix(f"{name}-")
+            wanted = common if name.endswith("common") else best_of(scores[f"{block.loss}-{cell}"])
+            assert anchor_of(block.loss, run.settings) == wanted, run.name
+    pilot = {cell: {} for cell in tests["test-dpo-tuned"].test.measured}
+    for one in records.values():
+        if one.cell in pilot:
+            pilot[one.cell][one.seed] = 100 * one.after[SAMPLED]
+    humanline, plain = pilot.values()
+    apart = [humanline[seed] - plain[seed] for seed in plain]
+    upper = stdev(apart) * ((len(apart) - 1) / chi2.ppf(0.2, len(apart) - 1)) ** 0.5
+    assert len(apart) == 3 and all(abs(upper - block.test.deviation) < 0.01 for block in plan.tests)
+
+
+def anchor_of(loss, settings):
+    return settings["lr"], settings["loss.epsilon" if loss == "grpo" else "loss.beta"]
+
+
+def best_of(points):
+    return min(points, key=lambda point: (-points[point], *point))
 
 
 def test_beside_a_cell_s_score_stand_its_length_and_distance():
@@ -186,10 +232,6 @@ def broken(change):
             "claim",
         ),
         (broken(lambda raw: raw["parts"]["k"]["blocks"]["k-sums-dpo"].update(task="sums")), "is none of"),
-        (
-            broken(lambda raw: raw["parts"]["main"]["blocks"]["main-sums-dpo"].update(task="constraints")),
-            "tuned=dpo-offline: has no tuned settings",
-        ),
         (broken(lambda raw: raw["parts"]["k"]["blocks"]["k-sums-dpo"].update(cells=["dpo"])), "cells"),
         (
             broken(
