@@ -205,7 +205,7 @@ EXPLORED = {
     "tune": ("Tuning", "Each minus `offline` at the same rate and anchor, on validation prompts."),
     "pilot": (
         "Spread before the tests",
-        "Each minus `offline`, each tuned, on validation prompts: the spread that the tests were planned with.",
+        "Each minus `offline`, each tuned, on validation prompts: what the tests' seeds were planned with.",
     ),
     "k": (
         "How often to sync",
