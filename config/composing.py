@@ -35,7 +35,7 @@ def check_loss_file(cfg: DictConfig, choices: Mapping[str, str]) -> None:
     name within. ``choices``: the file of each folder, as Hydra lists them."""
     if "loss" not in choices:
         return
-    chosen, loss = choices["loss"], cfg.loss
+    chosen, loss = choices["loss"], cfg.get("loss") or {}
     own = chosen.rpartition("/")[2]
     require(
         OmegaConf.is_dict(cfg.get("trainer")) and not any(map(OmegaConf.is_dict, map(loss.get, SECTIONS))),

@@ -12,13 +12,11 @@ from functools import reduce
 from operator import getitem
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import OmegaConf
 
 from common.errors import ConfigError, UserError
-from config.cli import in_our_words
+from config.cli import UNREADABLE, in_our_words
+from config.composing import composed
 from config.load import load
 from config.schema import Config
 from config.unknown import names_of
@@ -32,8 +30,8 @@ _READ_AS_MORE = re.compile(r"\$|[+-]?\.inf$")
 def compose_config(overrides: list[str]) -> Config:
     """Return the settings that ``python train.py <overrides>`` would have. Raises UserError."""
     try:
-        return load(_composed(overrides))
-    except (HydraException, OmegaConfBaseException) as error:
+        return load(composed(overrides))
+    except UNREADABLE as error:
         raise UserError(in_our_words(error, overrides)) from error
 
 
@@ -53,7 +51,7 @@ class Composer:
         if all(map(_is_plain, run.given.values())):
             try:
                 return self._filled(run)
-            except (HydraException, OmegaConfBaseException, ConfigError, LookupError):
+            except (*UNREADABLE, ConfigError, LookupError):
                 pass
         return compose_config(run.overrides())
 
@@ -75,14 +73,9 @@ class Composer:
         """Return the composed files of ``choices``, the set of settings that they have, and whether one of
         these refers to another."""
         if choices not in self._bases:
-            tree: Any = OmegaConf.to_container(_composed(list(choices)))
+            tree: Any = OmegaConf.to_container(composed(list(choices)))
             self._bases[choices] = tree, set(names_of(tree)), any("${" in text for text in _texts(tree))
         return self._bases[choices]
-
-
-def _composed(overrides: list[str]) -> DictConfig:
-    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        return compose("config", overrides=overrides)
 
 
 def _texts(tree: Any) -> Iterator[str]:

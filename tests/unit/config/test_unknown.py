@@ -10,16 +10,16 @@ from omegaconf import OmegaConf
 
 from common.errors import ConfigError, UserError
 from config.cli import compose
+from config.composing import composed
 from config.elsewhere import known_elsewhere, sources
 from config.files import section
 from config.help import help_on
 from config.load import load
 from config.schema import Config
 from config.unknown import NEAR, NOTHING, names, names_of, nearest, no_file, remedy
-from launch.composing import _composed
 from tests.tiny import compose_config
 
-DPO = list(names_of(OmegaConf.to_container(_composed([]), resolve=False)))
+DPO = list(names_of(OmegaConf.to_container(composed([]), resolve=False)))
 ROWS = [(whose, row) for whose, rows in sources().items() for row in rows]
 
 
@@ -130,10 +130,10 @@ def test_no_row_is_about_a_setting_of_here_under_another_name() -> None:
 
 def test_what_is_added_to_the_settings_is_answered_alike() -> None:
     with pytest.raises(ConfigError, match=r"learning_rate=3: is TRL's name.*here: lr=3"):
-        load(_composed(["+learning_rate=3"]))
+        load(composed(["+learning_rate=3"]))
     said = r"data.any_file=x: is not a setting.*the settings of data are apply_chat"
     with pytest.raises(ConfigError, match=said):
-        load(_composed(["+data.any_file=x"]))
+        load(composed(["+data.any_file=x"]))
 
 
 TRL_NAMES = (Path(__file__).parent / "trl_names.txt").read_text().split()
@@ -162,7 +162,7 @@ HALOS_NAMES = (Path(__file__).parent / "halos_names.txt").read_text().split()
 
 
 def test_every_name_of_halos_is_a_setting_here_or_has_an_answer() -> None:
-    kto, ppo = (OmegaConf.to_container(_composed([f"loss={loss}"])) for loss in ("kto", "ppo"))
+    kto, ppo = (OmegaConf.to_container(composed([f"loss={loss}"])) for loss in ("kto", "ppo"))
     own = {key for made in (kto, ppo) for key in keys_of(made)} | {"loss.epsilon"}
     silent = [name for name in HALOS_NAMES if name not in own and remedy(name, "x", DPO) == NOTHING]
     assert silent == [] and len(HALOS_NAMES) > 100

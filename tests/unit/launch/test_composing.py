@@ -56,7 +56,7 @@ def test_composed_with_others_or_alone_is_the_same() -> None:
 def test_runs_that_differ_by_their_seed_have_their_own_settings(
     monkeypatch: pytest.MonkeyPatch, reads: str | None
 ) -> None:
-    composed = composing._composed
+    composed = composing.composed
 
     def files(words: list[str]) -> DictConfig:
         found = composed(words)
@@ -64,7 +64,7 @@ def test_runs_that_differ_by_their_seed_have_their_own_settings(
             found.runs_dir = reads
         return found
 
-    monkeypatch.setattr(composing, "_composed", files)
+    monkeypatch.setattr(composing, "composed", files)
     composer = Composer()
     for seed in (1, "3", 2, -1):
         run = Run("s", f"s-c{seed}", seed, SETTINGS[1], None)  # type: ignore[arg-type]
@@ -73,8 +73,8 @@ def test_runs_that_differ_by_their_seed_have_their_own_settings(
 
 def test_hydra_is_asked_once_for_a_choice_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
-    composed = composing._composed
-    monkeypatch.setattr(composing, "_composed", lambda words: asked.append(words) or composed(words))
+    composed = composing.composed
+    monkeypatch.setattr(composing, "composed", lambda words: asked.append(words) or composed(words))
     grid = (
         ({"loss": "dpo"}, {"loss": "kto"}),
         tuple({"lr": i * 1e-6} for i in range(1, 6)),
@@ -85,3 +85,19 @@ def test_hydra_is_asked_once_for_a_choice_of_files(monkeypatch: pytest.MonkeyPat
     configs = [composer.config(run) for run in runs]
     assert (len(runs), asked) == (60, [["loss=dpo"], ["loss=kto"]])
     assert len({repr(config) for config in configs}) == 60
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("lr: [1, 2\n", "line 2: did not find"),
+        ("# @package _global_\nlr: 1\n", "and name its trainer"),
+        ("beta: 1\n", "must begin with the line '# @package _global_'"),
+    ],
+)
+def test_a_loss_of_a_user_that_cannot_be_read_is_one_message(tmp_path, text: str, said: str) -> None:
+    (tmp_path / "loss").mkdir()
+    (tmp_path / "loss" / "mine.yaml").write_text(text)
+    with pytest.raises(UserError) as refused:
+        compose_config([f"--config-dir={tmp_path}", "loss=mine"])
+    assert said in str(refused.value) and "mine.yaml" in str(refused.value)
