@@ -42,7 +42,7 @@ def evaluate(cfg: DictConfig, given: list[str]) -> None:
     from evals.early import check_early
     from evals.targets import expanded, refuse_unread, run_of, targets_of
 
-    refuse_unread(given, list(own), bool(stage.run))
+    refuse_unread(given, list(own), bool(stage.run), composed)
     settings = {str(key): value for key, value in composed.items()}
     checkpoints = [
         checkpoint for path in expanded(stage.run) if (checkpoint := run_of(path, stage.step))[1] is not None

@@ -59,9 +59,9 @@ def of_run(run: str, rest: DictConfig, given: list[str]) -> Config:
     from evals.targets import refuse_unread, run_of, settings_of_run
 
     own = [item.name for item in fields(SampleStage)]
-    refuse_unread([key for key in given if key.split(".")[0] != "rounds"], own, True)
     tree = OmegaConf.to_container(rest, resolve=True)
     assert isinstance(tree, dict)
+    refuse_unread([key for key in given if key.split(".")[0] != "rounds"], own, True, tree)
     composed = {str(key): value for key, value in tree.items()}
     return settings_of_run(run_of(Path(run), None)[0], composed, given)
 

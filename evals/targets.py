@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +23,30 @@ Settings = dict[str, Any]
 ANSWERS = (".json", ".jsonl")
 
 
-def refuse_unread(given: Sequence[str], own: Sequence[str], runs: bool) -> None:
+def refuse_unread(given: Sequence[str], own: Sequence[str], runs: bool, tree: Any) -> None:
     """Raise ConfigError for a key of the command line that an evaluation does not read.
 
     ``given``: the dotted keys of the command line; ``own``: eval.py's own keys; ``runs``: whether ``run`` is
-    given, which already names the model."""
+    given, which already names the model; ``tree``: the composed settings."""
     for key in given:
-        top = key.split(".")[0]
+        top, value = key.split(".")[0], reduce(_within, key.split("."), tree)
+        said = "…" if isinstance(value, dict) else value  # a file's whole content says nothing
         require(
             top in (*READ, *own, "hydra"),
             key,
-            "…",
+            said,
             f"is not read by an evaluation: it reads {', '.join((*own, *READ))}",
         )
         require(
             not runs or key not in ("model", "model.name_or_path", "model.revision"),
             key,
-            "…",
+            said,
             "run= says which model; leave one of them out",
         )
+
+
+def _within(tree: Any, key: str) -> Any:
+    return tree.get(key, "…") if isinstance(tree, dict) else "…"
 
 
 def expanded(paths: Sequence[str]) -> list[Path]:

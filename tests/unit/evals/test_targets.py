@@ -56,7 +56,7 @@ REFUSED = {
     "accuracy.verifier=data.adder.accuracy": "nowhere.jsonl",
     "out=x sampler.temperature=0": "sampler.temperature=0",
     "out=x sampler.max_tokens=60": "sampler.max_tokens=60",
-    "out=x lr=1": "lr=…: is not read by an evaluation",
+    "out=x lr=1": "lr=1: is not read by an evaluation",
     "out=x step=3": "step=3: is a checkpoint of a run",
     "out=x against=runs/y": "against=['runs/y']: is for kind=compare",
     "out=x kind=compare": "against=None",
