@@ -33,9 +33,17 @@ from common.files import LINK, on_disk
 from common.output import guard_output, no_room
 from common.progress import phase, pulse
 from common.secrets import remember, scrub_text
-from config.arguments import apart, as_settings, choices_of, given_twice, override_in, wrong_choices
+from config.arguments import (
+    apart,
+    as_settings,
+    choices_of,
+    folders_given,
+    given_twice,
+    override_in,
+    wrong_choices,
+)
 from config.composing import check_loss_file, composed
-from config.files import FOLDER, wrong_line
+from config.files import FOLDER, not_utf8, wrong_line
 from config.help import asked_for_help, help_on
 from config.idle import check_idle, say
 from config.load import load, run_name
@@ -55,7 +63,7 @@ OF_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 """TRL's settings whose product is its batch of an update, on one rank."""
 OF_ROUNDS = ("rounds.", "sampler", "reward")
 """What words begin with that online runs alone read."""
-UNREADABLE = (HydraException, OmegaConfBaseException, YAMLError)
+UNREADABLE = (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError)
 """What Hydra raises for words and files that it cannot compose."""
 _PLACE = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
 OTHER_THING = (*_PLACE, errno.EINVAL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
@@ -231,6 +239,8 @@ def in_our_words(error: Exception, overrides: Sequence[str]) -> str:
     it could not read."""
     if isinstance(error, YAMLError):
         return wrong_line(error)
+    if isinstance(error, UnicodeDecodeError):
+        return f"{', '.join(not_utf8((FOLDER, *folders_given(overrides))))}: {error}; save it as UTF-8"
     text = str(error)
     if match := re.search(r"Ambiguous value for argument '([^=']+)=([^']*)'", text):
         right = f"{match[1]}={match[2].replace(',', '.')}"

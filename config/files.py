@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -76,6 +76,17 @@ def wrong_line(error: yaml.YAMLError, path: Path | None = None) -> str:
     place = place.relative_to(FOLDER.parent) if place.is_relative_to(FOLDER) else place
     line = error.problem_mark.line + 1
     return f"{place}, line {line}: {error.problem}; correct this line or the one above"
+
+
+def not_utf8(folders: Iterable[Path]) -> list[str]:
+    """Return the yaml files in ``folders`` that are not in UTF-8, which the error of reading one does not
+    say."""
+    return [
+        str(path)
+        for folder in folders
+        for path in sorted(folder.rglob("*.yaml"))
+        if "\ufffd" in path.read_text(encoding="utf-8", errors="replace")
+    ]
 
 
 def _content(path: Path) -> Any:
