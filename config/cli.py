@@ -236,11 +236,13 @@ def compose(*words: str) -> tuple[Config, str]:
 
 def in_our_words(error: Exception, overrides: Sequence[str]) -> str:
     """Return the key, the value and the remedy for an override that Hydra refused, or the line of a file that
-    it could not read."""
+    it could not read. Raises ``error`` itself where no file of settings is the cause."""
     if isinstance(error, YAMLError):
         return wrong_line(error)
     if isinstance(error, UnicodeDecodeError):
-        return f"{', '.join(not_utf8((FOLDER, *folders_given(overrides))))}: {error}; save it as UTF-8"
+        if not (files := not_utf8((FOLDER, *folders_given(overrides)))):
+            raise error  # of something else that the program read
+        return f"{', '.join(files)}: {error}; save it as UTF-8"
     text = str(error)
     if match := re.search(r"Ambiguous value for argument '([^=']+)=([^']*)'", text):
         right = f"{match[1]}={match[2].replace(',', '.')}"

@@ -9,6 +9,7 @@ import pytest
 from omegaconf import DictConfig
 
 from common.errors import UserError
+from config.cli import in_our_words
 from config.schema import Config
 from launch import composing
 from launch.composing import Composer, compose_config
@@ -102,3 +103,9 @@ def test_a_loss_of_a_user_that_cannot_be_read_is_one_message(tmp_path, text: str
     with pytest.raises(UserError) as refused:
         compose_config([f"--config-dir={tmp_path}", "loss=mine"])
     assert said in str(refused.value) and "mine.yaml" in str(refused.value)
+
+
+def test_what_else_is_no_text_is_not_blamed_on_the_settings() -> None:
+    error = UnicodeDecodeError("utf-8", b"\xe9", 0, 1, "invalid")
+    with pytest.raises(UnicodeDecodeError):
+        in_our_words(error, [])
