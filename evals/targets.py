@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
@@ -65,22 +66,23 @@ def expanded(paths: Sequence[str]) -> list[Path]:
     return folders
 
 
-def run_of(path: Path, step: int | None) -> tuple[Path, int | None]:
-    """Return (the run's folder, the checkpoint's step or None) for ``run=``, which may name a checkpoint.
+def run_of(path: Path, step: int | None, key: str = "run") -> tuple[Path, int | None]:
+    """Return (the run's folder, the checkpoint's step or None) for ``run=`` (or the setting
+    ``key``), which may name a checkpoint.
 
     Raises ConfigError if there is no such run, or if it has no final model and no step is given."""
     if path.parent.name == "checkpoints" and path.name.startswith("step_"):
-        require(step is None, "step", step, f"run={path} already names a checkpoint")
+        require(step is None, "step", step, f"{key}={path} already names a checkpoint")
         step = _step(path)
         there = f"; there are {', '.join(map(str, _steps(path.parent)))}" if _steps(path.parent) else ""
         require(
-            step is not None, "run", path, f"is no whole checkpoint, whose name is step_ and a number{there}"
+            step is not None, key, path, f"is no whole checkpoint, whose name is step_ and a number{there}"
         )
         path = path.parent.parent
     if not (path / "config.yaml").is_file():
         a_model = (path / "config.json").is_file()
         raise ConfigError(
-            "run",
+            key,
             path,
             "is a model's folder, not a run's: give model=hub model.name_or_path= and out="
             if a_model
@@ -90,11 +92,13 @@ def run_of(path: Path, step: int | None) -> tuple[Path, int | None]:
         )
     if step is None and not (path / "model" / "config.json").is_file():
         steps = _steps(path / "checkpoints")
+        exported = f"python export.py {quote(str(path))} --to DIR and {key}=DIR, --step one"
+        other = "evaluate a checkpoint: step=…" if key == "run" else exported
         raise ConfigError(
-            "run",
+            key,
             path,
             "is not finished: it has no model/. Finish it (train.py with resume=true)"
-            + (f", or evaluate a checkpoint: step=… of {', '.join(map(str, steps))}" if steps else ""),
+            + (f", or {other} of {', '.join(map(str, steps))}" if steps else ""),
         )
     return path, step
 
@@ -230,12 +234,13 @@ def _other(path: str, target: Target, stage: EvalStage, composed: Settings, give
         file = _answers("against", path)
         return Target(file.stem, mine, target.out, answers=file)
     if (Path(path) / "config.yaml").is_file() or Path(path).parent.name == "checkpoints":
-        run, step = run_of(Path(path), None)
+        run, step = run_of(Path(path), None, "against")
         require(
             step is None,
             "against",
             path,
-            f"is a checkpoint: python export.py {run} --step {step} --to DIR first, then against=DIR",
+            f"is a checkpoint: python export.py {quote(str(run))} --step {step} --to DIR first, "
+            "then against=DIR",
         )
         theirs = _of_run(run, None, stage, composed, given, {})
         sampler = replace(mine.sampler, max_tokens=mine.max_tokens)  # the same length limit on both sides

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from shlex import quote
 
 from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HFValidationError
@@ -68,5 +69,6 @@ def push_or_say(run_dir: Path, repository: str, private: bool) -> None:
     try:
         print(f"uploaded to {push(run_dir / 'model', repository, private)}", flush=True)
     except StoppedError as error:
-        again = f"python export.py {run_dir} --push-to-hub {repository}{'' if private else ' --public'}"
+        public = "" if private else " --public"
+        again = f"python export.py {quote(str(run_dir))} --push-to-hub {repository}{public}"
         print(f"warning: {error}; the run is done, {again} tries again", file=sys.stderr, flush=True)

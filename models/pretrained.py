@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -529,7 +530,7 @@ def reachable(key: str, name: str, revision: str | None) -> str:
         key,
         name,
         "is a run that has no model yet: let it end (resume=true), or write its newest checkpoint's with "
-        f"python export.py {name}",
+        f"python export.py {quote(name)}",
     )
     if is_gguf(path):
         check_gguf(key, path)

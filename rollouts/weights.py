@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 
 from huggingface_hub import snapshot_download
 
@@ -21,8 +22,8 @@ def model_folder(config: Config) -> Path:
         not is_gguf(name),
         "model.name_or_path",
         name,
-        f"is one file, and another program needs a folder here: python -m tools.gguf {name} FOLDER writes "
-        "one; sampler=embedded reads the file",
+        f"is one file, and another program needs a folder here: python -m tools.gguf {quote(name)} FOLDER "
+        "writes one; sampler=embedded reads the file",
     )
     path = Path(resolve_model_path(config.model.name_or_path))
     if path.is_dir():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shlex
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
@@ -108,7 +109,7 @@ def hub(monkeypatch) -> Iterator[Hub]:
 
 def trained(folder: Path, *more: str) -> tuple[dict, Path]:
     words = ("loss=dpo", "n_examples=32", "n_eval_examples=4", "data.verifier=null", "wandb.enabled=false")
-    places = (f"runs_dir={folder}", f"cache_dir={folder}/cache", "diagnostics=false", "report=false")
+    places = (f"runs_dir='{folder}'", f"cache_dir='{folder}/cache'", "diagnostics=false", "report=false")
     config, _ = compose(*words, *places, *more)
     return train(config, "run"), folder / "run"
 
@@ -128,17 +129,17 @@ def test_the_model_goes_up_private_with_its_card_only_when_asked_for(tmp_path, h
 
 def test_a_failed_upload_costs_no_run_and_the_command_that_is_named_tries_again(tmp_path, hub, capsys):
     hub.refuses = 403
-    summary, run = trained(tmp_path, "push_to_hub=org/name")
+    summary, run = trained(tmp_path / "my runs", "push_to_hub=org/name")
     said = capsys.readouterr()
-    again = f"python export.py {run} --push-to-hub org/name"
+    again = f"python export.py '{run}' --push-to-hub org/name"
     assert summary["examples"] == 32 and (run / "summary.json").is_file()
     assert "could not be uploaded to org/name" in said.err and "You may not write here" in said.err
     assert again in said.err and TOKEN not in said.err + said.out
     with pytest.raises(SystemExit) as ended:
-        export_main(again.split()[2:])
+        export_main(shlex.split(again)[2:])
     assert ended.value.code == 1
     hub.refuses = 0
-    export_main(again.split()[2:])
+    export_main(shlex.split(again)[2:])
     assert set(hub.files["org/name"]) == {path.name for path in (run / "model").iterdir()}
     assert hub.private == {"org/name": True}
 

@@ -193,6 +193,17 @@ def test_both_sides_of_a_comparison_may_answer_as_long(tmp_path):
     assert target.config.max_tokens == target.other.config.max_tokens == 1024
 
 
+def test_a_printed_command_takes_a_path_with_a_space(tmp_path):
+    run = make_run(tmp_path / "my runs", "loss=dpo")
+    checkpoint = run / "checkpoints" / "step_00000008"
+    with pytest.raises(ConfigError) as error:
+        evaluated("kind=compare", f"run='{run}'", f"against='{checkpoint}'", f"out='{tmp_path}/out'")
+    assert f"python export.py '{run}' --step 8 --to DIR" in str(error.value)
+    other = make_run(tmp_path / "another", "loss=dpo", finished=False)
+    with pytest.raises(ConfigError, match=f"^against={other}: .*python export.py {other} --to DIR .* of 8$"):
+        evaluated("kind=compare", f"run='{run}'", f"against={other}", f"out='{tmp_path}/out'")
+
+
 def test_answers_of_two_kinds_are_not_averaged(tmp_path):
     file = tmp_path / "mixed.jsonl"
     file.write_text(

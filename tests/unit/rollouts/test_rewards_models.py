@@ -172,14 +172,14 @@ def test_weights_whose_names_are_not_known_beforehand_are_refused_when_they_load
 
 
 def test_a_run_stands_for_its_model_and_is_refused_without_one(tmp_path):
-    run = tmp_path / "runs" / "mine"
+    run = tmp_path / "my runs" / "mine"
     path = save_classifier(run / "model", "llama3")
     (run / "config.yaml").write_text("lr: 1\n")
     assert classifier(of(str(run)), "cpu").score(PROMPTS, TEXTS) == classifier(of(path), "cpu").score(
         PROMPTS, TEXTS
     )
     (run / "model").rename(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match=r"is a run that has no model yet.*export\.py"):
+    with pytest.raises(ConfigError, match=rf"is a run that has no model yet.*export\.py '{run}'"):
         classifier(of(str(run)), "cpu")
 
 
