@@ -22,7 +22,8 @@ TITLES = {"adder": "sums", "instruct": "stories", "constraints": "constraints"}
 @dataclass(frozen=True)
 class Task:
     """``cells``: ``dpo-offline`` … -> its settings but the tuned ones. ``tuned``: the same cells -> learning
-    rate and anchor (β, or GRPO's ε) that tuning chose; none where the folder has no chosen.yaml."""
+    rate and anchor (β, or GRPO's ε) that tuning chose; none for a cell that is not in
+    chosen.yaml."""
 
     cells: Mapping[str, Settings]
     tuned: Mapping[str, Settings]
@@ -52,7 +53,8 @@ def read_task(folder: Path) -> Task:
         return Task(cells, {})
     chosen = read_yaml("task", folder / "chosen.yaml", "is not a file")
     parts(f"{folder}/chosen.yaml", chosen, {"cells": dict})
-    parts(f"{folder}/chosen.yaml", chosen["cells"], dict.fromkeys(cells, dict))
+    tuned = [cell for cell in cells if cell in chosen["cells"]]
+    parts(f"{folder}/chosen.yaml", chosen["cells"], dict.fromkeys(tuned, dict))
     return Task(cells, chosen["cells"])
 
 

@@ -49,17 +49,16 @@ def test_every_tuned_cell_sees_as_many_examples_in_as_many_steps():
 
 def test_the_real_model_s_cells_see_as_many_answers_in_as_many_steps_and_are_tuned_on_validation():
     plan = read_plan(PLANS["constraints"])
-    for block in plan.only(["tune"]).blocks:
+    for block in plan.only(["tune", "tune-kto"]).blocks:
         for run in {run.cell: run for run in block.runs}.values():
             config = COMPOSER.config(run)
             examples = config.rounds.examples if config.online else config.n_examples
-            assert examples / config.model.batch_size == 16 and examples == (
-                256 if block.loss == "grpo" else 64
-            )
+            assert examples / config.model.batch_size == 16
+            assert examples == {"dpo": 64, "kto": 128, "grpo": 256}[block.loss]
             assert config.humanline == ("-hl-" in run.cell) and config.online == ("-online" in run.cell)
             assert config.data.eval_split == "validation" and config.model.dtype == "bfloat16"
             if config.online:
-                length = config.rounds.contexts_per_round * (8 if block.loss == "grpo" else 1)
+                length = config.rounds.contexts_per_round * {"dpo": 1, "kto": 2, "grpo": 8}[block.loss]
                 assert length / config.model.batch_size == 4, "a round's steps"
 
 
