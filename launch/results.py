@@ -57,6 +57,12 @@ SHOWN = (
     "eval_retained_greedy",
 )
 
+MEASURED_BY = (
+    *("data.name", "data.eval_path", "data.eval_split", "data.eval_fraction", "data.verifier"),
+    *("n_eval_examples", "n_eval_prompts", "n_eval_samples", "sampler.temperature", "sampler.top_p"),
+)
+"""Settings that decide on what held-out data, and how, the columns ``eval_*`` are measured."""
+
 
 def metrics_of(results: Iterable[Result]) -> list[str]:
     """Return the columns: held-out metrics in a fixed order, then those of named sets, then every number of
@@ -258,7 +264,7 @@ def report(options: argparse.Namespace) -> str:
     compared = comparison(options, sweep, cells, metric)
     tests, means, frontier = compared.tests, compared.means, compared.frontier
     metrics = metrics_of(results)
-    notes = [*notes_of(results, select, validation, metric, len(tests)), *compared.notes]
+    notes = [*notes_of(results, select, validation, metric, len(tests)), *apart(cells), *compared.notes]
     family = options.tests or len(tests) or 1
     powers = [] if options.power is None else power_rows(tests, options.power, family)
     folder = options.out or Path("results") / name
@@ -358,6 +364,21 @@ def notes_of(
         notes.append(chosen + (flattering if metric == validation else ""))
     notes.append(f"Tests: {metric}, paired by seed, two-sided, Holm–Bonferroni over {tests} comparisons.")
     return notes
+
+
+def apart(cells: Sequence[Cell]) -> list[str]:
+    """Return a warning if finished runs were not all measured alike; the numbers of such cells do not
+    compare."""
+    ways = []
+    for key in MEASURED_BY:
+        by_value: dict[object, dict[str, None]] = {}
+        for cell in cells:
+            for run in cell.finished:
+                by_value.setdefault(run.settings.get(key), {})[cell.name] = None
+        if len(by_value) > 1:
+            each = (f"{value} in {', '.join(names)}" for value, names in by_value.items())
+            ways.append(f"{key} is {', '.join(each)}")
+    return [f"Not measured alike: {'; '.join(ways)}."] if ways else []
 
 
 EFFECTS = (

@@ -228,6 +228,21 @@ def test_the_table_is_the_raw_numbers(tmp_path: Path) -> None:
     assert f"{stats.ttest_rel(values['kto'], values['dpo']).pvalue:.4f}" in text
 
 
+def test_cells_that_were_not_measured_alike_are_told_apart(tmp_path: Path) -> None:
+    few = ("n_eval_prompts=4", "data.eval_split=test")
+    for name, words in {"a-s1": (), "b-s1": few, "c-s1": few, "d-s1": ("n_eval_prompts=2",)}.items():
+        value = None if name == "d-s1" else 0.5
+        finish(tmp_path / "runs", name, value, "seed=1", f"lr=1e-{ord(name[0]) - 94}", *words)
+    assert results.main([str(tmp_path / "runs"), "--out", str(tmp_path / "o")]) == 0
+    split, prompts = "data.eval_split is None in a, test in b, c", "n_eval_prompts is None in a, 4 in b, c"
+    told = f"Not measured alike: {split}; {prompts}."
+    for file in ("table.md", "index.html"):
+        assert told in (tmp_path / "o" / file).read_text()
+    alike = [str(tmp_path / "runs" / name) for name in ("b-s1", "c-s1")]
+    assert results.main([*alike, "--out", str(tmp_path / "o")]) == 0
+    assert "Not measured alike" not in (tmp_path / "o" / "table.md").read_text()
+
+
 def test_runs_of_one_name_but_other_settings_are_not_averaged(tmp_path: Path) -> None:
     finish(tmp_path, "s-s1", 0.5, "seed=1", "lr=1e-3")
     finish(tmp_path, "s-s2", 0.7, "seed=2", "lr=1e-4")
