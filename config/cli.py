@@ -261,6 +261,10 @@ def in_our_words(error: Exception, overrides: Sequence[str]) -> str:
         key, sign, value = error.override.partition("=")
         if not sign:
             return f"{key}: settings are written as lr=1e-6; python {program()}.py --help shows the options"
+        if value.startswith("~/"):
+            return str(
+                ConfigError(key, value, f"the shell leaves ~ as it is here; type {key}=$HOME{value[1:]}")
+            )
         why = re.split(r"\n| expecting", error.message)[0]
         why = "cannot be read" if "Exception" in why or "override" in why else why
         signs = "a space, a letter outside ASCII or one of = , ( ) [ ] { } ~ # !"

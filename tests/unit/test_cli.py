@@ -265,6 +265,10 @@ def test_settings_that_nothing_will_read_are_refused_before_torch_is_imported():
         (["help"], "help: settings are written as lr=1e-6; python train.py --help shows the options"),
         (["exp_name=a=b"], "exp_name=a=b: mismatched input '='; a text with a space, a letter"),
         (["data.path=a(b).jsonl"], "is quoted twice, as in 'data.path=\"a=b\"'"),
+        (
+            ["data.path=~/a.jsonl"],
+            "data.path=~/a.jsonl: the shell leaves ~ as it is here; type data.path=$HOME/a.jsonl",
+        ),
         (["loss=dpo,", "humanline=true"], "loss=dpo,: mismatched input '<EOF>'; a text"),
         (["+lr=1e-4"], "+lr: is a setting already; write lr=value, without the +"),
         (["model.peft.rank=3"], "the settings of model.peft are lora_alpha, lora_r, target_modules"),
