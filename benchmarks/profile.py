@@ -3,6 +3,7 @@ machine.
 
     python -m benchmarks.profile                           # DPO, cached reference scores, lengths as the preference data's
     python -m benchmarks.profile --loss kto --variant k=1 --padded
+    python -m benchmarks.profile --model smollm2-135m --dtype bfloat16 --steps 2
 
 The same batch is trained repeatedly under torch.profiler, on a CPU with one thread; the fastest of these
 steps is reported. Parts: ``body products`` (the blocks' matrix products), ``head`` (models/logprobs.py,
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -150,16 +151,17 @@ def profiled(trainer: BasicTrainer, plan: Segment, steps: int) -> tuple[list[dic
     return parts(list(profiler.events())), cheapest
 
 
-def peak(sizes: tuple[int, ...] = (256, 512, 1024, 2048)) -> float:
-    """Return the operations a second of the fastest square float32 product, by CPU time."""
-    return max(rate((size, size, size)) for size in sizes)
+def peak(dtype: torch.dtype = torch.float32, sizes: tuple[int, ...] = (256, 512, 1024, 2048)) -> float:
+    """Return the operations a second of the fastest square product, by CPU time."""
+    return max(rate((size, size, size), dtype) for size in sizes)
 
 
-def rate(sizes: Shape, work: float = 4e9, tries: int = 5) -> float:
+def rate(sizes: Shape, dtype: torch.dtype, work: float = 4e9, tries: int = 5) -> float:
     """Return the operations a second of a product of this shape alone, the best of ``tries`` tries, which
     together do about ``work`` operations."""
     m, k, n = sizes
-    left, right, repeats = torch.randn(m, k), torch.randn(k, n), max(int(work / tries / (2 * m * k * n)), 1)
+    left, right = torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype)
+    repeats = max(int(work / tries / (2 * m * k * n)), 1)
     return (
         2
         * m
@@ -170,12 +172,16 @@ def rate(sizes: Shape, work: float = 4e9, tries: int = 5) -> float:
     )
 
 
-def alone(products: Counter[Shape]) -> float:
+def alone(products: Counter[Shape], dtype: torch.dtype) -> float:
     """Return the seconds that these products take one by one, with nothing between them."""
-    return sum(2 * m * k * n * times / rate((m, k, n), work=4e8) for (m, k, n), times in products.items())
+    return sum(
+        2 * m * k * n * times / rate((m, k, n), dtype, work=4e8) for (m, k, n), times in products.items()
+    )
 
 
-def report(steps: list[dict[str, Part]], cheapest: float, best: float) -> str:
+def report(
+    steps: list[dict[str, Part]], cheapest: float, best: float, dtype: torch.dtype = torch.float32
+) -> str:
     """Return a table with a row for each part of the fastest step: time, share, operations and speed. Below
     it, lines that explain the distance to ``best`` (the peak, operations a second). ``cheapest``: seconds."""
     step = min(steps, key=lambda parts: sum(part.seconds for part in parts.values()))
@@ -189,7 +195,7 @@ def report(steps: list[dict[str, Part]], cheapest: float, best: float) -> str:
             else [""] * 3
         )
         rows.append([name, f"{seconds * 1e3:.1f}", f"{seconds / whole:.1%}", *speed])
-    ideal, single = operations / best, alone(step["body products"].products + step["head"].products)
+    ideal, single = operations / best, alone(step["body products"].products + step["head"].products, dtype)
     inside = took["body products"] + took["head"]
     rest = whole - inside
     lines = [
@@ -221,6 +227,7 @@ def main() -> None:
     parser.add_argument("--variant", default="cached", help="cached, or k=1 and so on")
     parser.add_argument("--model", default="small")
     parser.add_argument("--batch-pairs", type=int, default=8)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--padded", action="store_true", help="model.packing=false")
     args = parser.parse_args()
@@ -228,15 +235,15 @@ def main() -> None:
     config = shape(args.model)
     pairs = benchmark_pairs(args.data, 2 * args.batch_pairs, config.vocab_size)
     settings = settings_of(args.variant, args.loss, args.batch_pairs, args.padded)
+    settings, dtype = replace(settings, dtype=args.dtype), getattr(torch, args.dtype)
     plan = segment(settings, pairs, 2)
     trainer = make_trainer(settings, fresh(random_policy(config, torch.device("cpu"))))
     real, padded = batch_tokens(trainer, plan)
     print(
-        f"{machine()}\n{args.loss}, {args.variant}, {args.batch_pairs} pairs, padded {args.padded}; "
-        f"{real:,} real tokens of "
-        f"{padded:,} computed\n"
+        f"{machine()}\n{args.loss}, {args.variant}, {args.batch_pairs} pairs, padded {args.padded}, "
+        f"{args.dtype}; {real:,} real tokens of {padded:,} computed\n"
     )
-    print(report(*profiled(trainer, plan, args.steps), peak()))
+    print(report(*profiled(trainer, plan, args.steps), peak(dtype), dtype))
 
 
 if __name__ == "__main__":
