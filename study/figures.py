@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -36,26 +36,31 @@ def canvas(columns: int, width: float, height: float, rows: int = 1, **keywords:
         return figure, figure.subplots(rows, columns, squeeze=False, **keywords)
 
 
-def tasks_of(blocks: Iterable[Block]) -> list[str]:
-    there = {block.task for block in blocks}
-    return [task for task in TITLES if task in there]
+def grid_of(
+    blocks: Iterable[Block], height: float, **keywords: Any
+) -> tuple[Figure, Any, Callable[[Block], Any]]:
+    """Return a figure with a row for each task of the blocks and a column for each loss, its axes, and what
+    gives a block's axes, with their title."""
+    blocks = list(blocks)
+    tasks = [task for task in TITLES if task in {block.task for block in blocks}]
+    losses = [loss for loss in LOSSES if loss in {block.loss for block in blocks}]
+    figure, axes = canvas(len(losses), 11 * len(losses) / 3, height * len(tasks), len(tasks), **keywords)
 
+    def place(block: Block) -> Any:
+        ax = axes[tasks.index(block.task)][losses.index(block.loss)]
+        ax.set_title(f"{block.loss.upper()}, {TITLES[block.task]}", fontsize=9)
+        return ax
 
-def place(axes: Any, block: Block, tasks: Sequence[str]) -> Any:
-    """Return the block's axes, in a row for each of ``tasks`` and a column for each loss, with its title."""
-    ax = axes[tasks.index(block.task)][LOSSES.index(block.loss)]
-    ax.set_title(f"{block.loss.upper()}, {TITLES[block.task]}", fontsize=9)
-    return ax
+    return figure, axes, place
 
 
 def variants_figure(blocks: Sequence[Block], values: Values) -> Figure | None:
     """Draw each cell of the blocks: mean, interval and every seed."""
     if not any(name in values for block in blocks for name in block.sweep.coordinates):
         return None
-    tasks = tasks_of(blocks)
-    figure, axes = canvas(3, 11, 2.5 * len(tasks), rows=len(tasks), sharey="row")
+    figure, axes, place = grid_of(blocks, 2.5, sharey="row")
     for block in blocks:
-        ax = place(axes, block, tasks)
+        ax = place(block)
         for x, cell in enumerate(block.sweep.cells):
             points = list(values.get(f"{block.sweep.name}-{cell}", {}).values())
             color = VARIANTS.get(cell, GREY)
@@ -74,10 +79,9 @@ def surface_figure(arms: Mapping[str, tuple[Block, Frontier]]) -> Figure | None:
     if not arms:
         return None
     colors = {"plain": RED, "k1": ORANGE, "k16": PURPLE, "online": BLUE}
-    tasks = tasks_of(block for block, _ in arms.values())
-    figure, axes = canvas(3, 11, 3.2 * len(tasks), rows=len(tasks), sharey="row")
+    figure, axes, place = grid_of((block for block, _ in arms.values()), 3.2, sharey="row")
     for block, surface in arms.values():
-        ax = place(axes, block, tasks)
+        ax = place(block)
         for arm, points in surface.arms.items():
             dots = [(p.kl[s], p.score[s]) for p in points.values() for s in p.score.keys() & p.kl.keys()]
             ax.plot(*zip(*dots, strict=True), ".", color=colors.get(arm, GREY), markersize=3, alpha=0.5)
@@ -115,14 +119,13 @@ def lag_figure(blocks: Sequence[Block], values: Values) -> Figure | None:
     if not any(f"{block.sweep.name}-d1" in values for block in blocks):
         return None
     colors = {"delayed": GREEN, "periodic": ORANGE, "ema": PURPLE}
-    tasks = tasks_of(blocks)
-    figure, axes = canvas(3, 11, 3.2 * len(tasks), rows=len(tasks))
+    figure, axes, place = grid_of(blocks, 3.2)
 
     def middle(cell: str) -> float:
         return fmean(values[cell].values()) if cell in values else math.nan
 
     for block in blocks:
-        name, ax = block.sweep.name, place(axes, block, tasks)
+        name, ax = block.sweep.name, place(block)
         for schedule, color in colors.items():
             scores = [middle(f"{name}-d1"), *(middle(f"{name}-d{d}-{schedule}") for d in (2, 4, 8))]
             ax.plot((1, 2, 4, 8), scores, "o-", color=color, label=schedule, markersize=3)

@@ -62,11 +62,11 @@ def test_the_real_model_s_cells_see_as_many_answers_in_as_many_steps_and_are_tun
                 assert length / config.model.batch_size == 4, "a round's steps"
 
 
-def test_a_figure_has_a_row_for_each_task_of_its_blocks():
-    constraints = read_plan(PLANS["constraints"]).blocks
-    for blocks, rows in ((constraints, 1), (PAPER.only([MAIN]).blocks, 2)):
+def test_a_figure_has_a_row_for_each_task_of_its_blocks_and_a_column_for_each_loss():
+    constraints = read_plan(PLANS["constraints"]).only([MAIN]).blocks
+    for blocks, panels in ((constraints, 2), (PAPER.only([MAIN]).blocks, 6)):
         figure = variants_figure(blocks, {next(iter(blocks[0].sweep.coordinates)): {1: 30.0}})
-        assert len(figure.axes) == 3 * rows
+        assert len(figure.axes) == panels and all(ax.get_title() for ax in figure.axes)
 
 
 def test_a_cell_has_the_tuned_settings_of_the_cell_it_is_like_but_for_its_own_changes():
