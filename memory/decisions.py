@@ -58,8 +58,8 @@ def describe_memory(
     bounded = bounded_plan(config, train, held_out, ranks, card)
     if bounded is not None and bounded["fits"]:
         return str(bounded["text"])
-    plan_arguments = (config, train, heaviest_evaluated(held_out), trainer, ranks, card)
-    return str(simulated_plan(*plan_arguments, here)["text"])
+    held = heaviest_evaluated(held_out)
+    return str(simulated_plan(config, train, held, trainer, ranks, card, here)["text"])
 
 
 def card_of(config: Config) -> Card | None:
@@ -90,10 +90,9 @@ class PlannedSettings:
     """Settings that the memory plan decides on rank 0 while the weights load.
 
     It does so on GPUs alone. Batches are cut where the heaviest does not fit in one pass, and neither
-    ``model.microbatch_tokens`` nor ``model.microbatches`` says how. With
-    ``model.reshard_after_forward=auto``, layers stay gathered until their backward where there is room. With
-    ``model.activation_checkpointing=auto``, no more is computed twice than must be; without a GPU or a plan,
-    whole layers are.
+    ``model.microbatch_tokens`` nor ``model.microbatches`` says how. ``model.reshard_after_forward=auto``
+    lets layers be gathered until their backward if there is room. ``model.activation_checkpointing=auto``
+    computes no more twice than must be; without a GPU or a plan, whole layers.
     """
 
     def __init__(
@@ -179,8 +178,9 @@ def why_cut(config: Config, ranks: int, plan: dict[str, Any]) -> str:
         return f"microbatches of {model.microbatch_tokens:,} tokens at most (model.microbatch_tokens)"
     if model.microbatches > 1:
         return f"{model.microbatches} microbatches a step (model.microbatches)"
-    share = f"{model.batch_size // ranks} examples a step and rank in one microbatch"
-    return f"{share}: {'there is room' if plan.get('fits', plan['over'] == []) else 'no setting cuts them'}"
+    rest = "model.microbatch_tokens cuts them" if "fits" in plan else "no setting cuts them"
+    rest = "there is room" if plan.get("fits", plan["over"] == []) else rest
+    return f"{model.batch_size // ranks} examples a step and rank in one microbatch: {rest}"
 
 
 # -- the plan --------------------------------------------------------------------------------------

@@ -188,6 +188,7 @@ MINE = (
 COPIES = "for name in NAME a b mine-s1 mine-s2; do cp -r runs/mine runs/$name; done; " + "; ".join(
     f"sed -i 's/^seed: 1/seed: {seed}/' runs/mine-s{seed - 1}/config.yaml" for seed in (2, 3)
 )
+JUDGED = "model=smollm2-135m-instruct data=hh data.path=parts/reward.jsonl data.eval_path=parts/test.jsonl"
 MADE = {
     r"runs/(mine|NAME|a|b)\b": ("runs/mine-s2", [MINE, COPIES]),
     r"runs/my-sft": (
@@ -204,7 +205,7 @@ MADE = {
     ),
     r"runs/judge": (
         "runs/judge/summary.json",
-        [f"python train.py loss=bradley_terry model=smollm2-135m-instruct exp_name=judge {OFFLINE}"],
+        [f"python train.py loss=bradley_terry {JUDGED} exp_name=judge {OFFLINE}"],
     ),
     r"runs/adder-": (
         "runs/adder-dpo-humanline-s1",

@@ -22,10 +22,10 @@ from data.types import Example, Sequence
 from launch.composing import Composer
 from launch.grid import read_sweep
 from launch.slurm import make_job
-from memory.decisions import describe_memory, heaviest_batch
+from memory.decisions import describe_memory, heaviest_batch, why_cut
 from memory.fit import PROBE, with_settings
 from memory.parts import Card, neighbours, on_host, own_answers, reward_models
-from memory.plan import all_situations, make_plan
+from memory.plan import all_situations, make_plan, of_shapes
 from memory.simulate import Layers, MemoryNeed, MemoryRequest, with_layers
 from models.shapes import architecture, known_shapes, parameters_of
 from tests.full_disk import full_disk
@@ -364,6 +364,15 @@ def test_a_full_disk_leaves_no_plan_and_no_traceback(monkeypatch: pytest.MonkeyP
         bounded = describe_memory(large, segment, [], PairedPreferenceTrainer, 1)
     assert "bound from the shapes" in bounded and "fits: 75.1 GiB are left" in bounded
     assert said.startswith("The memory could not be planned: ") and "No usable temporary directory" in said
+
+
+def test_where_nothing_is_planned_the_setting_that_cuts_a_batch_is_named(monkeypatch) -> None:
+    """On a CPU, of which the bound alone says that its memory may not suffice."""
+    config = make_config("loss=dpo", "model.batch_size=4")
+    for room, rest in ((2**40, "there is room"), (2**28, "model.microbatch_tokens cuts them")):
+        monkeypatch.setattr("memory.plan.memory_here", lambda room=room: room)
+        said = why_cut(config, 1, of_shapes(config, 40, 1, None))
+        assert said == f"4 examples a step and rank in one microbatch: {rest}"
 
 
 # -- what is asked ---------------------------------------------------------------------------------

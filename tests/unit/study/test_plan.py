@@ -4,6 +4,7 @@ what is no plan is refused by the part that is wrong."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from statistics import fmean, stdev
 
@@ -13,12 +14,14 @@ from scipy.stats import chi2
 
 from common.errors import ConfigError
 from launch.composing import Composer
+from reports.statistics import mean
 from study.__main__ import QUICK_SEEDS, main
 from study.figures import variants_figure
 from study.page import beside_table, effects_of
 from study.plan import MAIN, PLANS, PUBLISHED, known, read_plan
 from study.records import SAMPLED, read_records
 from study.tasks import FOLDERS, TITLES, read_task
+from tests.tiny import ROOT
 
 PAPER = read_plan(PLANS["paper"])
 COMPOSER = Composer()
@@ -116,6 +119,27 @@ def test_the_real_model_s_page_is_made_of_its_records(tmp_path):
     assert main(["constraints", "--report", "--out", str(tmp_path)]) == 0
     page = PUBLISHED["constraints"][0].with_name("report.md")
     assert (tmp_path / "report.md").read_bytes() == page.read_bytes()
+
+
+def test_what_the_docs_say_of_the_real_model_s_table_are_its_records():
+    docs, readme = (
+        path.read_text(encoding="utf-8") for path in (ROOT / "docs/real-model.md", ROOT / "README.md")
+    )
+    scores: dict = {}
+    for one in read_records(PUBLISHED["constraints"][0]):
+        scores.setdefault(one.cell, {})[one.seed] = 100 * one.after[SAMPLED]
+    for loss in ("dpo", "grpo"):
+        for cell in ("offline", "offline-hl", "online", "online-hl"):
+            score = mean(scores[f"main-{loss}-{cell}"].values())
+            low, high = score.interval
+            name = f"{loss.upper()} {cell.replace('-hl', ' + humanline')}"
+            row = rf"\| {re.escape(name)} \|.*\| {score.value:.1f} \[{low:.1f}, {high:.1f}\] \|"
+            assert score.n == 5 and re.search(row, docs), name
+            assert cell == "online-hl" or f"{score.value:.1f}" in readme, name
+        plain, humanline = scores[f"main-{loss}-offline"], scores[f"main-{loss}-offline-hl"]
+        effect = mean([humanline[seed] - plain[seed] for seed in plain])
+        said = "{:.1f} [{:.1f}, {:.1f}]".format(effect.value, *effect.interval).replace("-", "−")
+        assert f"+{said}" in docs and said in readme
 
 
 def test_the_real_model_s_settings_follow_from_its_tuning_and_its_spread_from_the_pilot(tmp_path):
