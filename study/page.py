@@ -51,8 +51,8 @@ LIMITS = {
         "**Limits.** One model of 135 million parameters, whose weights went through 4 bits; one task; 16 "
         "steps on its own answers. Seeds change the order of the data, which of them are trained on and what "
         "is sampled, so intervals cover seeds alone. Points are of 100: the share of sampled answers that "
-        "meet all constraints, fluent or not. The tests' runs are those of the cells, which are shown as they "
-        "come; their number was fixed before the first."
+        "meet all constraints, fluent or not. The tests' runs are those of the cells, which are shown as "
+        "they come; their number was fixed before the first."
     )
 }
 """Plan -> its page's first lines; of another plan they are the embedded tasks'."""
