@@ -92,7 +92,7 @@ def run_of(path: Path, step: int | None, key: str = "run") -> tuple[Path, int | 
         )
     if step is None and not (path / "model" / "config.json").is_file():
         steps = _steps(path / "checkpoints")
-        exported = f"python export.py {quote(str(path))} --to DIR and {key}=DIR, --step one"
+        exported = f"python export.py {quote(str(path))} --step N --to DIR first, then {key}=DIR, with N"
         other = "evaluate a checkpoint: step=…" if key == "run" else exported
         raise ConfigError(
             key,

@@ -200,7 +200,9 @@ def test_a_printed_command_takes_a_path_with_a_space(tmp_path):
         evaluated("kind=compare", f"run='{run}'", f"against='{checkpoint}'", f"out='{tmp_path}/out'")
     assert f"python export.py '{run}' --step 8 --to DIR" in str(error.value)
     other = make_run(tmp_path / "another", "loss=dpo", finished=False)
-    with pytest.raises(ConfigError, match=f"^against={other}: .*python export.py {other} --to DIR .* of 8$"):
+    with pytest.raises(
+        ConfigError, match=f"^against={other}: .*python export.py {other} --step N --to DIR .* of 8$"
+    ):
         evaluated("kind=compare", f"run='{run}'", f"against={other}", f"out='{tmp_path}/out'")
 
 
