@@ -29,12 +29,11 @@ SLICES = 8
 def bound(
     config: Config, hf_config: PretrainedConfig, longest: int, ranks: int, card: Card | None
 ) -> tuple[Situation, int, list[str]] | None:
-    """Return (everything that a rank may hold, as if it all came together; the model's parameters; notes on
-    what could not be counted).
+    """Return (all a rank may hold, as if at one time; the model's parameters; notes on what is not counted).
 
     ``longest``: tokens of the longest example, trained on or evaluated. ``card``: the GPU; None for a CPU. A
-    rank is taken to compute the whole batch in one pass. None: the shapes do not say, as with recurrent
-    layers, experts, a base in 4 bits, the model's own code, or an engine on the same GPU.
+    rank is taken to compute the whole batch, in one pass unless ``model.microbatch_tokens`` cuts it. None:
+    shapes do not say it of recurrent layers, experts, a base in 4 bits, own code, or an engine on the GPU.
     """
     notes: list[str] = []
     beside = neighbours(config, ranks, card, notes)
@@ -44,14 +43,15 @@ def bound(
         return None
     model = without_weights(hf_config)
     parameters = sum(p.numel() for p in model.parameters())
-    padded = 1 if packs_rows(config.model, hf_config)[0] else trainer_class(config).rows_per_example
+    rows = longest * (1 if packs_rows(config.model, hf_config)[0] else trainer_class(config).rows_per_example)
     scores = SCORES * heads_of(hf_config)[0] * longest
     trained = kept_of_a_token(model, hf_config) + scores * hf_config.get_text_config().num_hidden_layers
     evaluated = 2 * layer_work(hf_config) + scores
-    most = max(config.model.batch_size * trained, config.model.eval_batch_size * evaluated)
+    step = config.model.batch_size * rows
+    step = min(step, config.model.microbatch_tokens or step)
     parts = {
         "weights, gradients and optimizer": BYTES * parameters / GIB,
-        "activations": 4 * padded * longest * most / GIB,
+        "activations": 4 * max(step * trained, config.model.eval_batch_size * rows * evaluated) / GIB,
         "head": 4 * SLICES * BUDGET["cpu" if card is None else "cuda"] / GIB,
         "own answers": own_answers(config, hf_config, ranks, evaluates=True),
     }

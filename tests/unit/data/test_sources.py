@@ -301,6 +301,17 @@ def test_a_hub_set_is_read_by_split(hub_folder, tmp_path, monkeypatch) -> None:
         load_groups(config(hub_folder, source="data.sources.hub_table", split="validation"), "train")
 
 
+def test_of_a_hub_set_too_the_rows_that_name_another_split_are_not_trained_on(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = [{**row, "split": ("train", "test")[i % 2]} for i, row in enumerate(RECORDS)]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "set" / "train.parquet")
+    settings = config(tmp_path / "set", source="data.sources.hub_table", eval_fraction=0)
+    loaded = load_groups(settings, "train")
+    assert len(loaded.groups) == len(loaded.dropped) == len(RECORDS) / 2 and "split" not in loaded.unused
+    assert len(load_groups(replace(settings, split="train[:10]"), "train").groups) == 5
+    assert len(load_groups(replace(settings, ignore_columns=["split"]), "train").groups) == len(RECORDS)
+
+
 def test_a_bad_row_of_a_table_is_named_by_its_place(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     path = tmp_path / "set" / "train.parquet"

@@ -375,6 +375,17 @@ def test_where_nothing_is_planned_the_setting_that_cuts_a_batch_is_named(monkeyp
         assert said == f"4 examples a step and rank in one microbatch: {rest}"
 
 
+def test_the_bound_counts_what_one_pass_takes_where_microbatches_are_cut() -> None:
+    """A batch of 64 pairs in passes of four rows is bounded as a batch of two pairs, and a cut that no batch
+    reaches changes nothing."""
+    of = ("loss=dpo", "model.packing=false", "model.eval_batch_size=1")
+    small, whole = (make_config(*of, f"model.batch_size={size}") for size in (2, 64))
+    cut = make_config(*of, "model.batch_size=64", "model.microbatch_tokens=160")
+    idle = make_config(*of, "model.batch_size=64", "model.microbatch_tokens=99999")
+    two, many, passes, same = (of_shapes(one, 40, 1, None)["predicted"] for one in (small, whole, cut, idle))
+    assert two == passes < many == same
+
+
 # -- what is asked ---------------------------------------------------------------------------------
 
 

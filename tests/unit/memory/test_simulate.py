@@ -26,6 +26,7 @@ CASES = [  # each way, shape and loss that holds something of its own; checkpoin
     ("deep", "selective", "ppo", ()),
     ("deep", "LoRA", "grpo", ("loss.shape=m2po",)),
     ("deep", "full", "dpo", ("model.dtype=bfloat16", "model.packing=false")),
+    ("deep", "full", "dpo", ("model.microbatches=1", "model.microbatch_tokens=300", "model.packing=false")),
     ("wide", "LoRA", "dpo", ("model.share_prompts=true",)),
     ("wide", "full", "grpo", ("model.share_prompts=true", "optimizer=Muon")),
     ("many words", "checkpointed", "dpo", ("sync_mode=ema", "sync_alpha=0.5", "humanline=false")),
