@@ -222,7 +222,8 @@ def settings_of_run(
         f"{run / RECORD} lets the model run code of its own; where you trust it add "
         "model.trust_remote_code=true",
     )
-    return _as_exported(_checked(over_run(saved, composed, given)), exported or run / "model")
+    answering = saved | {"online": False}  # what training asks of its samples does not hold for answers
+    return _as_exported(_checked(over_run(answering, composed, given)), exported or run / "model")
 
 
 def _other(path: str, target: Target, stage: EvalStage, composed: Settings, given: Sequence[str]) -> Target:

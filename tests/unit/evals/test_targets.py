@@ -13,6 +13,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+import evals.ifeval
 from common.errors import ConfigError
 from config.load import dump, load
 from config.schema_eval import EvalStage
@@ -180,6 +181,24 @@ def test_another_sampler_leaves_a_run_its_longest_answer(tmp_path):
     given = [word.partition("=")[0] for word in words]
     (target,) = targets_of(EvalStage(run=[str(run)]), composed, given, {})
     assert target.config.sampler.name == "vllm" and target.config.max_tokens == 2048
+
+
+@pytest.mark.parametrize("word", ["sampler.temperature=0", "sampler.top_p=0.9", "sampler.max_tokens=3"])
+def test_an_online_run_s_model_answers_otherwise_than_it_was_trained(word, tmp_path):
+    """Greedily where eight samples a prompt were drawn, from fewer tokens where the loss divided by
+    log-probabilities of all, shorter than a penalty of length."""
+    run = make_run(
+        tmp_path / "a",
+        *("loss=grpo", "online=true", "reward=adder", "rounds.samples=8", "rounds.overlong=4"),
+        *("sampler.temperature=1", "sampler.top_p=1", "model.logit_temperature=1", "correction=truncated"),
+    )
+    with initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+        composed = OmegaConf.to_container(compose("eval", overrides=[word]), resolve=True)
+    (target,) = targets_of(EvalStage(run=[str(run)]), composed, [word.partition("=")[0]], {})
+    key, value = word.removeprefix("sampler.").split("=")
+    assert getattr(target.config.sampler, key) == float(value)
+    if key == "temperature":
+        assert evals.ifeval._with_room(target, EvalStage()).config.sampler.temperature == 0
 
 
 def test_both_sides_of_a_comparison_may_answer_as_long(tmp_path):
