@@ -20,6 +20,7 @@ from config.schema_eval import EvalStage
 from config.typed import typed, without_words
 from eval import evaluate
 from evals.targets import over_run, targets_of
+from sample import sample
 from tests.tiny import ROOT
 
 MODEL = ROOT / "assets" / "adder" / "model"
@@ -126,6 +127,10 @@ def test_a_reward_model_answers_nothing(tmp_path):
     run = make_run(tmp_path / "a", "loss=bradley_terry")
     with pytest.raises(ConfigError, match="is a reward model"):
         evaluated(f"run={run}")
+    with initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+        cfg = compose("sample", overrides=[f"run={run}", f"out={tmp_path}/out.jsonl"])
+    with pytest.raises(ConfigError, match=f"run={run}: is a reward model"):
+        sample(cfg, ["run", "out"])
 
 
 SAVED = {
