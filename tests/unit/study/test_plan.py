@@ -67,7 +67,7 @@ def test_the_real_model_s_cells_see_as_many_answers_in_as_many_steps_and_are_tun
 
 def test_a_figure_has_a_row_for_each_task_of_its_blocks_and_a_column_for_each_loss():
     constraints = read_plan(PLANS["constraints"]).only([MAIN]).blocks
-    for blocks, panels in ((constraints, 2), (PAPER.only([MAIN]).blocks, 6)):
+    for blocks, panels in ((constraints, 3), (PAPER.only([MAIN]).blocks, 6)):
         figure = variants_figure(blocks, {next(iter(blocks[0].sweep.coordinates)): {1: 30.0}})
         assert len(figure.axes) == panels and all(ax.get_title() for ax in figure.axes)
 
@@ -128,7 +128,7 @@ def test_what_the_docs_say_of_the_real_model_s_table_are_its_records():
     scores: dict = {}
     for one in read_records(PUBLISHED["constraints"][0]):
         scores.setdefault(one.cell, {})[one.seed] = 100 * one.after[SAMPLED]
-    for loss in ("dpo", "grpo"):
+    for loss in ("dpo", "grpo", "kto"):
         for cell in ("offline", "offline-hl", "online", "online-hl"):
             score = mean(scores[f"main-{loss}-{cell}"].values())
             low, high = score.interval
@@ -148,7 +148,7 @@ def test_the_real_model_s_settings_follow_from_its_tuning_and_its_spread_from_th
     plan = read_plan(PLANS["constraints"])
     records = known(plan, tmp_path, PUBLISHED["constraints"])
     scores: dict = {}
-    for block, run in plan.only(["tune"]).runs():
+    for block, run in plan.only(["tune", "tune-kto"]).runs():
         cell, point = run.cell.removeprefix("tune-").partition("-lr")[0], anchor_of(block.loss, run.settings)
         scores.setdefault(cell, {})[point] = records[run.name].after[SAMPLED]
     chosen = read_task(FOLDERS["constraints"]).tuned
@@ -156,7 +156,7 @@ def test_the_real_model_s_settings_follow_from_its_tuning_and_its_spread_from_th
     for cell, points in scores.items():
         assert anchor_of(cell.partition("-")[0], chosen[cell]) == best_of(points), cell
     tests = {block.sweep.name: block for block in plan.tests}
-    assert set(tests) == {f"test-{loss}-{at}" for loss in ("dpo", "grpo") for at in ("common", "tuned")}
+    assert set(tests) == {f"test-{loss}-{at}" for loss in ("dpo", "grpo", "kto") for at in ("common", "tuned")}
     for name, block in tests.items():
         common = best_of(
             {p: v + scores[f"{block.loss}-offline-hl"][p] for p, v in scores[f"{block.loss}-offline"].items()}
