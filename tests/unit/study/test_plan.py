@@ -156,7 +156,9 @@ def test_the_real_model_s_settings_follow_from_its_tuning_and_its_spread_from_th
     for cell, points in scores.items():
         assert anchor_of(cell.partition("-")[0], chosen[cell]) == best_of(points), cell
     tests = {block.sweep.name: block for block in plan.tests}
-    assert set(tests) == {f"test-{loss}-{at}" for loss in ("dpo", "grpo", "kto") for at in ("common", "tuned")}
+    assert set(tests) == {
+        f"test-{loss}-{at}" for loss in ("dpo", "grpo", "kto") for at in ("common", "tuned")
+    }
     for name, block in tests.items():
         common = best_of(
             {p: v + scores[f"{block.loss}-offline-hl"][p] for p, v in scores[f"{block.loss}-offline"].items()}
