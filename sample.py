@@ -30,10 +30,8 @@ def sample(cfg: DictConfig, given: list[str]) -> None:
     """Write one file of samples. ``given``: the dotted keys that the command line sets."""
     stage, rest = split_settings(cfg, SampleStage)
     config = settings(rest, stage)[0] if stage.run is None else of_run(stage.run, rest, given)
-    silent = config.model.head == "reward"
-    require(
-        not silent, "run", stage.run or config.model.name_or_path, "is a reward model: it answers nothing"
-    )
+    key, value = ("run", stage.run) if stage.run else ("model.head", config.model.head)
+    require(config.model.head != "reward", key, value, "is a reward model: it answers nothing")
     config.check_room()
     config.check_samples()
     require(

@@ -237,9 +237,8 @@ def hub_table(config: DataConfig, split: str) -> Loaded:
     path = config.path if split == "train" else config.eval_path or config.path
     name = config.split if split == "train" else config.eval_split or config.split
     rows = hub.hub_rows(path, name, subset=config.subset, data_dir=config.data_dir, revision=config.revision)
-    if (
-        split == "train" and "+" not in name
-    ):  # a set of one split may say in a column which rows are the test's
+    # A set of one split may say in a column which rows are the test's; a sum of splits names none.
+    if split == "train" and "+" not in name:
         rows = _of_split(config, rows, name.partition("[")[0])
     return convert(rows, config, f"{path} ({name})")
 
