@@ -57,7 +57,8 @@ def words_of(text: str) -> list[str]:
 
 
 def count_of(text: str, word: str) -> int:
-    return len(re.findall(rf"\b{re.escape(word)}\b", text, re.IGNORECASE))
+    """Return how often a word of any signs stands in a text by itself."""
+    return len(re.findall(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE))
 
 
 KINDS = {
@@ -82,14 +83,14 @@ KINDS = {
     "avoid_letter": Constraint(
         'Do not use the letter "{}".',
         ("j", "k", "v", "x"),
-        lambda a, letter: letter not in a.lower(),
+        lambda a, letter: letter.lower() not in a.lower(),
         "avoided",
     ),
     "no_comma": Constraint("Do not use any commas.", (None,), lambda a, _: "," not in a, "comma"),
     "first_word": Constraint(
         'Begin your answer with the word "{}".',
         ("Once", "Today", "Imagine", "Sometimes", "Every"),
-        lambda a, word: re.match(rf"\W*{word}\b", a, re.IGNORECASE) is not None,
+        lambda a, word: re.match(rf"\W*?{re.escape(word)}(?!\w)", a, re.IGNORECASE) is not None,
         "start",
     ),
     "title": Constraint(
@@ -143,17 +144,18 @@ def prompt(topic: str, rng: random.Random) -> Prompt:
 
 
 def wanted_of(reference: str | None) -> dict[str, Any] | None:
-    """Return the constraints that a reference answer names, as kind -> value; None if it names none that are
-    known."""
+    """Return the constraints that a reference answer names, as kind -> value; None if it names none, one
+    that is not known, or a value that its kind cannot have: another type than those in ``KINDS``, or no text."""
     try:
         constraints = json.loads(reference or "")
     except ValueError:
         return None
-    return (
-        constraints
-        if isinstance(constraints, dict) and constraints and constraints.keys() <= KINDS.keys()
-        else None
-    )
+    known = isinstance(constraints, dict) and constraints and constraints.keys() <= KINDS.keys()
+    return constraints if known and all(_can_have(*item) for item in constraints.items()) else None
+
+
+def _can_have(kind: str, value: Any) -> bool:
+    return type(value) is type(KINDS[kind].values[0]) and value != ""
 
 
 def met(answer: str, wanted: dict[str, Any]) -> dict[str, bool]:

@@ -276,6 +276,8 @@ def refuse_other_tensors(
             'where the model ties its head to the embedding, write "tie_word_embeddings": true in '
             f"config.json; else {remedy}"
         )
+    if any(tensor.startswith("score.") for tensor in unknown):
+        remedy = "they are a reward model's, with a score for its head: give the model that it was trained from"
     raise ConfigError(key, name, f"its files {'; they '.join(said)}; {remedy}")
 
 

@@ -24,6 +24,11 @@ SHORT_NUMBER = re.compile(r"(?<!\d)\d{1,6}(?!\d)")
 SHORTEST = 4
 """Words below which nothing can be said about fluency, and the guard is 0."""
 
+UNKNOWN = (
+    "the prompt's reference names no known constraints: it is JSON text of kinds and values as in "
+    'data/constraints.py, such as {"words_at_most": 20, "no_comma": null}'
+)
+
 
 @cache
 def known_words() -> frozenset[str]:
@@ -83,10 +88,10 @@ class ConstraintReward(Scorer):
                 "reward_known_words": fmean(map(share_of_words, completions)),
             }
         return [
-            Missing("the prompt's reference names no known constraints")
+            Missing("the prompt has no reference answer" if prompt.reference_answer is None else UNKNOWN)
             if share is None
             else self.config.points * share * guard
-            for share, guard in zip(shares, guards, strict=True)
+            for prompt, share, guard in zip(prompts, shares, guards, strict=True)
         ]
 
 

@@ -38,6 +38,36 @@ def test_a_kind_is_met_by_what_its_words_ask_for_and_by_nothing_empty(kind: str)
     assert not any(met(" \n", {kind: value}).values())
 
 
+OWN = {
+    "include_word": [("C++", "I like C++, too.", "I like C."), ("naïve", "A naïve one", "A naïveté")],
+    "avoid_letter": [("K", "a fine day", "a kite"), ("Ж", "день", "жук")],
+    "first_word": [("C++", "C++ is old.", "C is old."), ("…so", "…so it began", "so it began")],
+}
+
+
+@pytest.mark.parametrize("kind, value, right, wrong", [(k, *case) for k in OWN for case in OWN[k]])
+def test_own_values_are_taken_as_they_are_written(kind: str, value: str, right: str, wrong: str) -> None:
+    assert met(right, {kind: value})[kind] and not met(wrong, {kind: value})[kind]
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"words_at_most": "20"},
+        {"words_at_most": True},
+        {"no_comma": False},
+        {"avoid_letter": None},
+        {"include_word": ""},
+        {"words_at_mst": 5},
+        {},
+        [],
+    ],
+)
+def test_a_value_that_a_kind_cannot_have_is_no_constraint(wanted: object) -> None:
+    """A text was compared with a number, which raised TypeError; the others were met or failed by all."""
+    assert all_met(["Five words are said here."], [json.dumps(wanted)]) == [None]
+
+
 def test_prompts_are_apart_by_topic_the_same_each_time_and_ask_for_what_is_checked() -> None:
     topics = yaml.safe_load(TOPICS.read_text())
     every = [topic for part in topics.values() for topic in part]
@@ -82,6 +112,8 @@ def test_the_reward_is_the_share_times_a_guard_that_is_reported_beside_it() -> N
     assert fluency(learned, 0.8) < 0.4 and fluency("It was 1,250,000 years ago, in 1969.", 0.8) == 1.0
     assert fluency("This is a good story. 这是一个关于森林的漫长故事而且没有一个英文单词在里面", 0.8) < 0.8
     unknown = Prompt(asked.turns, json.dumps({"rhyme": None}))
+    with pytest.raises(RewardError, match="has no reference answer"):
+        reward.score([Prompt(asked.turns)], [good])
     with pytest.raises(RewardError, match="no known constraints"):
         reward.score([unknown], [good])
     assert all_met([good, half, good], [asked.reference_answer, asked.reference_answer, None]) == [

@@ -126,6 +126,12 @@ OTHERS = {
         lambda state: {k: v for k, v in state.items() if k != "lm_head.weight"},
         r'lack 1 tensor \(lm_head.weight\).*write "tie_word_embeddings": true in config.json',
     ),
+    "a reward model": (
+        lambda state: (
+            {k: v for k, v in state.items() if k != "lm_head.weight"} | {"score.weight": torch.zeros(1, 32)}
+        ),
+        r"hold 1 tensor \(score.weight\), .* are a reward model's, .*: give the model that it was trained from",
+    ),
     "another shape": (
         lambda state: state | {"model.norm.weight": torch.ones(31)},
         r"hold model.norm.weight of shape \[31\], and config.json makes it \[32\]",
