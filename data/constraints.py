@@ -145,7 +145,7 @@ def prompt(topic: str, rng: random.Random) -> Prompt:
 
 def wanted_of(reference: str | None) -> dict[str, Any] | None:
     """Return the constraints that a reference answer names, as kind -> value; None if it names none, one
-    that is not known, or a value that its kind cannot have: another type than those in ``KINDS``, or no text."""
+    that is not known, or a value that its kind cannot have: of another type than in ``KINDS``, or empty."""
     try:
         constraints = json.loads(reference or "")
     except ValueError:

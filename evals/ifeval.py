@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import random
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -101,8 +102,11 @@ def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
 
 def followed(rows: list[dict[str, Any]], texts: list[str]) -> tuple[list[dict[str, Any]], Counter[str]]:
     """Return (for each prompt ``strict`` and ``loose``, whether each of its instructions is followed; how
-    many instructions of which kind were left out because their checker has no data)."""
+    many instructions of which kind were left out because their checker has no data).
+
+    lm-eval draws what a prompt leaves open and lets '#' be any letter: here the same one each time."""
     library, has_punkt = _library()
+    drawn = random.getstate()
     verdicts: list[dict[str, Any]] = []
     left_out: Counter[str] = Counter()
     for row, text in zip(rows, texts, strict=True):
@@ -112,12 +116,13 @@ def followed(rows: list[dict[str, Any]], texts: list[str]) -> tuple[list[dict[st
         asked = library.InputExample(
             row["key"], [ids[i] for i in kept], row["prompt"], [row["kwargs"][i] for i in kept]
         )
-        verdicts.append(
-            {
-                "strict": library.test_instruction_following_strict(asked, text).follow_instruction_list,
-                "loose": library.test_instruction_following_loose(asked, text).follow_instruction_list,
-            }
-        )
+        verdict = {}
+        for how in ("strict", "loose"):
+            random.seed(0)
+            check = getattr(library, f"test_instruction_following_{how}")
+            verdict[how] = check(asked, text).follow_instruction_list
+        verdicts.append(verdict)
+    random.setstate(drawn)
     return verdicts, left_out
 
 

@@ -277,7 +277,7 @@ def refuse_other_tensors(
             f"config.json; else {remedy}"
         )
     if any(tensor.startswith("score.") for tensor in unknown):
-        remedy = "they are a reward model's, with a score for its head: give the model that it was trained from"
+        remedy = "they are a reward model's, whose head is a score: give the model that it was trained from"
     raise ConfigError(key, name, f"its files {'; they '.join(said)}; {remedy}")
 
 

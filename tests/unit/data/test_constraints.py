@@ -45,7 +45,7 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("kind, value, right, wrong", [(k, *case) for k in OWN for case in OWN[k]])
+@pytest.mark.parametrize(("kind", "value", "right", "wrong"), [(k, *case) for k in OWN for case in OWN[k]])
 def test_own_values_are_taken_as_they_are_written(kind: str, value: str, right: str, wrong: str) -> None:
     assert met(right, {kind: value})[kind] and not met(wrong, {kind: value})[kind]
 

@@ -4,6 +4,7 @@ said."""
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,17 @@ def test_rates_are_those_of_the_checkers_and_nothing_is_fetched(monkeypatch: pyt
     assert left_out or checked[2]["strict"] == [True]
     assert ifeval.rates_of(checked[:2])["instruction_strict"] == pytest.approx(1 / 3)
     assert ifeval.rates_of(checked[3:])["mean"] == 0.5
+
+
+def test_what_the_checkers_draw_is_the_same_each_time_and_in_both_ways() -> None:
+    """One of the 541 prompts asks for the letter '#', for which lm-eval draws any."""
+    wanted = [{"letter": "#", "let_frequency": 2, "let_relation": "at least"}]
+    row = dict(rows()[0], instruction_id_list=["keywords:letter_frequency"], kwargs=wanted)
+    random.seed(1)
+    state = random.getstate()
+    checked, _ = ifeval.followed([row] * 40, ["aabbccddeeffgg #"] * 40)
+    assert len({one[how][0] for one in checked for how in ("strict", "loose")}) == 1
+    assert random.getstate() == state
 
 
 def test_what_needs_data_that_is_not_there_is_left_out_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:

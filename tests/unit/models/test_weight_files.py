@@ -130,7 +130,7 @@ OTHERS = {
         lambda state: (
             {k: v for k, v in state.items() if k != "lm_head.weight"} | {"score.weight": torch.zeros(1, 32)}
         ),
-        r"hold 1 tensor \(score.weight\), .* are a reward model's, .*: give the model that it was trained from",
+        r"hold 1 tensor \(score.weight\), .* a reward model's, .*: give the model that it was trained from",
     ),
     "another shape": (
         lambda state: state | {"model.norm.weight": torch.ones(31)},
