@@ -25,6 +25,7 @@ from tests.tiny import ROOT
 
 PAPER = read_plan(PLANS["paper"])
 COMPOSER = Composer()
+CELLS = ("offline", "offline-hl", "online", "online-hl")
 
 
 @pytest.mark.parametrize("part", PAPER.hours)
@@ -129,7 +130,7 @@ def test_what_the_docs_say_of_the_real_model_s_table_are_its_records():
     for one in read_records(PUBLISHED["constraints"][0]):
         scores.setdefault(one.cell, {})[one.seed] = 100 * one.after[SAMPLED]
     for loss in ("dpo", "grpo", "kto"):
-        for cell in ("offline", "offline-hl", "online", "online-hl"):
+        for cell in CELLS:
             score = mean(scores[f"main-{loss}-{cell}"].values())
             low, high = score.interval
             name = f"{loss.upper()} {cell.replace('-hl', ' + humanline')}"
@@ -140,6 +141,28 @@ def test_what_the_docs_say_of_the_real_model_s_table_are_its_records():
         effect = mean([humanline[seed] - plain[seed] for seed in plain])
         said = "{:.1f} [{:.1f}, {:.1f}]".format(effect.value, *effect.interval).replace("-", "−")
         assert f"+{said}" in docs and said in readme
+
+
+def test_what_the_docs_say_of_one_seed_are_its_evaluations():
+    docs = (ROOT / "docs/real-model.md").read_text(encoding="utf-8")
+    path = PUBLISHED["constraints"][0].with_name("seed-1001.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    cells = [f"{loss}-{cell}" for loss in ("dpo", "grpo", "kto") for cell in CELLS]
+    assert [row["cell"] for row in rows] == ["before", *cells]
+    for row in rows:
+        loss, _, cell = row["cell"].partition("-")
+        name = f"{loss.upper()} {cell.replace('-hl', ' + humanline')}" if cell else loss
+        said = row["ifeval"]
+        rates = [said[f"{level}_{how}"] for level in ("prompt", "instruction") for how in ("strict", "loose")]
+        assert said["mean"] == pytest.approx(fmean(rates), abs=1e-6)
+        shown = f"{100 * said['mean']:.1f}"
+        if cell:
+            change, low, high = (100 * value for value in said["from_before"])
+            shown += f" ({change:+.1f} [{low:.1f}, {high:.1f}])"
+            assert change == pytest.approx(100 * (said["mean"] - rows[0]["ifeval"]["mean"]), abs=1e-3)
+        fluent = f"{row['fluency']:.2f} | {row['reward']:.2f} | {100 * row['meets_all_fluently']:.1f}"
+        wanted = f"| {name} | {100 * row['meets_all']:.1f} | {fluent} | {shown} |".replace("-", "−")
+        assert wanted in docs, name
 
 
 def test_the_real_model_s_settings_follow_from_its_tuning_and_its_spread_from_the_pilot(tmp_path):
