@@ -163,6 +163,10 @@ def test_what_the_docs_say_of_one_seed_are_its_evaluations():
         fluent = f"{row['fluency']:.2f} | {row['reward']:.2f} | {100 * row['meets_all_fluently']:.1f}"
         wanted = f"| {name} | {100 * row['meets_all']:.1f} | {fluent} | {shown} |".replace("-", "−")
         assert wanted in docs, name
+    before, offline, humanline, *others = [f"{row['reward']:.1f}" for row in rows]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{before} ({offline}, with humanline {humanline})" in readme
+    assert f"({min(others)} to {max(others)})" in readme
 
 
 def test_the_real_model_s_settings_follow_from_its_tuning_and_its_spread_from_the_pilot(tmp_path):
