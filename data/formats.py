@@ -309,7 +309,8 @@ def prompt_of(conversation: tuple[Turn, ...], reference: Any = None) -> Prompt:
     if isinstance(reference, Mapping | list):
         raise RowError(
             f"'reference' is a {type(reference).__name__}; name a key inside it, as in "
-            "data.columns={reference: reward_model.ground_truth}"
+            "data.columns={reference: reward_model.ground_truth}, or write it as JSON text for a reward that "
+            "reads JSON"
         )
     if isinstance(reference, float) and reference.is_integer():
         reference = int(reference)  # pandas writes whole numbers so, where one of their column is missing
