@@ -2,7 +2,7 @@
 minutes on two idle cores with bfloat16 instructions, an hour or more on others.
 
     python -m benchmarks.real                 # ends with a table and a picture
-    python -m benchmarks.real --full          # the sanity set for each loss and variant: hours
+    python -m benchmarks.real --full          # the sanity set for each loss and variant: an hour and a half
     python -m benchmarks.real --jobs 1        # one run after the other; two share the cores if not said
     python -m benchmarks.real --only step0 -- model.dtype=bfloat16    # one part; settings of every run
 
