@@ -171,6 +171,7 @@ RULES = [
         {r" (quick|paper|evidence|constraints)\b": " mine.yaml", r" --only \S+": ""},
     ),
     Rule(r"python -m study\.prospect_figure ", "--prompts 4"),
+    Rule(r"python -m study\.curves "),
     Rule(r"python -m benchmarks\.gpu_check", "--device cpu --only paths"),
     Rule(r"python -m benchmarks\.balance", "--data adder --ranks 2 --shapes 4x1 --batches 2"),
     Rule(r"python -m benchmarks\.recipes", "--only math-grpo-online-authors --on 16xB200"),
