@@ -106,7 +106,7 @@ def followed(rows: list[dict[str, Any]], texts: list[str]) -> tuple[list[dict[st
 
     lm-eval draws what a prompt leaves open and lets '#' be any letter: here the same one each time."""
     library, has_punkt = _library()
-    drawn = random.getstate()
+    drawn = random.getstate()  # other code of this process draws on as if nothing had happened
     verdicts: list[dict[str, Any]] = []
     left_out: Counter[str] = Counter()
     for row, text in zip(rows, texts, strict=True):

@@ -58,6 +58,8 @@ def cell_of(folder: Path) -> tuple[str, str]:
     path = folder / "config.yaml"
     require(path.is_file(), "RUN", str(folder), "is no run's folder: it has no config.yaml")
     settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    ours = isinstance(settings, dict) and {"loss", "online", "humanline"} <= settings.keys()
+    require(ours, "RUN", str(folder), "is no training run's folder: its config.yaml has other settings")
     variant = f"{'online' if settings['online'] else 'offline'}{'-hl' if settings['humanline'] else ''}"
     return settings["loss"]["name"], variant
 

@@ -49,3 +49,6 @@ def test_what_is_no_run_and_a_metric_that_none_has_are_refused(tmp_path: Path) -
         curves_figure({run: read_metrics(run / "metrics.jsonl")}, ["reward_chsen"])
     with pytest.raises(ConfigError, match=r"no config\.yaml"):
         curves_figure({tmp_path: []}, ["reward_chosen"])
+    (tmp_path / "config.yaml").write_text("plan: 1\n")
+    with pytest.raises(ConfigError, match="other settings"):
+        curves_figure({tmp_path: []}, ["reward_chosen"])

@@ -16,7 +16,7 @@ from common.errors import ConfigError
 from launch.composing import Composer
 from reports.statistics import mean
 from study.__main__ import QUICK_SEEDS, main
-from study.figures import variants_figure
+from study.figures import VARIANTS, variants_figure
 from study.page import beside_table, effects_of
 from study.plan import MAIN, PLANS, PUBLISHED, known, read_plan
 from study.records import SAMPLED, read_records
@@ -25,7 +25,7 @@ from tests.tiny import ROOT
 
 PAPER = read_plan(PLANS["paper"])
 COMPOSER = Composer()
-CELLS = ("offline", "offline-hl", "online", "online-hl")
+CELLS = tuple(VARIANTS)
 
 
 @pytest.mark.parametrize("part", PAPER.hours)
