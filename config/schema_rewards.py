@@ -274,6 +274,12 @@ class RewardConfig:
         needs = bool(tree["needs_reference"]) or _compares(settings)
         return cls(kind, share, needs, str(tree["_target_"]), kind, settings)
 
+    @property
+    def needs_every_reference(self) -> bool:
+        """Whether a prompt without a reference answer gets no verdict, as the reward's yaml says of its kind.
+        A function, and a sum of rewards, may score one all the same."""
+        return self.needs_reference and not _compares(self.settings)
+
     def models_alone(self) -> RewardConfig | None:
         """Return this reward with only the parts that load a model in the run's own processes; None if no
         part does."""

@@ -88,14 +88,23 @@ def round_steps(config: Config, trainer: type[BasicTrainer]) -> tuple[list[int],
 
 
 def _check_references(config: Config, prompts: list[Prompt]) -> None:
-    """Raise ConfigError if the reward needs reference answers and no prompt has one."""
-    needs = config.reward_config.needs_reference
+    """Raise ConfigError if the reward compares with reference answers, and no prompt has one, or more prompts
+    have none than the reward may leave without a verdict."""
+    reward, data = config.reward_config, config.data.name
+    without = sum(prompt.reference_answer is None for prompt in prompts)
     require(
-        not needs or any(prompt.reference_answer is not None for prompt in prompts),
+        not reward.needs_reference or without < len(prompts),
         "reward",
-        config.reward_config.name,
-        f"compares with reference answers, of which data={config.data.name} has none; choose another, as in "
+        reward.name,
+        f"compares with reference answers, of which data={data} has none; choose another, as in "
         "reward=armorm",
+    )
+    require(
+        not reward.needs_every_reference or without <= reward.max_missing * len(prompts),
+        "reward",
+        reward.name,
+        f"compares with reference answers, and {without} of {len(prompts)} prompts of data={data} have none, "
+        f"more than reward.max_missing={reward.max_missing:g}: give them one or leave them out",
     )
 
 
