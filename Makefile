@@ -66,7 +66,7 @@ bench-quick: venv  ## a minute's guard: ratios of cost against benchmarks/baseli
 real: smollm2    ## gates on a real model: step 0 of each cell, training on a set that must be learned (15 minutes with bfloat16 instructions)
 	@OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive} $(PY) -m benchmarks.real $(ARGS)
 
-real-full: smollm2  ## make real with every loss and variant on the set that must be learned (an hour and a half)
+real-full: smollm2  ## make real with every loss and variant on the set that must be learned (an hour)
 	@OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive} $(PY) -m benchmarks.real --full $(ARGS)
 
 study: venv      ## the paper's comparisons in miniature: MODE=quick (default, minutes), MODE=paper (hours) or MODE=evidence (days; both go on where they were)
