@@ -282,7 +282,7 @@ def watch_blocks(tracker: StorageTracker, blocks: list[nn.Module], edge: int) ->
         hidden = out[0] if isinstance(out, tuple) else out
         if i == len(blocks) - 1:
             tracker.making = "work"
-            tracker.enter(("evaluation" if evaluates(tracker.moment) else "head", None))
+            tracker.enter(("head" if torch.is_grad_enabled() else tracker.moment[0], None))
         if hidden.requires_grad:
             hidden.register_hook(partial(goes_back, i))
 
