@@ -78,6 +78,16 @@ def test_a_few_layers_say_what_many_take(worker: WorkerProcess) -> None:
     assert len(few.peaks) < len(every.peaks)
 
 
+@pytest.mark.parametrize("vocabulary", [50_000, 80_000])
+def test_a_few_layers_say_it_where_scoring_takes_most_in_them(worker: WorkerProcess, vocabulary: int) -> None:
+    """In 4 layers, and at the larger vocabulary in 5, the scores of the reference that has moved, which hold
+    gradients, take more than the loss, which holds activations; in 10 layers the loss does."""
+    asked = with_many_layers(question("many words", "model.dtype=bfloat16", "model.microbatches=1"))
+    assert asked.hf_config is not None
+    asked.hf_config.vocab_size = vocabulary
+    assert peak(answered(worker, asked)) == pytest.approx(peak(answered(worker, whole(asked))), rel=1e-3)
+
+
 @pytest.fixture(scope="module")
 def of_four_ranks(worker: WorkerProcess) -> MemoryNeed:
     return answered(worker, question("deep", ranks=4, gpu=True))
