@@ -33,7 +33,7 @@ NOT_RUN = {
     "make smollm2": "would fetch a package; tests/unit/models/test_gguf.py converts files of its kind",
     "python -m tools.gguf FILE FOLDER": "wants a reader's file; tests/unit/models/test_gguf.py has one",
     "make real": "is half an hour of training; tests/unit/test_real_gates.py tries its parts",
-    "make real-full": "is hours of training",
+    "make real-full": "is an hour of training",
     "make torch-oldest": "installs another torch, 5 GB; docs/gpus/torch-2.11.txt is its output",
     "hf auth login": "would ask the hub for a token",
     "wandb sync runs/NAME/wandb/offline-run-*": "would upload; test_tracking.py reads the advice",
