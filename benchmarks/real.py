@@ -254,7 +254,7 @@ def picture(gates: Sequence[Gate], path: Path) -> None:
     axes = figure.subplots()
     for i, (_, before, after) in enumerate(shown):
         axes.plot([before, after], [i, i], color="#888888", zorder=1)
-        axes.scatter([before, after], [i, i], color=["#888888", "#009E73"], zorder=2)
+        axes.scatter([before, after], [i, i], color=["#888888", "#009E73"], zorder=2, clip_on=False)
     axes.axvline(NEAR, color="#C0392B", linestyle=":")
     axes.set(xlim=(0, 1), yticks=range(len(shown)), yticklabels=[name for name, _, _ in shown])
     axes.set_xlabel("share of answers that meet all constraints, before and after")
