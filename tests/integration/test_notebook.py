@@ -59,11 +59,16 @@ def test_the_example_notebook_runs_from_top_to_bottom(kernel):
 def test_a_run_s_model_is_not_held_beside_the_next_one_s(tmp_path):
     from models.policy import Policy
 
+    def policies() -> list[Policy]:
+        return [held for held in gc.get_objects() if issubclass(type(held), Policy)]
+
+    gc.collect()
+    others = policies()  # of tests before this one in the same process
     gc.disable()  # when it looks is chance, and models are large
     try:
         words = ("loss=dpo", "n_examples=4", "model.batch_size=2", "n_eval_examples=2", "n_eval_prompts=1")
         train(*compose(*words, "wandb.enabled=false", f"runs_dir={tmp_path}"))
-        assert not any(issubclass(type(held), Policy) for held in gc.get_objects())
+        assert [held for held in policies() if not any(held is other for other in others)] == []
     finally:
         gc.enable()
 
