@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gzip
 import os
-import sqlite3
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -69,13 +67,10 @@ def words() -> list[str]:
 
 
 def decoded(path: Path) -> bytes:
-    """A file's bytes, also as text of 16 bits and without the frames that wandb and sqlite put into it."""
+    """A file's bytes, also as text of 16 bits and without the frames that wandb puts into it."""
     content = path.read_bytes()
     if path.suffix == ".gz":
         content = gzip.decompress(content)
-    if content.startswith(b"SQLite format 3"):  # a long text is spread over pages
-        with closing(sqlite3.connect(path)) as trackio:
-            content += "".join(trackio.iterdump()).encode()
     if path.suffix == ".wandb":  # 7 bytes, then pieces of at most 32 KiB with 7 bytes each
         blocks = [content[at + (14 if at == 0 else 7) : at + 32768] for at in range(0, len(content), 32768)]
         content += b"".join(blocks)
@@ -102,7 +97,7 @@ def found(*places: Path | str | bytes) -> list[str]:
 def start(folder: Path, *more: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     (folder / "planted_module.py").write_text(MODULE)
     own = {key: value for key, value in PLANTED.items() if "." not in key} | {"WANDB_MODE": "offline"}
-    own |= {"PYTHONPATH": f"{folder}{os.pathsep}{programs.ROOT}", "TRACKIO_DIR": str(folder / "trackio")}
+    own |= {"PYTHONPATH": f"{folder}{os.pathsep}{programs.ROOT}"}
     places = (
         f"runs_dir={folder}/runs",
         f"cache_dir={folder}/cache",
@@ -124,13 +119,12 @@ def start(folder: Path, *more: str, env: dict[str, str] | None = None) -> subpro
 
 @pytest.mark.usefixtures("quick_python")
 def test_no_key_leaves_a_run_its_push_its_resume_or_a_crash(tmp_path, hub):  # noqa: F811
-    trackers = "trackers=[tensorboard,trackio]"
+    trackers = "trackers=[tensorboard]"
     run = start(tmp_path, "exp_name=a", trackers)
     assert run.returncode == 0, run.stderr
     assert "refused with" in run.stderr
     assert list((tmp_path / "runs/a/wandb").rglob("*.wandb")) and (tmp_path / "runs/a/tensorboard").is_dir()
-    left = (tmp_path / "runs", tmp_path / "cache", tmp_path / "trackio")
-    assert list((tmp_path / "trackio").rglob("*.db"))
+    left = (tmp_path / "runs", tmp_path / "cache")
     assert found(*left, run.stdout, run.stderr) == []
     push(tmp_path / "runs/a/model", "org/name", private=True)
     assert found(*hub.files["org/name"].values(), *hub.messages) == [] != hub.messages

@@ -1,4 +1,4 @@
-"""TensorBoard's event files and trackio's database, read by their own readers."""
+"""TensorBoard's event files, read by its own reader."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from common.errors import ConfigError
 from reports.tensorboard import TensorBoard
 from reports.trackers import check_trackers
-from reports.trackio_tracker import Trackio
 from tests.tiny import make_config
 
 CONFIG = {"loss": {"name": "dpo"}, "humanline": {"enabled": True}, "seed": 3}
@@ -64,37 +63,8 @@ def test_a_run_that_only_ends_again_takes_nothing_out_of_tensorboards_sight(tmp_
     assert len(found.Tensors("summary/text_summary")) == 2
 
 
-def told(run: Path, lines: list[dict], **settings) -> None:
-    tracker = Trackio(run, CONFIG, **settings)
-    for line in lines:
-        tracker.log(line, line["step"])
-    tracker.table("samples", ["prompt", "answer"], [["1+1", 2], ["2+2", "four"]], lines[-1]["step"])
-    tracker.histogram("log_ratio", [1, 5, 2], [-1.0, 1.0], lines[-1]["step"])
-    tracker.summary({"loss": 0.5, "name": "x"})
-    tracker.finish()
-
-
-def test_trackio_has_the_run_and_a_resumed_one_goes_on_in_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path / "db", raising=False)
-    monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "db")
-    from trackio.sqlite_storage import SQLiteStorage
-
-    run = tmp_path / "runs" / "dpo-3"
-    told(run, LINES, project="p")
-    told(run, LINES[4:], project="p")
-    logs = SQLiteStorage.get_logs("p", "dpo-3")
-    losses = {line["step"]: line["loss"] for line in logs if "loss" in line}
-    assert losses == pytest.approx({line["step"]: line["loss"] for line in LINES})
-    assert SQLiteStorage.get_run_config("p", "dpo-3")["seed"] == 3
-    assert len(SQLiteStorage.get_runs("p")) == 1
-    told(tmp_path / "anew" / "dpo-3", LINES[:1], project="p")
-    assert len(SQLiteStorage.get_run_records("p")) == 2, "another run of this name is another"
-
-
-@pytest.mark.parametrize(
-    ("name", "module"), [("tensorboard", "reports.tensorboard"), ("trackio", "reports.trackio_tracker")]
-)
-def test_a_tracker_without_its_package_is_refused_with_the_remedy(monkeypatch, name, module):
+def test_a_tracker_without_its_package_is_refused_with_the_remedy(monkeypatch):
+    name, module = "tensorboard", "reports.tensorboard"
     config = make_config(f"trackers=[{name}]")
     check_trackers(config.trackers)
     for known in list(sys.modules):
