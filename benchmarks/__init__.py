@@ -3,3 +3,7 @@
 A module is run with ``python -m benchmarks.<name>``. RESULTS.md has the results, docs/performance.md the
 targets that they are compared with.
 """
+
+from config.removed import refuse_command
+
+refuse_command()

@@ -49,6 +49,7 @@ from config.idle import check_idle, say
 from config.load import load, run_name
 from config.machine import refuse_left_over, speaks
 from config.multirun import check_jobs
+from config.removed import refuse_removed
 from config.schema import Config
 from config.texts import as_written
 from config.unknown import NOTHING, names, names_of, no_file, remedy, translated
@@ -300,8 +301,9 @@ def _unknown(given: Sequence[tuple[str, str]], known: Sequence[str], but: Collec
 
 
 def refuse_foreign(overrides: Sequence[str]) -> None:
-    """Raise UserError, a ConfigError if one setting alone is to blame, for choices of files that do not
-    exist; with them it names the keys that are no settings."""
+    """Raise UserError, a ConfigError if one setting alone is to blame, for what is gone and for choices of
+    files that do not exist; with these it names the keys that are no settings."""
+    refuse_removed(_given(overrides))
     wrong = wrong_choices(overrides)
     if not wrong:
         return

@@ -20,6 +20,7 @@ from common.secrets import same_but_for_secrets, scrub, scrub_text
 from config import of_run  # noqa: F401, a model's file may say it
 from config.files import parsed
 from config.older import as_today
+from config.removed import refuse_removed
 from config.schema import Config
 from config.typed import typed, word_of
 
@@ -55,8 +56,11 @@ ABSENT = "not a setting"
 
 
 def load(cfg: DictConfig | dict[str, Any]) -> Config:
-    """Return the checked Config that Hydra composed. Raises ConfigError, see ``typed``."""
-    return typed(cfg, Config)
+    """Return the checked Config that Hydra composed. Raises ConfigError, see ``typed``, and for what
+    is gone."""
+    tree: Any = cfg if isinstance(cfg, dict) else OmegaConf.to_container(cfg, resolve=True)
+    refuse_removed(flat(tree).items())
+    return typed(tree, Config)
 
 
 def split_settings(cfg: DictConfig, schema: type[T]) -> tuple[T, DictConfig]:

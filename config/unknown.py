@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 from common.secrets import is_secret
 from config.elsewhere import Equivalent, known_elsewhere
 from config.files import FOLDER, section
+from config.removed import why_removed
 
 MOST_NAMED = 4
 """Most settings with the same last name that a message lists. A longer list would not help."""
@@ -92,6 +93,8 @@ def _of(whose: str, row: Equivalent, value: str) -> str:
 
 def no_file(folder: str, name: str, there: list[str]) -> str:
     """Return the message about a choice that no file of config/``folder`` has; the files are ``there``."""
+    if (gone := why_removed(folder, name)) is not None:
+        return gone
     lowered = {option.lower(): option for option in there}
     near = difflib.get_close_matches(name.lower(), lowered, 1, NEAR)
     said = f"there is no such file in config/{folder}; "

@@ -43,6 +43,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from common.errors import ConfigError, require
 from common.files import check_name
 from common.secrets import IN_FILES, REMOVED, same_but_for_secrets, scrub
+from config.removed import refuse_removed, why_removed
 from config.texts import other_text
 
 Settings = dict[str, Any]
@@ -209,8 +210,9 @@ def read_sweep(path: Path, extra: Mapping[str, Any] | None = None) -> Sweep:
     """
     there = Path("sweeps") / path.name
     said = f"; did you mean {there}?" if there.is_file() else "; sweeps/ has those of the paper"
-    parts = read_yaml("sweep", path, f"is not a file{said}")
+    parts = read_yaml("sweep", path, why_removed("sweep", path) or f"is not a file{said}")
     require(bool(parts), "sweep", path, "is empty; sweeps/adder.yaml is a small one")
+    refuse_removed((key, "") for key in parts)
     known = {f.name for f in fields(Sweep)}
     for key in parts:
         require(
@@ -347,6 +349,8 @@ def _range(key: str, spec: Settings) -> list[float]:
 
 
 def _check(sweep: Sweep, extra: Mapping[str, Any]) -> None:
+    for part in (sweep.base, *sweep.cells.values(), *itertools.chain(*sweep.grid)):
+        refuse_removed(part.items())
     for key in sweep.varied | set(sweep.base):
         require(
             key not in OWN_KEYS, key, "…", "is given by the sweep to each of its runs; seeds go under seeds:"

@@ -23,6 +23,7 @@ import jinja2
 
 from common.errors import ConfigError, StoppedError, require
 from common.files import lines_of, write_whole
+from config.removed import refuse_removed
 from config.schema_plan import card_memory
 from launch.grid import Run, Settings, read_yaml
 
@@ -175,6 +176,7 @@ def read_site(path: Path | None) -> Settings:
 def make_job(settings: Settings) -> Job:
     """Make a Job from yaml values. Raises ConfigError for a key that is not known or a value of the wrong
     form."""
+    refuse_removed((f"slurm.{key}", value) for key, value in settings.items())
     known = {f.name: f for f in fields(Job)}
     values = dict(settings)
     for key, value in settings.items():

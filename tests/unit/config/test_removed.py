@@ -1,0 +1,159 @@
+"""Names that are gone: whoever types one reads one sentence, and nothing in the project still has one."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from common.errors import UserError
+from config import removed as table
+from config.cli import compose, refuse_foreign
+from config.composing import composed
+from config.files import FOLDER, parsed
+from config.load import load
+from config.removed import SENTENCE, refuse_command, removed
+from launch.grid import read_sweep
+from launch.slurm import make_job
+from tests.tiny import ROOT
+from tests.unit.test_architecture import tracked
+
+ROWS = parsed((FOLDER / "removed.yaml").read_text(encoding="utf-8")) or []
+NAMES = [name for row in ROWS for name in row["gone"]]
+COMMANDS = ("benchmarks", "jobs", "launch", "study", "tools")
+"""Packages that have, or had, commands"""
+FROZEN = ("CHANGELOG.md", "config/removed.yaml", "docs/study/")
+"""What may say a name that is gone: the table, and pages of their time"""
+SAID = SENTENCE.format(was="a number", instead="nothing")
+SAMPLE = dict.fromkeys(
+    ["old", "lr.old", "loss=old", "rollouts.old", "jobs.old", "sweeps/old.yaml", "make old", "slurm.old"],
+    SAID,
+)
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8", errors="ignore")
+
+
+def refusal(word: str) -> str:
+    with pytest.raises(UserError) as refused:
+        refuse_foreign([word])
+    return str(refused.value)
+
+
+def command_refused(name: str | None, capsys) -> str:
+    with pytest.raises(SystemExit) as ended:
+        refuse_command(name)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_the_rows_are_in_order_and_say_what_each_was_and_what_to_type_instead():
+    for row in ROWS:
+        assert set(row) == {"gone", "was", "instead"}, row
+        texts = [*row["gone"], row["was"], row["instead"]]
+        assert all(isinstance(text, str) and text and text.strip(" .") == text for text in texts), row
+    firsts = [row["gone"][0].lower() for row in ROWS]
+    assert firsts == sorted(firsts)
+    assert len(set(NAMES)) == len(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_that_is_gone_is_refused_as_it_was_typed(name, capsys, monkeypatch):
+    if name.startswith("make "):
+        rule = re.search(rf"^[\w -]*\b{name[5:]}\b[\w -]*:.*\n\t(.*)", read("Makefile"), re.MULTILINE)
+        assert rule is not None and "config.removed" in rule[1]
+        assert removed()[name] in command_refused(name, capsys)
+    elif "/" in name:
+        with pytest.raises(UserError, match=re.escape(removed()[name])):
+            read_sweep(Path(name))
+    else:
+        assert removed()[name] in refusal(name if "=" in name else f"{name}=1")
+        first = name.partition(".")[0]
+        if first in COMMANDS and "=" not in name:
+            monkeypatch.setattr(sys, "orig_argv", ["python", "-m", name, "--help"])
+            assert removed()[name] in command_refused(None, capsys)
+            assert "refuse_command()" in read("study.py" if first == "study" else f"{first}/__init__.py")
+
+
+def test_nothing_in_the_project_has_a_name_that_is_gone():
+    """Words that are no dotted key, path or choice are looked for among the settings alone."""
+    files = {str(path.relative_to(ROOT)): path for path in tracked()}
+    texts = {
+        name: path.read_text(encoding="utf-8", errors="ignore")
+        for name, path in files.items()
+        if not name.startswith(FROZEN) and path.suffix not in (".png", ".safetensors", ".gz", ".parquet")
+    }
+    for name in NAMES:
+        group, _, value = name.partition("=")
+        folder = name.replace(".", "/")
+        gone = (name, f"{folder}.py", f"{folder}/__init__.py", f"config/{group}/{value}.yaml")
+        assert not files.keys() & {*gone}, name
+        if re.search(r"[.=/ ]", name):
+            whole = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
+            assert [path for path, text in texts.items() if name in text and whole.search(text)] == [], name
+        else:
+            assert OmegaConf.select(composed([]), name) is None, name
+
+
+@pytest.fixture
+def sample(monkeypatch):
+    monkeypatch.setattr(table, "removed", lambda: SAMPLE)
+
+
+@pytest.mark.usefixtures("sample")
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("old=1", "old=1: is gone: it was a number; instead: nothing; the last commit"),
+        ("++old=1", "old=1: is gone"),
+        ("old.part=2", "old.part=2: old is gone"),
+        ("loss=old", "loss=old: is gone"),
+        ("loss=dpo,old", "loss=dpo,old: loss=old is gone"),
+        ("loss=[dpo, old]", "loss=[dpo, old]: loss=old is gone"),
+        ("sampler._target_=rollouts.old.Sampler", "rollouts.old is gone"),
+        ("lr.old=1", "lr.old=1: is gone"),
+        ("data.path=sweeps/old.yaml", "sweeps/old.yaml is gone"),
+    ],
+)
+def test_a_setting_its_section_a_value_and_an_import_path_are_refused(word, says):
+    assert says in refusal(word)
+    with pytest.raises(UserError, match=re.escape(says)):
+        compose(word)
+
+
+@pytest.mark.usefixtures("sample")
+def test_another_text_with_such_a_word_is_not_refused():
+    assert compose("exp_name=old", "wandb.project=old.of-mine")[0].exp_name == "old"
+
+
+@pytest.mark.usefixtures("sample")
+def test_files_of_settings_sweeps_and_jobs_are_refused_alike(tmp_path):
+    refused = pytest.raises(UserError, match="is gone: it was a number")
+    with refused:
+        load({**OmegaConf.to_container(composed([])), "old": {"part": 1}})
+    for line in ("old: 1", "base: {old: 1}", "grid: {loss: [dpo, old]}", "cells: {a: {old.part: 1}}"):
+        (tmp_path / "mine.yaml").write_text(f"{line}\nseeds: [1]\n")
+        with refused:
+            read_sweep(tmp_path / "mine.yaml")
+    with refused:
+        make_job({"old": 1})
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /loss: old\n  - _self_\n"
+    )
+    with refused:
+        compose("--config-dir", str(tmp_path), "experiment=mine")
+
+
+@pytest.mark.usefixtures("sample")
+def test_a_command_that_is_gone_ends_with_code_2(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "jobs.old", "--help"])
+    assert command_refused(None, capsys) == f"error: python -m jobs.old {SAID}\n"
+    assert command_refused("make old", capsys) == f"error: make old {SAID}\n"
+    for line in (["python", "-m", "jobs.audit"], ["python", "train.py", "-m", "seed=1,2"], ["python"]):
+        monkeypatch.setattr(sys, "orig_argv", line)
+        refuse_command()

@@ -1,0 +1,3 @@
+from config.removed import refuse_command
+
+refuse_command()
