@@ -66,18 +66,18 @@ def live(
 
 
 @pytest.mark.parametrize("clipped", [False, True], ids=["plain", "clipped"])
-@pytest.mark.parametrize("k", [1, 3])
-def test_delayed_is_bit_identical_to_keeping_every_policy(tmp_path, k, clipped):
+@pytest.mark.parametrize(("k", "steps"), [(1, 6), (3, 6), (10, 12)])
+def test_delayed_is_bit_identical_to_keeping_every_policy(tmp_path, k, steps, clipped):
     words = ("sync_mode=delayed", f"sync_freq={k}", *(CLIPPED if clipped else ()))
     rounds = ("online=true", "reward=adder", "rounds.contexts_per_round=8")
     config = config_of(tmp_path, *words, *rounds)
-    segments, plain = [make_segment(config, pairs=4 * 6, seed=s) for s in (3, 4)], tiny_policy()
+    segments, plain = [make_segment(config, pairs=4 * steps, seed=s) for s in (3, 4)], tiny_policy()
     trainer, log = make_trainer(config, copy.deepcopy(plain)), Log()
     trainer.train(Rounds(*segments), log)
     assert [line["loss"] for line in log.lines] == live(trainer, plain, segments, k, clipped)
     final = weights(trainer)
     assert all(torch.equal(final[name], p.detach()) for name, p in plain.named_parameters())
-    ages = [t - max(0, t - k) for t in range(6)]
+    ages = [t - max(0, t - k) for t in range(steps)]
     assert [line["step"] - line["reference_step"] for line in log.lines] == ages * 2
     assert len(trainer.reference.scores) == 0, "nothing is kept of steps that are over"
 

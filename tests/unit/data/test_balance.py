@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.balance import COMPUTED, DRAWN, batch_of, busy, measure, pairs_of
 from benchmarks.floor import floor
-from data.balance import CLOSE, Work, in_slots, part_tokens, partition, row_tokens, token_balance
+from data.balance import CLOSE, Work, in_slots, part_tokens, partition, row_tokens, token_balance, within
 from data.batches import Tokens, deal
 from data.types import Example, Sequence
 
@@ -96,6 +96,15 @@ def test_a_turn_takes_short_items_in_where_its_ranks_would_wait_for_a_long_one(r
         plain += sum(waited([partition(slot, ranks, size)], slot) for slot in slots)
         found, whole = found + waited(in_slots(costs, ranks, size), costs), whole + sum(costs)
     assert found < 0.8 * plain and whole / (whole + found) > least
+
+
+@given(st.data(), COSTS, st.integers(1, 6))
+def test_no_share_has_more_tokens_than_there_is_room_for_whatever_rows_cost(data, tokens, ranks):
+    costs = data.draw(st.lists(st.integers(1, 3000), min_size=len(tokens), max_size=len(tokens)))
+    most = data.draw(st.integers(max(tokens), 2 * max(tokens)))
+    slots = within(costs, tokens, ranks, most)
+    assert sorted(i for slot in slots for share in slot for i in share) == list(range(len(costs)))
+    assert max(sum(tokens[i] for i in share) for slot in slots for share in slot) <= most
 
 
 def test_too_many_items_are_refused():

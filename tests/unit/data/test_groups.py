@@ -7,11 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from common.errors import DataError
 from config.schema_data import DataConfig
 from data.chat import vocabulary_fingerprint
-from data.groups import check_token_ids, read_groups, write_groups
+from data.groups import check_token_ids, from_dict, read_groups, to_dict, write_groups
 from data.sources import load_groups
 from data.types import Completion, Group, Prompt, Turn
 from data.views import keep_shares
@@ -89,6 +91,14 @@ def test_what_is_no_completion_is_dropped_with_a_reason(tmp_path, change):
     assert len(load(path)) == 1
     with pytest.raises(DataError, match=f"line 2: .*{next(iter(change))}"):
         read_groups(path)
+
+
+@given(st.floats(1 / 16, 16))
+def test_a_temperature_is_read_as_it_was_written(temperature):
+    sampled = Completion("a", (1,), True, OURS, behavior_logprobs=(-1.0,), behavior_temperature=temperature)
+    made = Group(Prompt((Turn("user", "q"),)), (sampled,), (1.0,))
+    (again,) = from_dict(json.loads(json.dumps(to_dict(made)))).completions
+    assert vars(again) == vars(sampled)
 
 
 def test_a_fingerprint_is_that_of_the_tokens_and_their_numbers_alone():

@@ -314,6 +314,15 @@ def test_earlier_turns_that_a_template_leaves_out_are_told_of() -> None:
     assert "leaves out what was said in earlier turns" in str(made.sequence(Prompt(turns), Completion("b")))
 
 
+@pytest.mark.parametrize("answer", ["b", "<|im_end|> b", "a <|im_end|> b", "<|im_end|>\n<|im_end|>b"])
+def test_an_answer_keeps_its_words_behind_an_end_of_turn_within_it(answer: str) -> None:
+    """Behind the end of a turn the template writes what depends on its words: the end is looked for."""
+    made = renderer_of(PLAIN.replace("<|im_end|>\n", "<|im_end|>{{ m.content|length }}\n"))
+    row = made.sequence(Prompt((Turn("user", "one?"),)), Completion(answer))
+    assert isinstance(row, Sequence), row
+    assert made.tokenizer.decode(row.completion_ids) == f"{answer}<|im_end|>"
+
+
 @pytest.mark.parametrize("day", ["{{ strftime_now('%d %b %Y') }}", "{{ date_string }}"])
 def test_today_is_one_day(day: str) -> None:
     made = renderer_of(day + PLAIN)

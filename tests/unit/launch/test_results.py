@@ -165,6 +165,15 @@ def test_unfinished_and_unstarted_runs_are_shown(tmp_path: Path, capsys: pytest.
     assert lines[6:] == ["6 runs: 1 finished, 1 interrupted, 3 not started, 1 failed"]
 
 
+@pytest.mark.parametrize(("words", "tests"), [("", 3), ("--tests 1", 1), ("--tests 12", 12)])
+def test_the_power_is_that_of_as_many_tests_as_are_said(tmp_path, capsys, words, tests):
+    for k, cell in enumerate("abc"):
+        for seed in (1, 2):
+            finish(tmp_path, f"x-{cell}-s{seed}", 0.5 + k * seed / 10, f"lr={k + 1}e-4", f"seed={seed}")
+    asked = [str(tmp_path), "--out", str(tmp_path / "o"), "--power", "0.2", *words.split()]
+    assert results.main(asked) == 0 and f"| power at 0.05/{tests} |" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     {

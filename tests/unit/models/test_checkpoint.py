@@ -147,6 +147,18 @@ def test_the_thread_that_writes_uses_its_ranks_gpu(trainer, tmp_path, monkeypatc
     assert used == [(world.device, "checkpoint")] and kept.problem(kept.path(1)) == ""
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_whatever_file_is_damaged_one_rank_says_so(foreign, ranks):
+    path = foreign.path(1)
+    views = [Checkpoints(foreign.folder, replace(start(), rank=r, size=ranks), 3) for r in range(ranks)]
+    for file in sorted(json.loads((path / "manifest.json").read_text())):
+        whole = (path / file).read_bytes()
+        (path / file).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        assert f"{file} is not as it was written" in [view.problem(path) for view in views]
+        (path / file).write_bytes(whole)
+    assert {view.problem(path) for view in views} == {""}
+
+
 @pytest.mark.parametrize("text", ["null", "[]", "{}", '{"state.json": [1, 2]}', "3"])
 def test_a_manifest_that_lists_too_little_is_damage(foreign, text):
     (foreign.path(1) / "manifest.json").write_text(text)

@@ -1,13 +1,16 @@
-"""The process group is joined once a process."""
+"""The process group is joined once a process; weights are rounded for as long as a context lasts."""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from models.distributed import gather_objects, start, stop
+from models.distributed import gather_objects, rounded, start, stop
+from tests.tiny import tiny_policy
 
 
 def threads() -> int:
@@ -29,3 +32,14 @@ def test_who_starts_again_joins_what_is_there():
     start()  # its groups are of the new process group, not of the one that is gone
     assert gather_objects("anew") == ["anew"]
     stop()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_rounded_within_and_as_they_were_behind_whatever_happens(dtype):
+    policy = tiny_policy()
+    before = [p.detach().clone() for p in policy.parameters()]
+    with contextlib.suppress(KeyError), rounded(policy, dtype):
+        for p, master in zip(policy.parameters(), before, strict=True):
+            assert torch.equal(p, master.to(dtype).float())
+        raise KeyError
+    assert all(torch.equal(p, master) for p, master in zip(policy.parameters(), before, strict=True))

@@ -75,9 +75,11 @@ def test_equal_logits_have_the_most_and_a_sure_token_none():
     assert chunked_entropies(torch.ones(1, 4), sure, None, budget=64).item() == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("pack", [False, True])
-def test_the_policy_gives_it_where_each_completion_token_is_drawn(pack):
+def test_the_policy_gives_it_where_each_completion_token_is_drawn(pack, temperature):
     policy = tiny_policy()
+    policy.temperature = temperature
     if pack:
         policy.use_packed_attention()
     rows = [row for group in random_groups(4) for row in group[0].rows]
@@ -92,5 +94,5 @@ def test_the_policy_gives_it_where_each_completion_token_is_drawn(pack):
         ids = torch.tensor([*row.prompt_ids.tolist(), *row.completion_ids.tolist()])
         logits = tiny_policy().model.double()(ids[None]).logits[0, len(row.prompt_ids) - 1 : -1]
         torch.testing.assert_close(
-            found[r, : len(row.completion_ids)].double(), by_hand(logits), rtol=1e-4, atol=1e-5
+            found[r, : len(row.completion_ids)].double(), by_hand(logits / temperature), rtol=1e-4, atol=1e-5
         )

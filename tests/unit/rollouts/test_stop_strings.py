@@ -44,9 +44,10 @@ def test_an_answer_is_cut_behind_the_first_token_that_completes_a_string(monkeyp
     renderer = renderer_of(name)
     text = TEXT if name == "instruct" else "7+8=15;3+5=8;85"
     ids = renderer.encode_inside([text])[0]
-    prompt, settings = adder.prompts("eval")[0], SamplingSettings(1.0, 1.0, len(ids))
+    prompt, settings, keys = adder.prompts("eval")[0], SamplingSettings(1.0, 1.0, len(ids)), list[str]()
 
     def draw(rows, settings, seed, stops):  # a policy that writes the text
+        keys.extend(row.key for row in rows)
         known = [len(row.ids) - len(renderer.prompt_ids(prompt)) for row in rows]
         return [
             Sample(
@@ -61,6 +62,8 @@ def test_an_answer_is_cut_behind_the_first_token_that_completes_a_string(monkeyp
     for wanted in [[s] for s in strings] + [strings]:
         size = first_with(renderer, ids, wanted)
         [[sample]] = StopStrings(wanted, renderer).play(draw, [prompt], 1, settings, 0, False)
+        assert len({*keys}) == len(keys), "each part has random numbers of its own"
+        keys.clear()
         assert sample.token_ids == tuple(ids[:size]) and len(sample.logprobs) == len(sample.token_ids)
         assert sample.finished == bool(sample.stopped) == (size is not None)
         completion = sample.completion(renderer)

@@ -222,6 +222,20 @@ def test_every_gpu_samples_unless_somebody_says_how_many(given, gpus, ranks, eng
         assert with_engines(config, gpus, ranks).copies == engines
 
 
+@pytest.mark.parametrize(("engines", "workers"), [(1, 4), (3, 1), (3, 2)])
+def test_every_engines_workers_have_ranks_of_their_own_behind_the_trainers(
+    tmp_path, monkeypatch, engines, workers
+):
+    with make(tmp_path, data_parallel=engines, tensor_parallel=workers) as sampler:
+        asked: list[dict[str, int]] = []
+        monkeypatch.setattr(sampler, "_ask", lambda call, infos, timeout: asked.extend(i for i, in infos))
+        sampler._workers = [None] * engines
+        sampler.init_weight_transfer_engine({"rank_offset": 5})
+        sampler._workers = []
+    ranks = [info["rank_offset"] + worker for info in asked for worker in range(workers)]
+    assert ranks == list(range(5, 5 + engines * workers))
+
+
 def test_a_model_of_the_same_shape_has_the_same_folder_at_every_start(tmp_path):
     """Otherwise vLLM compiles it anew."""
     first, again, other = (shape_folder(text, tmp_path) for text in ("{}", "{}", '{"head_dim": 2}'))

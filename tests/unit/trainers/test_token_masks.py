@@ -191,6 +191,9 @@ def test_an_added_end_token_counts_and_one_that_is_cut_off_does_not():
     made = with_tokens(row, Completion(None, (0, 1), loss_mask=(True, False), token_rewards=(0.5, 0.25)))
     assert isinstance(made, Sequence) and made.loss_mask is not None and made.token_rewards is not None
     assert made.loss_mask.tolist() == [True, False, True] and made.token_rewards.tolist() == [0.5, 0.25, 0]
+    drawn = with_tokens(row, Completion(None, (0, 1), behavior_logprobs=(-0.5, 0.0)))
+    assert isinstance(drawn, Sequence) and drawn.behavior_logprobs is not None
+    assert np.isnan(drawn.behavior_logprobs).tolist() == [False, False, True], "nobody drew it"
     cut = with_tokens(row, Completion(None, (0,) * 5, loss_mask=(True, False, True, False, True)))
     assert isinstance(cut, Sequence) and cut.counted.tolist() == [0, 2]
     none = with_tokens(row, Completion(None, (0,) * 5, loss_mask=(False,) * 4 + (True,)))
