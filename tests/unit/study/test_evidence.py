@@ -188,10 +188,9 @@ def test_wide_differences_decide_nothing():
     assert {d.word for d in found} == {"not decided"}
 
 
-def test_the_published_page_is_made_of_the_published_records(tmp_path, monkeypatch):
+def test_the_published_records_are_all_of_the_plan(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "run_all", lambda *rest: pytest.fail("ran something"))
     assert main(["evidence", "--report", "--out", str(tmp_path)]) == 0
-    assert (tmp_path / "report.md").read_bytes() == RECORDS.with_name("report.md").read_bytes()
     if RECORDS.is_file():
         there = known(PLAN, tmp_path / "none", [RECORDS])
         assert set(there) >= {one.name for one in read_records(RECORDS)}, "every record is of the plan"

@@ -116,12 +116,6 @@ def test_the_published_page_is_made_of_the_published_records(tmp_path, monkeypat
     assert len(known(PAPER, tmp_path, PUBLISHED["paper"])) == len(PAPER.runs()) == 1320
 
 
-def test_the_real_model_s_page_is_made_of_its_records(tmp_path):
-    assert main(["constraints", "--report", "--out", str(tmp_path)]) == 0
-    page = PUBLISHED["constraints"][0].with_name("report.md")
-    assert (tmp_path / "report.md").read_bytes() == page.read_bytes()
-
-
 def test_what_the_docs_say_of_the_real_model_s_table_are_its_records():
     docs, readme = (
         path.read_text(encoding="utf-8") for path in (ROOT / "docs/real-model.md", ROOT / "README.md")
