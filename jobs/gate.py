@@ -1,4 +1,5 @@
-"""Check the scores of policy and reference on the first batch, before the first update."""
+"""Checks of a run's first step: the scores of policy and reference before it, and on several ranks the
+weights after it."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import torch
 
 from common.errors import StoppedError
 from data.batches import Segment
-from models.distributed import gather_objects
+from models.distributed import gather_objects, unlike_gathered
 from trainers.basic import BasicTrainer
 from trainers.humanline import Humanline
 
@@ -44,4 +45,16 @@ def check_first_scores(trainer: BasicTrainer, segment: Segment) -> None:
             f"{worst:.3g} nats (limit {limit}): a stale score cache, or an attention kernel that depends on "
             "the batch. "
             f"Delete {config.cache_dir} and try again, or try another model.attn_implementation"
+        )
+
+
+def check_gathered_weights(trainer: BasicTrainer) -> None:
+    """Check, after an update on several ranks, that the forward gathers the weights that checkpoints and the
+    export hold. Raises StoppedError on every rank."""
+    unlike = sorted(set().union(*gather_objects(unlike_gathered(trainer.policy))))
+    if unlike:
+        raise StoppedError(
+            f"after an update the forward reads other values of {', '.join(unlike[:3])} than the state dict "
+            "has, so the run would export another model than it trains; train on one rank, and report the "
+            "model's architecture and the number of ranks"
         )

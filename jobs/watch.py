@@ -20,7 +20,7 @@ from data.batches import Segment, dealing
 from data.types import Microbatch
 from jobs.diagnostics import Diagnostics
 from jobs.evaluation import Evaluator, Metrics
-from jobs.gate import check_first_scores
+from jobs.gate import check_first_scores, check_gathered_weights
 from jobs.observers import Observers
 from jobs.patience import EnoughError, Patience
 from jobs.ranking import RankedCheckpoints, Ranking
@@ -100,6 +100,8 @@ class RunWatch:
         self._round_metrics: dict[str, Any] = {}
         self._saved: Progress | None = None
         self._pending: tuple[StepRecord, float] | None = None
+        self._unseen = trainer.world.size > 1
+        """Whether the weights that the forward gathers are still to be compared with those that are kept."""
         self._started = self._began = time.perf_counter()
 
     # -- resuming ----------------------------------------------------------------------------------
@@ -340,6 +342,9 @@ class RunWatch:
             self.diagnostics.observe(micro, scores)
 
     def after_step(self, record: StepRecord) -> None:
+        if self._unseen:
+            check_gathered_weights(self.trainer)
+            self._unseen = False
         self._flush()
         record.known |= self._evaluated | self._of_round(record) | self._slowest
         self._evaluated = {}

@@ -30,8 +30,8 @@ from data.batches import Segment, Size
 from data.types import Example, Microbatch
 from memory.tracker import Moment, StorageTracker
 from models.attention import packs_rows
-from models.distributed import rounded, shard, simulated_ranks
-from models.policy import Policy, causal_lm, decoder_blocks
+from models.distributed import rounded, shard, simulated_ranks, to_empty
+from models.policy import Policy, decoder_blocks
 from models.pretrained import FLASH_ATTENTION, empty_policy, export_dtype, kernels_of
 from models.quantization import count_weights
 from models.reference import Reference, sequences_of
@@ -151,13 +151,10 @@ def simulated(question: MemoryRequest, layers: int | None, edge: int = 10**9) ->
         simulated_ranks(question.ranks, config.replicas) as world,
     ):
         policy = empty_policy(config.model)
-        if world.size == 1:  # a single rank loads and ties the weights before sharding
-            causal_lm(policy.model).tie_weights()
         dtype = getattr(torch, config.model.dtype)
         shard(policy, decoder_blocks(policy), world, dtype, config.model.shards_again)
         with FakeTensorMode(allow_non_fake_inputs=True), tracker:
-            policy.to_empty(device=world.device)
-            causal_lm(policy.model).tie_weights()
+            to_empty(policy, world.device)
             parameters = count_weights(policy)
             trainer = trainer_class(config)(config, policy, make_loss(config), world)
             assign_states(tracker, trainer)

@@ -217,18 +217,28 @@ def reshard(policy: nn.Module) -> None:
             module.reshard()
 
 
-@torch.no_grad()
-def fill(
-    policy: nn.Module, whole: dict[str, Tensor], device: torch.device, tie: Callable[[], object], sends: bool
-) -> None:
-    """Fill a sharded policy on the meta device with its part of the weights ``whole``, of any dtype. Buffers,
-    which every rank has made for itself, go to ``device``. ``tie`` ties the weights again, which leaving the
-    meta device has separated. ``sends``: rank 0 alone has ``whole`` and sends it, one tensor at a time."""
-    buffers = {name: buffer.to(device) for name, buffer in policy.named_buffers()}
+def to_empty(policy: nn.Module, device: torch.device) -> None:
+    """Give a sharded policy on the meta device tensors without values on ``device``. A weight that modules
+    share stays one parameter: FSDP2 knows it as one, whose owner is the first of these modules."""
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in policy.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(parameter, []).append((module, name))
     policy.to_empty(device=device)
+    for (first, name), *others in owners.values():
+        for module, its_name in others:
+            setattr(module, its_name, getattr(first, name))
+
+
+@torch.no_grad()
+def fill(policy: nn.Module, whole: dict[str, Tensor], device: torch.device, sends: bool) -> None:
+    """Fill a sharded policy on the meta device with its part of the weights ``whole``, of any dtype. Buffers,
+    which every rank has made for itself, go to ``device``. ``sends``: rank 0 alone has ``whole`` and sends
+    it, one tensor at a time."""
+    buffers = {name: buffer.to(device) for name, buffer in policy.named_buffers()}
+    to_empty(policy, device)
     for name, buffer in policy.named_buffers():
         buffer.copy_(buffers[name])
-    tie()
     for name, tensor in policy.state_dict().items():
         if sends and dist.get_rank() == 0:
             given = whole[name].to(device, tensor.dtype).contiguous()
@@ -237,6 +247,26 @@ def fill(
         if sends:
             dist.broadcast(given, src=0)
         local_part(tensor).copy_(given[rows_of(tensor)] if isinstance(tensor, DTensor) else given)
+
+
+@torch.no_grad()
+def unlike_gathered(policy: nn.Module) -> list[str]:
+    """Return the names of the weights of which a forward gathers other values than the state dict holds, in
+    this rank's part. Every rank calls it, between steps; one unit is gathered at a time."""
+    held = dict(policy.named_parameters(remove_duplicate=False))
+    names = []
+    for prefix, unit in policy.named_modules():
+        if not isinstance(unit, FSDPModule):
+            continue
+        unit.unshard()
+        for name, whole in unit.named_parameters(prefix, remove_duplicate=False):
+            own = held[name]
+            if not isinstance(own, DTensor) or isinstance(whole, DTensor):
+                continue  # not sharded, or of another unit
+            if not torch.equal(whole[rows_of(own)], local_part(own).to(whole.dtype)):
+                names.append(name)
+        unit.reshard()
+    return names
 
 
 @contextmanager

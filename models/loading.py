@@ -51,7 +51,7 @@ def _load_sharded(config: ModelConfig, world: World, seed: int) -> tuple[Policy,
         on_every_rank(lambda: None if world.is_main else read())
     policy = empty_policy(config, untied=untied)
     shard(policy, decoder_blocks(policy), world, dtype, config.shards_again)
-    fill(policy, whole, world.device, causal_lm(policy.model).tie_weights, sends=not everywhere)
+    fill(policy, whole, world.device, sends=not everywhere)
     whole.clear()
     on_every_rank(lambda: check_finite(policy, config))
     return policy, weights_fingerprint(policy.named_parameters())

@@ -284,12 +284,14 @@ def _notes(model: PreTrainedModel, info: dict[str, Any], config: ModelConfig, na
 
 def empty_policy(config: ModelConfig, untied: bool = False) -> Policy:
     """Return the policy with its weights on the meta device, to be sharded and then filled (models.loading).
-    Buffers are real. ``untied``: head and embedding are two, whatever the config says."""
+    Buffers are real. Tied weights are one parameter, as FSDP2 has to know when it shards them. ``untied``:
+    head and embedding are two, whatever the config says."""
     hf_config = check_model(config)
     if untied:
         say_untied(hf_config)
     with init_empty_weights(include_buffers=False):
         policy = WRAPPERS[config.head](_empty(config, hf_config))
+    causal_lm(policy.model).tie_weights()
     return _finished(policy, config)
 
 
