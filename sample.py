@@ -44,7 +44,7 @@ def sample(cfg: DictConfig, given: list[str]) -> None:
     from rollouts.inputs import check_inputs
 
     refuse_existing(Path(stage.out), stage.overwrite_out)
-    check_inputs(config, {"model", "data", "sampler", "environment"})
+    check_inputs(config, {"model", "data", "sampler"})
     with importing("torch"):
         from jobs import stages
         from models.distributed import start, stop

@@ -18,7 +18,7 @@ MOVED = {"rollouts.vllm_sampling.VllmSampling": "rollouts.vllm.sampling.VllmSamp
 """Import path in earlier versions -> today's."""
 COMPOSITION = ("defaults", "hydra")
 """Keys of config.yaml that are not settings."""
-BASES = {"model": "base", "data": "_base", "correction": "none", "environment": "none"}
+BASES = {"model": "base", "data": "_base", "correction": "none"}
 """Group -> its file that has every key. With the file none, a run may have been without the group."""
 
 

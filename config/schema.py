@@ -15,7 +15,6 @@ from pydantic import AfterValidator, Field
 
 from common.errors import require
 from config.schema_data import DataConfig
-from config.schema_environment import EnvironmentConfig
 from config.schema_evaluations import check_keep_best, evaluation_sets
 from config.schema_model import ModelConfig
 from config.schema_plan import PlanConfig
@@ -196,7 +195,6 @@ class Config:
     report: bool
     wandb: WandbConfig = nested(WandbConfig)
     sampler: SamplerConfig = nested(SamplerConfig)
-    environment: EnvironmentConfig = nested(EnvironmentConfig)
     reward: Annotated[dict[str, Any], AfterValidator(completed)] | None = None
     rounds: RoundsConfig = nested(RoundsConfig)
     humanline_sampling: BetaConfig = nested(BetaConfig)
@@ -238,8 +236,6 @@ class Config:
         need(self, not (self.deterministic and self.sampler.urls), "deterministic", elsewhere)
         ends = self.n_epochs is not None or self.n_examples is not None
         need(self, ends, "n_epochs", "give n_epochs or n_examples")
-        in_turns = "ends answers without an environment; environment.stops has what interrupts a conversation"
-        need(self.sampler, not (self.sampler.stop and self.environment.plays), "stop", in_turns)
 
     def _check_method(self) -> None:
         """Check what humanline and the loss's own settings require of each other."""

@@ -29,7 +29,7 @@ from config.typed import (
 
 Kind = Literal["accuracy", "compare", "alpacaeval", "ifeval", "lm_eval"]
 """Each is a module of ``evals``; the docstring of that package describes its contract."""
-READ = ("model", "data", "sampler", "environment", "reward", "seed", "runs_dir", "cache_dir", "wandb")
+READ = ("model", "data", "sampler", "reward", "seed", "runs_dir", "cache_dir", "wandb")
 """The settings of a run that an evaluation reads."""
 
 

@@ -10,8 +10,7 @@ than 1, ``behavior_temperature`` gives that temperature. Lines without these two
 ``token_ids``, ``behavior_logprobs`` has nothing to refer to and is not read.
 
 A completion with ``token_ids`` may also have ``loss_mask``, a 0 or 1 for each of them, where 0 marks context
-that the policy did not write; and ``token_rewards``, a number for each. ``turns`` are the turns of a
-completion that is a conversation; the policy's last turn is at the end.
+that the policy did not write; and ``token_rewards``, a number for each.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ from data.formats import (
     question,
     shown,
     truth,
-    turns,
     with_tools,
 )
 from data.rows import Row, read_rows
@@ -158,8 +156,6 @@ def _completion_dict(completion: Completion) -> dict[str, Any]:
         made["loss_mask"] = [int(counts) for counts in completion.loss_mask]
     if completion.token_rewards is not None:
         made["token_rewards"] = list(completion.token_rewards)
-    if completion.turns:
-        made["turns"] = [turn.message for turn in completion.turns]
     return made | (json.loads(completion.keys) if completion.keys else {})
 
 
@@ -221,7 +217,6 @@ def _completion(record: Any) -> Completion:
         float(at),
         None if mask is None else tuple(map(bool, mask)),
         None if rewards is None else tuple(map(float, rewards)),
-        turns(record["turns"], "turns") if record.get("turns") else (),
         stopped=stopped,
     )
 

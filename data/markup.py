@@ -244,7 +244,7 @@ def repeats_prompt(group: Group) -> bool:
     """Return whether the group has answers as text and each begins with the whole text of the prompt's last
     turn."""
     asked = group.prompt.turns[-1].content.strip()
-    texts = [(c.text or "").strip() for c in group.completions if c.token_ids is None and not c.turns]
+    texts = [(c.text or "").strip() for c in group.completions if c.token_ids is None]
     return bool(texts) and all(
         text.startswith(asked) and len(text) > len(asked) and not text[len(asked)].isalnum() for text in texts
     )
@@ -252,7 +252,7 @@ def repeats_prompt(group: Group) -> bool:
 
 def wordless(completion: Completion) -> bool:
     """Return whether an answer that came as text has none, and calls no tool."""
-    if completion.token_ids is not None or completion.turns or completion.keys:
+    if completion.token_ids is not None or completion.keys:
         return False
     return not completion.text or completion.text.isspace()
 
@@ -282,7 +282,7 @@ def unrendered(group: Group) -> tuple[str, Group]:
     answers = []
     for completion in group.completions:
         text = completion.text or ""
-        if completion.token_ids is None and not completion.turns:
+        if completion.token_ids is None:
             inside, turns, text = _answer(turns, text, name)
             name = name or inside
             if prompt_dialogue is not None and name:  # the space behind a heading is the markup's

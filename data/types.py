@@ -90,9 +90,6 @@ class Completion:
     context. None: the policy wrote all."""
     token_rewards: tuple[float, ...] | None = field(default=None, compare=False)
     """Reward of each of ``token_ids``, read with ``loss.advantage=tokens``; None if not given."""
-    turns: tuple[Turn, ...] = ()
-    """The turns that ``text`` consists of, the policy's and those of the environment, the policy's last one
-    at the end. Empty for a single answer."""
     keys: str = ""
     """The other keys of the answer's message, as in ``Turn.keys``: what was thought before it."""
     stopped: str = ""

@@ -22,7 +22,7 @@ from evals.early import verifier_path
 from models.distributed import World, on_main
 from rollouts.generate import Request, settings_of
 from rollouts.samplers import Sample
-from rollouts.verify import Verifier, answer_of, say_failures, verdicts_of
+from rollouts.verify import Verifier, say_failures, text_of, verdicts_of
 
 Items = dict[str, dict[str, float]]
 """metric -> prompt id -> value"""
@@ -122,7 +122,7 @@ def verified(
 ) -> list[Checked]:
     """Return every answer with its verdict. Raises StoppedError for a verdict that is neither 0 nor 1."""
     texts = [
-        [answer_of(prompt, sample, renderer) for sample in samples]
+        [text_of(sample, renderer) for sample in samples]
         for prompt, samples in zip(asked, of_prompt, strict=True)
     ]
     flat = [
@@ -167,7 +167,7 @@ def summary(every: list[Checked]) -> dict[str, float]:
     mean share of different texts among a prompt's answers."""
     samples = [sample for one in every for sample in one.samples]
     metrics = {
-        "length": fmean(s.own_tokens for s in samples),
+        "length": fmean(len(s.token_ids) for s in samples),
         "finished": fmean(s.finished for s in samples),
         "no_verdict": 1 - sum(len(one.known) for one in every) / len(samples),
     }

@@ -42,7 +42,7 @@ from reports.metrics import plain
 from reports.provenance import git_commit, versions
 from rollouts.generate import Request, settings_of
 from rollouts.rewards.endpoint import check_endpoint
-from rollouts.verify import answer_of
+from rollouts.verify import text_of
 
 OUTPUTS, ANNOTATIONS, CACHE = "outputs.json", "annotations.json", "judged.json"
 _NAMED = 3
@@ -180,7 +180,7 @@ def sampled(
     request = Request("answers to AlpacaEval", 1, settings_of(target.config))
     prompts = [prompt_of(row) for row in reference]
     [drawn] = answers.sample(target, renderer, prompts, [request], world)
-    texts = [answer_of(p, sample, renderer) for p, [sample] in zip(prompts, drawn, strict=True)]
+    texts = [text_of(sample, renderer) for p, [sample] in zip(prompts, drawn, strict=True)]
     name = f"{target.name}-{made['weights'][:8]}"
     outputs = [
         {

@@ -27,7 +27,7 @@ from evals.base import Evaluation, Target, fingerprints
 from models.distributed import World, on_main
 from rollouts.generate import Request
 from rollouts.samplers import SamplingSettings
-from rollouts.verify import answer_of
+from rollouts.verify import text_of
 
 HUB = "google/IFEval"
 PUNKT = Path(".venv/punkt/llama_index/core/_static/nltk_cache")
@@ -72,7 +72,7 @@ def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
     asked = [_prompt(row) for row in rows.values()]
     request = Request("answers to IFEval", 1, SamplingSettings(0.0, 1.0, stage.ifeval.max_tokens))
     [drawn] = answers.sample(target, renderer, asked, [request], world)
-    texts = [answer_of(p, sample, renderer) for p, [sample] in zip(asked, drawn, strict=True)]
+    texts = [text_of(sample, renderer) for p, [sample] in zip(asked, drawn, strict=True)]
     checked, left_out = on_main(lambda: followed(list(rows.values()), texts))
     rates = rates_of(checked)
     counts = {
@@ -84,7 +84,7 @@ def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
     printed += [[name.replace("_", ", "), f"{rates[name]:.1%}"] for name in (*LEVELS, "mean")]
     if left_out:
         printed.append([f"left out, without nltk's punkt_tab: {', '.join(left_out)}", str(left_out.total())])
-    length = fmean(sample.own_tokens for [sample] in drawn)
+    length = fmean(len(sample.token_ids) for [sample] in drawn)
     finished = fmean(sample.finished for [sample] in drawn)
     printed += [["tokens an answer", f"{length:.1f}"], ["finished answers", f"{finished:.1%}"]]
     records = [

@@ -45,7 +45,7 @@ def check_early(config: Config, name: str) -> None:
     check_loss(config)
     if config.retention.data is not None:
         second_task(config.retention, early=True)
-    online = {"sampler", "reward", "environment"} if config.online else set()
+    online = {"sampler", "reward"} if config.online else set()
     uses = {"model", "data", "optimizer", "callbacks", "humanline_rule", "trainer", "correction"} | online
     check_inputs(config, uses, columns_reach=config.reward_gets_columns)
     for set_name, data in evaluation_sets(config.evaluations, config.data).items():

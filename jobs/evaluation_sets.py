@@ -38,8 +38,6 @@ class EvaluationSet:
     held_out: Segment | None
     checkable: Sequence[Group]
     """Groups whose prompts are answered: they have a reference answer, and ``data`` has a verifier."""
-    played: bool
-    """Whether the run's environment replies to the policy: true for sets of the run's own task."""
     about: str
     """One sentence on what was read."""
 
@@ -115,7 +113,6 @@ def _loaded(
         if examples.count
         else None,
         checkable,
-        played=data.source == config.data.source,
         about=f"{key}: {', '.join(said)} ({shortened(origin)})",
     )
 

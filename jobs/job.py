@@ -64,8 +64,7 @@ from reports.outcome import outcome
 from reports.report import final_table, write_report
 from reports.trackers import check_trackers
 from reports.tracking import Tracker
-from rollouts.conversations import Conversations, make_player
-from rollouts.stop_strings import StopStrings
+from rollouts.stop_strings import StopStrings, stop_strings_of
 from rollouts.verify import Accuracy, Shown, embedded_sampler, make_accuracy
 from trainers.assembly import Offline, check_budget, make_loss, trainer_class
 from trainers.basic import BasicTrainer
@@ -85,7 +84,7 @@ class Job:
         addition to the ones that ``callbacks`` names."""
         self.config, self.folder, self.world = config, folder, world
         self.online: Online | None = None
-        self.conversations: Conversations | StopStrings | None = None
+        self.stops: StopStrings | None = None
         self.own: list[float] = []
         """Mean token log-probability of each of the initial weights' own answers, nats."""
         disable_progress_bar()  # transformers draws a bar for every file; the run has its own bar
@@ -124,7 +123,7 @@ class Job:
         check_budget(config, self.plan.train, packing)
         if config.data.verifier is not None:
             import_function("data.verifier", config.data.verifier)
-            self.conversations = make_player(config, self.renderer, folder.path / "logs")
+            self.stops = stop_strings_of(config, self.renderer)
         self.second_task = load_second_task(config, self.renderer)
         self.evaluation_sets = load_evaluation_sets(
             config, self.trainer_class, self.renderer, self.plan.loaded.groups
@@ -263,9 +262,7 @@ class Job:
 
     def make_evaluator(self, trainer: BasicTrainer, policy: Policy) -> Evaluator:
         config, held_out = self.config, self.plan.evaluation.groups
-        accuracy = make_accuracy(
-            config, policy, self.renderer, held_out, self.world, player=self.conversations
-        )
+        accuracy = make_accuracy(config, policy, self.renderer, held_out, self.world, stops=self.stops)
         retained = initial_kl = None
         if self.second_task is not None:
             task, groups = self.second_task
@@ -310,8 +307,8 @@ class Job:
         None where the answers cannot be checked."""
         if not one.checkable:
             return None
-        player = self.conversations if one.played else None
-        accuracy_arguments = (self.config, policy, self.renderer, one.checkable, self.world, one.data, player)
+        stops = self.stops if one.data.source == self.config.data.source else None
+        accuracy_arguments = (self.config, policy, self.renderer, one.checkable, self.world, one.data, stops)
         return make_accuracy(*accuracy_arguments, section=f"evaluations.{one.name}")
 
     def make_diagnostics(self, trainer: BasicTrainer) -> Diagnostics | None:
@@ -454,9 +451,7 @@ class Job:
         self.say("\n" + "\n".join([final_table(summary), "", *example_lines(folder)]))
 
     def close(self) -> None:
-        """End the processes that rounds and evaluations have started."""
-        if self.conversations is not None:
-            self.conversations.close()
+        """End the processes that rounds have started."""
         if self.online is not None:
             self.online.close()
 

@@ -202,6 +202,5 @@ class Online:
         """End the processes of the sampler and the reward."""
         if self.engine is not None:
             self.engine.close()
-        self.sampling.close()
         if self.reward is not None:
             self.reward.close()

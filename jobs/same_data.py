@@ -84,7 +84,7 @@ def hub_commits(config: Config) -> dict[str, str]:
 
 def code_files(config: Config) -> dict[str, str]:
     """Return setting -> SHA-256 of the file of the function or class that it names by its import path: the
-    loss and its trainer, what verifies and corrects, and, online, what rewards and answers the policy."""
+    loss and its trainer, what verifies and corrects, and, online, what rewards."""
     files = {key: _source(name) for key, name in _code(config).items()}
     return {key: files_digest([Path(file)]) for key, file in files.items() if file is not None}
 
@@ -99,7 +99,7 @@ def reward_code(config: Config) -> list[str]:
 
 def _code(config: Config) -> dict[str, str]:
     """Return setting -> the import path of the function or class that it names."""
-    sections = ("loss", "trainer", "correction", *(("reward", "environment") if config.online else ()))
+    sections = ("loss", "trainer", "correction", *(("reward",) if config.online else ()))
     named = [
         (key, name)
         for section in sections

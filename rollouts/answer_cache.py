@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from common.files import open_own
-from data.types import Turn
 from reports.provenance import versions
 from rollouts.samplers import Sample
 
@@ -80,15 +79,7 @@ class AnswerCache:
 
 def _sample(one: Mapping[str, Any]) -> Sample:
     """Rebuild a sample from its ``asdict`` in JSON."""
-    mask = one["loss_mask"]
-    return Sample(
-        tuple(one["token_ids"]),
-        one["finished"],
-        tuple(one["logprobs"]),
-        None if mask is None else tuple(mask),
-        tuple(Turn(**turn) for turn in one["turns"]),
-        one.get("stopped", ""),
-    )
+    return Sample(tuple(one["token_ids"]), one["finished"], tuple(one["logprobs"]), one["stopped"])
 
 
 def _digest(line: Mapping[str, Any]) -> str:

@@ -15,10 +15,10 @@ from data.types import Prompt
 from models.distributed import World
 from models.loading import load_sharded
 from models.policy import Policy
-from rollouts.conversations import make_player
 from rollouts.engines import EmbeddedEngine
 from rollouts.samplers import EmbeddedSampler
 from rollouts.sampling import refuse_options
+from rollouts.stop_strings import stop_strings_of
 
 
 class EmbeddedSampling:
@@ -30,7 +30,7 @@ class EmbeddedSampling:
 
     def __init__(self, config: Config, renderer: Renderer, world: World, log_dir: Path) -> None:
         refuse_options(config)
-        self.conversations = make_player(config, renderer, log_dir)
+        self.stops = stop_strings_of(config, renderer)
         self.config, self.renderer, self.world = config, renderer, world
         self.rows = config.sampler.batch_size or config.model.eval_batch_size
 
@@ -43,21 +43,14 @@ class EmbeddedSampling:
             device,
             batch_size=self.rows,
             synced=several,
-            player=self.conversations,
+            stops=self.stops,
         )
         return EmbeddedEngine(sampler, self.world, getattr(torch, self.config.model.dtype))
 
     @contextmanager
     def opened(self) -> Iterator[EmbeddedEngine]:
         policy, _ = load_sharded(self.config.model, self.world)
-        try:
-            yield self.engine(policy, [])
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        if self.conversations is not None:
-            self.conversations.close()
+        yield self.engine(policy, [])
 
     def part(self, prompts: int, n: int) -> int:
         """Return as many prompts as fill one batch on every rank."""

@@ -16,9 +16,9 @@ from data.types import Prompt
 from models.architecture import architecture_digest
 from models.distributed import World, on_main
 from rollouts.answer_cache import AnswerCache
-from rollouts.conversations import facts_of, source_digest
 from rollouts.samplers import Sample, SamplingSettings
 from rollouts.sampling import make_sampling
+from rollouts.stop_strings import facts_of
 from rollouts.weights import weights_digest
 
 
@@ -107,7 +107,6 @@ def _kept(
         "sampler": [sampler.name, sampler.dtype],
         "logit_temperature": model.logit_temperature,
         **facts_of(config),
-        **source_digest(config),
     }
     kept = [
         AnswerCache(Path(config.cache_dir), shared | {"n": request.n, "settings": asdict(request.settings)})

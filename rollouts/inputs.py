@@ -57,7 +57,6 @@ def check_inputs(config: Config, uses: Collection[str], columns_reach: bool = Tr
         ("data.source", config.data.source),
         ("data.format", config.data.format if "." in config.data.format else None),
         ("data.verifier", config.data.verifier),
-        ("environment.path", config.environment.path),
         ("reward.function.path", reward.get("function", {}).get("path")),
         ("humanline_rule._target_", config.humanline_rule.get("_target_")),
         *((f"callbacks.{name}._target_", target_of(name, tree)) for name, tree in config.callbacks.items()),

@@ -24,20 +24,18 @@ from data.chat import Renderer
 from data.groups import Lines
 from data.types import Completion, Group, Prompt
 from data.views import varies
-from rollouts.conversations import facts_of
 from rollouts.engines import Engine
 from rollouts.ledger import Line, RoundFolder, sampled_of
 from rollouts.rewards.base import Arrivals, Reward
 from rollouts.rounds import (
     PromptSchedule,
     SampledPrompt,
-    asked_and_answered,
     feedback,
     overlong_penalties,
-    own_tokens,
     with_threshold,
 )
 from rollouts.samplers import Sample, SamplingSettings
+from rollouts.stop_strings import facts_of
 
 Facts = dict[str, Any]
 _SHOWN_CONTEXTS = 8
@@ -263,7 +261,7 @@ class RoundBuilder:
             stage: sum(stages[f"{stage}{suffix}"]["seconds"] for suffix in parts)
             for stage in ("samples", "scores")
         }
-        lengths = [own_tokens(c) for c in completions]
+        lengths = [len(c.token_ids or ()) for c in completions]
         return {
             "reward": fmean(given) if given else None,
             "lowest_reward": min(given, default=None),
@@ -277,7 +275,6 @@ class RoundBuilder:
             "sample_seconds": seconds["samples"],
             "score_seconds": seconds["scores"],
             "sample_tokens_per_second": sum(lengths) / max(seconds["samples"], 1e-9),
-            **(conversation_metrics(completions) if self.config.environment.plays else {}),
             **part_means(stages, parts, [sum(map(len, part)) for part in scores]),
         }
 
@@ -291,16 +288,6 @@ def part_means(stages: Facts, parts: list[str], counts: list[int]) -> dict[str, 
             if name.startswith("reward_"):
                 sums.setdefault(name, []).append((value, count))
     return {name: sum(v * n for v, n in terms) / sum(n for _, n in terms) for name, terms in sums.items()}
-
-
-def conversation_metrics(completions: list[Completion]) -> dict[str, float]:
-    """Return the mean number of the policy's ``turns`` and of ``environment_tokens`` per completion, and
-    ``truncated``, the number of completions that were cut."""
-    return {
-        "turns": fmean(max(1, sum(turn.role == "assistant" for turn in c.turns)) for c in completions),
-        "environment_tokens": fmean(len(c.token_ids or ()) - own_tokens(c) for c in completions),
-        "truncated": sum(not c.finished for c in completions),
-    }
 
 
 def reward_settings(config: Config) -> Facts:
@@ -326,7 +313,7 @@ def score_lines(reward: Reward, sampled: list[SampledPrompt], renderer: Renderer
     for one in sampled:
         tokens = [next(flat) for _ in one.completions]
         means = [
-            None if token_rewards is None else math.fsum(token_rewards) / own_tokens(completion)
+            None if token_rewards is None else math.fsum(token_rewards) / len(completion.token_ids or ())
             for token_rewards, completion in zip(tokens, one.completions, strict=True)
         ]
         lines.append({"id": one.prompt.id, "scores": means, "token_rewards": tokens})
@@ -362,7 +349,7 @@ def score_samples(reward: Reward, sampled: list[SampledPrompt]) -> list[list[flo
 
 def asked_of(sampled: list[SampledPrompt]) -> list[list[tuple[Prompt, str]]]:
     """Return, for each completion of each prompt, the prompt and the answer that a reward scores."""
-    return [[asked_and_answered(one.prompt, c) for c in one.completions] for one in sampled]
+    return [[(one.prompt, c.text or "") for c in one.completions] for one in sampled]
 
 
 def samples_table(folder: RoundFolder) -> list[list[Any]]:

@@ -125,15 +125,6 @@ def with_scores(sampled: SampledPrompt, scores: Sequence[float | None]) -> Group
     return Group(sampled.prompt, tuple(c for c, _ in kept), tuple(s for _, s in kept))
 
 
-def asked_and_answered(prompt: Prompt, completion: Completion) -> tuple[Prompt, str]:
-    """Return the prompt and the answer that a reward scores. In a conversation the answer is the last turn,
-    and the prompt includes all turns before it."""
-    if not completion.turns:
-        return prompt, completion.text or ""
-    *before, last = completion.turns
-    return replace(prompt, turns=(*prompt.turns, *before)), last.content
-
-
 def overlong_penalties(sampled: SampledPrompt, config: RoundsConfig, longest: int) -> list[float]:
     """Return what the score of each completion is less by: ``rounds.overlong_penalty`` times how far it
     reaches into the last ``rounds.overlong`` of ``longest`` tokens, from 0 to 1 (DAPO's soft overlong
@@ -142,12 +133,6 @@ def overlong_penalties(sampled: SampledPrompt, config: RoundsConfig, longest: in
         return [0.0] * len(sampled.completions)
     over = [len(c.token_ids or ()) - (longest - config.overlong) for c in sampled.completions]
     return [config.overlong_penalty * min(max(tokens / config.overlong, 0.0), 1.0) for tokens in over]
-
-
-def own_tokens(completion: Completion) -> int:
-    """Return how many of a completion's tokens the policy wrote."""
-    mask = completion.loss_mask
-    return len(completion.token_ids or ()) if mask is None else sum(mask)
 
 
 def _pairs(rewards: Sequence[float], tau: float) -> list[tuple[int, int]]:

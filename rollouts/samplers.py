@@ -20,7 +20,7 @@ import torch
 from common.errors import require
 from common.progress import SOON, progress
 from data.chat import Renderer, vocabulary_fingerprint
-from data.types import Completion, Prompt, Turn
+from data.types import Completion, Prompt
 from models.distributed import gather_objects, gathered_once
 from models.policy import Policy
 from rollouts.decoding import Decoder
@@ -46,7 +46,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sampled answer, or a conversation with an environment."""
+    """One sampled answer."""
 
     token_ids: tuple[int, ...]
     """the sampled tokens, with the stop token at the end if ``finished`` and not ``stopped``"""
@@ -54,18 +54,9 @@ class Sample:
     """False if the sample was cut by max_tokens"""
     logprobs: tuple[float, ...] = field(default=(), compare=False)
     """log mu: log-probability of each token under the sampling policy, nats, at model.logit_temperature and
-    without top-p; nan for an environment's tokens; () if the sampler cannot report them"""
-    loss_mask: tuple[bool, ...] | None = None
-    """which tokens the policy wrote; None: all"""
-    turns: tuple[Turn, ...] = ()
-    """as in ``Completion.turns``"""
+    without top-p; () if the sampler cannot report them"""
     stopped: str = ""
     """as in ``Completion.stopped``"""
-
-    @property
-    def own_tokens(self) -> int:
-        """Number of tokens that the policy wrote."""
-        return len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
 
     def completion(self, renderer: Renderer, temperature: float = 1.0) -> Completion:
         """Return the sample as a groups file records it: the token ids, which are trained on unchanged, and
@@ -78,8 +69,6 @@ class Sample:
             vocabulary_fingerprint(renderer.tokenizer),
             self.logprobs or None,
             temperature if self.logprobs else 1.0,
-            self.loss_mask,
-            turns=self.turns,
             stopped=self.stopped,
         )
 
@@ -93,7 +82,7 @@ class Continuation:
     """One sample to be drawn."""
 
     key: str
-    """the prompt's id, followed by the turn in later turns of a conversation; with ``index`` and the seed it
+    """the prompt's id, followed by the part in later parts of an answer; with ``index`` and the seed it
     determines the sample's random numbers"""
     index: int
     ids: np.ndarray
@@ -105,15 +94,14 @@ Draw = Callable[[list[Continuation], SamplingSettings, int, tuple[int, ...]], li
 """Function (rows, settings, seed, stop token ids) -> the rows' samples, in order."""
 
 
-class Player(Protocol):
-    """The other side of a conversation, which answers the policy while it is sampled
-    (``rollouts.conversations``)."""
+class Parts(Protocol):
+    """Draws answers in parts (``rollouts.stop_strings``)."""
 
-    def play(
+    def sample(
         self, draw: Draw, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int, synced: bool
     ) -> list[list[Sample]]:
-        """Return ``n`` conversations that start from each prompt. ``synced``: every rank plays a share, and
-        calls ``draw`` as often as the others."""
+        """Return ``n`` answers to each prompt. ``synced``: every rank samples a share, and calls ``draw`` as
+        often as the others."""
         ...
 
 
@@ -133,14 +121,15 @@ class EmbeddedSampler:
         *,
         batch_size: int,
         synced: bool,
-        player: Player | None = None,
+        stops: Parts | None = None,
         what: str = "sample (rounds.contexts_per_round, sampler.max_tokens)",
     ) -> None:
         """``what``: the words of its bar, with the settings that bound it. ``batch_size``: rows generated at
         once. ``synced``: the policy is sharded over several ranks, each
         of which samples its own share. Every rank then runs as many forwards as the slowest, and must call
-        ``sample`` even if its share is empty. ``player``: answers the policy; None for single answers."""
-        self.player, self.what = player, what
+        ``sample`` even if its share is empty. ``stops``: ends answers at ``sampler.stop``; None: only an end
+        token does."""
+        self.stops, self.what = stops, what
         self.policy, self.renderer, self.decoder = policy, renderer, Decoder(policy, device, synced)
         self.batch_size, self.synced = batch_size, synced
 
@@ -148,8 +137,8 @@ class EmbeddedSampler:
         self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
     ) -> list[list[Sample]]:
         """Return ``n`` answers to each prompt. Raises DataError for a prompt that cannot be rendered."""
-        if self.player is not None:
-            return self.player.play(self.draw, prompts, n, settings, seed, self.synced)
+        if self.stops is not None:
+            return self.stops.sample(self.draw, prompts, n, settings, seed, self.synced)
         rows = rows_of(self.renderer, prompts, n, settings)
         drawn = self.draw(rows, settings, seed, self.renderer.stop_token_ids)
         return [drawn[i : i + n] for i in range(0, len(drawn), n)]

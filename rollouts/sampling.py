@@ -38,9 +38,6 @@ class Sampling(Protocol):
         progress bar."""
         ...
 
-    def close(self) -> None:
-        """End what was started besides the engine and the result of ``opened``."""
-
 
 def make_sampling(config: Config, renderer: Renderer, world: World, log_dir: Path) -> Sampling:
     """Return the sampler that the settings name. The output of its processes goes to ``log_dir``. Raises

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from common.errors import require
+from config.schema import Config
 from data.chat import Renderer
 from data.types import Prompt
 from models.distributed import gather_objects
@@ -45,7 +47,7 @@ class _Answer:
 
 
 class StopStrings:
-    """A ``rollouts.samplers.Player`` that never answers, and ends the policy's answers."""
+    """Draws answers in parts, and ends them."""
 
     def __init__(self, strings: list[str], renderer: Renderer) -> None:
         """Raises ConfigError for a string that no text can hold."""
@@ -59,13 +61,11 @@ class StopStrings:
         self.longest = 2**31 if len(tokens) == len(strings) else None
         """most tokens of a part: any number where each string is a token of its own, at which engines end"""
 
-    def close(self) -> None:
-        """Does nothing: there is no other process."""
-
-    def play(
+    def sample(
         self, draw: Draw, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int, synced: bool
     ) -> list[list[Sample]]:
-        """Return ``n`` answers to each prompt. Raises DataError for a prompt that cannot be rendered."""
+        """Return ``n`` answers to each prompt. ``synced``: every rank samples a share, and calls ``draw`` as
+        often as the others. Raises DataError for a prompt that cannot be rendered."""
         every = [_Answer(row) for row in rows_of(self.renderer, prompts, n, settings)]
         while True:
             live = [one for one in every if one.open]
@@ -99,3 +99,14 @@ class StopStrings:
             )
         )
         return min((s for s in self.strings if s in text), key=text.index, default="")
+
+
+def stop_strings_of(config: Config, renderer: Renderer) -> StopStrings | None:
+    """Return what ends answers at ``sampler.stop``; None for answers that only an end token ends. Raises
+    ConfigError."""
+    return StopStrings(config.sampler.stop, renderer) if config.sampler.stop else None
+
+
+def facts_of(config: Config) -> dict[str, Any]:
+    """Return the stop strings, on which samples depend, as plain data; {} without any."""
+    return {"stop": config.sampler.stop} if config.sampler.stop else {}

@@ -19,10 +19,10 @@ from data.views import prompts_of
 from models.distributed import World, gather_objects
 from models.policy import Policy
 from rollouts.answers import Answers
-from rollouts.conversations import facts_of, source_digest
 from rollouts.rewards.blame import describe
-from rollouts.rounds import asked_and_answered, usable_prompts
-from rollouts.samplers import EmbeddedSampler, Player, Sample, SamplingSettings
+from rollouts.rounds import usable_prompts
+from rollouts.samplers import EmbeddedSampler, Sample, SamplingSettings
+from rollouts.stop_strings import StopStrings, facts_of
 
 Verifier = Callable[[list[str], list[str | None]], list[float | None]]
 """Function (completions, reference answers) -> verdicts in [0, 1]. None is no verdict, which is not a 0."""
@@ -71,7 +71,7 @@ class Shown:
             (
                 "read",
                 p.turns[-1].content,
-                answer_of(p, samples[p.id][0], self.renderer),
+                text_of(samples[p.id][0], self.renderer),
                 p.reference_answer,
                 None,
             )
@@ -126,16 +126,16 @@ class Accuracy:
         return accuracies | {"length_sampled": measurements["sampled"][1]}
 
     def _measure(self, kind: str, initial: bool) -> tuple[float | None, float]:
-        """Return (the mean verdict, the mean number of tokens that the policy wrote per answer)."""
+        """Return (the mean verdict, the mean number of tokens per answer)."""
         answers = self.answers[kind]
         sampled = answers.mine(initial)
         mine = [prompt for prompt in answers.share for _ in range(answers.n)]
         flat = [sample for of_prompt in sampled for sample in of_prompt]
-        texts = [answer_of(p, sample, self.renderer) for p, sample in zip(mine, flat, strict=True)]
+        texts = [text_of(sample, self.renderer) for sample in flat]
         verdicts, reasons = verdicts_of(self.verifier, texts, [p.reference_answer for p in mine])
         for prompt, text, verdict in list(zip(mine, texts, verdicts, strict=True))[:SHOWN]:
             self.samples.append((kind, prompt.turns[-1].content, text, prompt.reference_answer, verdict))
-        gathered = gather_objects((verdicts, [sample.own_tokens for sample in flat], reasons))
+        gathered = gather_objects((verdicts, [len(sample.token_ids) for sample in flat], reasons))
         known = [v for part, _, _ in gathered for v in part if v is not None]
         lengths = [n for _, part, _ in gathered for n in part]
         if self.is_main:
@@ -201,9 +201,9 @@ def say_failures(reasons: Counter[str], answers: int, kind: str) -> None:
         print(f"the verifier failed on {failed}, which have no verdict: {told}", flush=True)
 
 
-def answer_of(prompt: Prompt, sample: Sample, renderer: Renderer) -> str:
-    """Return the text that is verified: the answer, or the last answer of a conversation."""
-    return asked_and_answered(prompt, sample.completion(renderer))[1]
+def text_of(sample: Sample, renderer: Renderer) -> str:
+    """Return the text that is verified."""
+    return sample.completion(renderer).text or ""
 
 
 def make_accuracy(
@@ -213,13 +213,13 @@ def make_accuracy(
     held_out: Sequence[Group],
     world: World,
     task: DataConfig | None = None,
-    player: Player | None = None,
+    stops: StopStrings | None = None,
     section: str = "data",
 ) -> Accuracy | None:
     """Return the accuracy that evaluation measures, or None if answers cannot be checked: ``task`` (None:
     ``data``) names no verifier, or no held-out prompt has a reference answer. Prompts are taken in order of
-    their ids, so that a smaller number of them is a fair draw. ``player``: answers the policy; None for
-    single answers. ``section``: where ``task`` stands among the settings. Raises ConfigError."""
+    their ids, so that a smaller number of them is a fair draw. ``stops``: ends answers; None:
+    only an end token does. ``section``: where ``task`` stands among the settings. Raises ConfigError."""
     data = task or config.data
     if data.verifier is None:
         return None
@@ -229,14 +229,14 @@ def make_accuracy(
     if not prompts:
         return None
     return Accuracy(
-        embedded_sampler(config, policy, renderer, world, f"answers to {section} (n_eval_prompts)", player),
+        embedded_sampler(config, policy, renderer, world, f"answers to {section} (n_eval_prompts)", stops),
         prompts,
         verifier,
         renderer,
         world,
         config.model.max_length - config.model.max_prompt_length,
         samples=config.n_eval_samples,
-        facts={} if player is None else {**facts_of(config), **source_digest(config)},
+        facts={} if stops is None else facts_of(config),
     )
 
 
@@ -246,16 +246,16 @@ def embedded_sampler(
     renderer: Renderer,
     world: World,
     what: str,
-    player: Player | None = None,
+    stops: StopStrings | None = None,
 ) -> EmbeddedSampler:
-    """Return a sampler of the policy for evaluation. ``what``: the words of its bar. ``player``: answers the
-    policy; None for single answers."""
+    """Return a sampler of the policy for evaluation. ``what``: the words of its bar. ``stops``: ends
+    answers; None: only an end token does."""
     return EmbeddedSampler(
         policy,
         renderer,
         world.device,
         batch_size=config.model.eval_batch_size,
         synced=world.size > 1,
-        player=player,
+        stops=stops,
         what=what,
     )

@@ -34,7 +34,6 @@ ROOMS = {
     "rollouts": "rounds as a source of groups",
     "rollouts/vllm": "vLLM as the sampler",
     "rollouts/rewards": "what scores an answer",
-    "rollouts/environments": "who answers the policy while it is sampled",
     "jobs": "one run from settings to exported model",
     "reports": "what people look at",
     "evals": "what is measured after training",
@@ -49,7 +48,6 @@ GROUPS = {
     "loss": (None, "the objective"),
     "trainer": (None, "what a trainer accepts; the loss chooses it"),
     "sampler": (None, "who samples, online"),
-    "environment": (None, "who answers the policy while it is sampled"),
     "reward": (None, "what scores samples"),
 }
 

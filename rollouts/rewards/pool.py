@@ -42,8 +42,8 @@ class Pool:
     and its time does not count towards ``timeout``, the seconds that one task may take. The argument, tasks
     and results are pickled. Processes start when they are first needed and live until ``close``.
 
-    What the workers print, and the tracebacks of what they raise, goes to files in ``log_dir`` named by
-    ``log_name``: ``reward-0.log``, ``reward-1.log``, … Each file belongs to one process at a time. The folder
+    What the workers print, and the tracebacks of what they raise, goes to files in ``log_dir``:
+    ``reward-0.log``, ``reward-1.log``, … Each file belongs to one process at a time. The folder
     is created with the first task, because a run may be refused before that and must then leave nothing
     behind. With ``log_dir=None`` the output is not kept.
     """
@@ -56,10 +56,9 @@ class Pool:
         workers: int,
         timeout: float,
         log_dir: Path | None = None,
-        log_name: str = LOG_NAME,
     ) -> None:
         self.loader, self.argument, self.workers, self.timeout = loader, argument, workers, timeout
-        self.log_dir, self.log_name = log_dir, log_name
+        self.log_dir = log_dir
         self._idle: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
         self._busy: set[WorkerProcess] = set()
         self._threads = ThreadPoolExecutor(workers)
@@ -146,7 +145,7 @@ class Pool:
 
     def _log(self, number: int) -> Path:
         assert self.log_dir is not None
-        return self.log_dir / self.log_name.format(number)
+        return self.log_dir / LOG_NAME.format(number)
 
     def _discard(self, worker: WorkerProcess) -> None:
         worker.close(grace=0.0)

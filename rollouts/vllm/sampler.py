@@ -30,7 +30,7 @@ from config.schema_sampler import SamplerConfig
 from data.chat import Renderer
 from data.types import Prompt, Sequence
 from models.adapters import AdapterFolder, adapter_folder
-from rollouts.samplers import Answered, Continuation, Player, Sample, SamplingSettings, rows_of
+from rollouts.samplers import Answered, Continuation, Parts, Sample, SamplingSettings, rows_of
 from rollouts.vllm.adapters import highest_rank
 from rollouts.vllm.messages import Generated, GenerateRequest, TokenRow
 from rollouts.vllm.options import engine_environment, engine_options
@@ -57,14 +57,14 @@ class VllmSampler:
         dtype: str,
         log_dir: Path,
         temperature: float = 1.0,
-        player: Player | None = None,
+        stops: Parts | None = None,
     ) -> None:
         """``max_length``: longest prompt and completion together (model.max_length). ``dtype``: the trainer's
         compute dtype, which sampler.dtype overrides. ``log_dir``: for the engines' output. ``temperature``:
-        that of the samples' log-probabilities (model.logit_temperature). ``player``: answers the policy; None
-        for single answers. Raises ConfigError if vLLM is not installed."""
+        that of the samples' log-probabilities (model.logit_temperature). ``stops``: ends answers at
+        ``sampler.stop``; None: only an end token does. Raises ConfigError if vLLM is not installed."""
         require_installed()
-        self.player = player
+        self.stops = stops
         self.config, self.renderer, self.log_dir = config, renderer, log_dir
         self.version: int | None = None
         """version of the weights that samples would come from; None before the first load and while asleep"""
@@ -206,10 +206,10 @@ class VllmSampler:
         answered: Answered | None = None,
     ) -> list[list[Sample]]:
         """Return ``n`` answers to each prompt, with the engine's log-probabilities. ``answered`` is called
-        with a prompt's answers while others are still drawn, unless a player answers the policy. Raises
+        with a prompt's answers while others are still drawn, unless ``stops`` ends them. Raises
         DataError if a prompt cannot be rendered, and WorkerError."""
-        if self.player is not None:
-            return self.player.play(self.draw, prompts, n, settings, seed, synced=False)
+        if self.stops is not None:
+            return self.stops.sample(self.draw, prompts, n, settings, seed, synced=False)
         rows = rows_of(self.renderer, prompts, n, settings)
         samples = self.draw(rows, settings, seed, self.renderer.stop_token_ids, n, answered)
         return [samples[i : i + n] for i in range(0, len(samples), n)]

@@ -23,10 +23,10 @@ from models.distributed import World, from_main
 from models.policy import Policy
 from models.ranks import Ranks, catch, unwrap
 from models.weight_files import resolve_model_path
-from rollouts.conversations import make_player
 from rollouts.rewards.endpoint import UNIX
 from rollouts.samplers import SamplingSettings
 from rollouts.sampling import refuse_options
+from rollouts.stop_strings import stop_strings_of
 from rollouts.vllm.adapters import KEY, base_of_adapters, with_adapters
 from rollouts.vllm.engine import VllmEngine, probe_rows
 from rollouts.vllm.key import key_file, key_in
@@ -62,7 +62,7 @@ class VllmSampling:
         if config.sampler.urls:
             asked = unwrap(from_main(catch(self._ask_servers) if world.is_main else None))
             self._servers, self._base = asked
-        self.conversations = make_player(config, renderer, log_dir)
+        self.stops = stop_strings_of(config, renderer)
 
     def _ask_servers(self) -> tuple[tuple[list[int], int, str | None], Path | None]:
         """Return ((number of workers of each server, number of tokens of the model, key), folder of the model
@@ -107,7 +107,7 @@ class VllmSampling:
             dtype=model.dtype,
             log_dir=self.log_dir,
             temperature=model.logit_temperature,
-            player=self.conversations,
+            stops=self.stops,
         )
         if self._servers is not None:
             made.servers_are(*self._servers)
@@ -144,14 +144,7 @@ class VllmSampling:
         refuse_other_weights(self.config)
         with self.sampler(trains=False) as vllm:
             vllm.load(model_folder(self.config), 0)
-            try:
-                yield OneProcess(vllm, self.world)
-            finally:
-                self.close()
-
-    def close(self) -> None:
-        if self.conversations is not None:
-            self.conversations.close()
+            yield OneProcess(vllm, self.world)
 
     def part(self, prompts: int, n: int) -> int:
         here = self.world.device.type == "cpu" and not self.config.sampler.urls  # servers may have GPUs

@@ -94,7 +94,6 @@ RULES = [
     Rule(rf"python train\.py( {VALUES})*$", f"dry_run=true {OFFLINE}"),
     # The small model's answers are all worth 0, and a run that learns nothing ends with an error
     Rule(r"python train\.py .*data=constraints loss=grpo online=true", f"dry_run=true {ONLINE}"),
-    Rule(r"python train\.py .*environment=calculator reward=verifier", f"dry_run=true {ONLINE}"),
     Rule(r"python train\.py .*own_share", f"{OFFLINE} data.instruct.prompts=8"),
     Rule(r"python train\.py model=instruct .*online=true", f"{ONLINE} data.instruct.prompts=64"),
     Rule(r"python train\.py model=instruct ", f"{OFFLINE} data.instruct.prompts=64"),
@@ -237,7 +236,7 @@ MADE = {
         ["""sed 's/^{/{"margin": 2, /' assets/adder/pairs.jsonl > rated.jsonl"""],
     ),
     r"data\.path=groups\.jsonl": ("groups.jsonl", ["cp assets/adder/pairs.jsonl groups.jsonl"]),
-    r"loss=hinge|loss=rated_dpo|soft_clip|trainer=sequence|reward=length|sampler=fixed|second_try|data=questions"
+    r"loss=hinge|loss=rated_dpo|soft_clip|trainer=sequence|reward=length|sampler=fixed|data=questions"
     r"|trackers=\[csv\]|LengthLimit": (
         "config/loss/hinge.yaml",
         ["python -m tests.docs extend.md"],

@@ -38,7 +38,7 @@ MORE = (
         "model.use_peft=true",
     ),
     *("keep_best=eval_loss", "wandb.enabled=false", "retention.data=adder", "data.verifier=null"),
-    *("environment=calculator", "loss=sft data=adder-sft data.subset=x", "data=local data.path=x"),
+    *("loss=sft data=adder-sft data.subset=x", "data=local data.path=x"),
     *(
         "loss=grpo correction=truncated",
         "loss=grpo correction=negative_masked",
@@ -113,7 +113,7 @@ def test_all_are_named_at_once_and_a_recipes_are_notes():
             "sample",
             SampleStage(out="x.jsonl"),
             "loss=kto lr=1 humanline=true reward=adder rounds.feedback=pair rounds={tau:1} optimizer.lr=1 "
-            "online=true n_examples=3 sync_freq=2 environment.max_turns=2 data.logprob_range=[0,1] "
+            "online=true n_examples=3 sync_freq=2 data.logprob_range=[0,1] "
             "| data=x model.max_length=9 sampler=vllm sampler.top_p=1 rounds.samples=2 seed=3 out=x limit=3",
         ),
         (

@@ -16,7 +16,6 @@ from config.files import section
 from config.load import changed, dump, load_saved, run_name, settings_of
 from config.schema import Config
 from config.schema_data import DataConfig
-from config.schema_environment import EnvironmentConfig
 from config.schema_model import ModelConfig
 from config.typed import without_words, word_of
 from config.unknown import names
@@ -27,7 +26,6 @@ from trainers.losses.shapes import READS
 CONFIG = without_words(section("config.yaml"), Config)
 MODEL = without_words(section("model/base.yaml"), ModelConfig)
 DATA = without_words(section("data/_base.yaml"), DataConfig)
-ENVIRONMENT = without_words(section("environment/none.yaml"), EnvironmentConfig)
 CORRECTION = section("correction/none.yaml")
 EXPERIMENTS = sorted(
     path.stem
@@ -117,7 +115,6 @@ def test_a_record_from_before_a_key_is_gone_on_with() -> None:
         ("model", MODEL),
         ("data", DATA),
         ("trainer", {"single_answers": False}),
-        ("environment", ENVIRONMENT),
         ("correction", CORRECTION),
     ):
         for key in default:

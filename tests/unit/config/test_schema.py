@@ -21,7 +21,7 @@ from tests.tiny import ROOT
 
 FILES = {"config.yaml": Config, "eval.yaml": EvalStage, "sample.yaml": SampleStage, "label.yaml": LabelStage}
 COMPOSED = {"defaults", "hydra"}  # Hydra's own
-GROUPS = {"model", "data", "loss", "trainer", "correction", "environment"}  # files of their own
+GROUPS = {"model", "data", "loss", "trainer", "correction"}  # files of their own
 REUSED = {"sampler"}  # eval.yaml's section changes a run's own
 
 
@@ -52,7 +52,6 @@ GROUP_FILES = {
     "model": ("model/base.yaml", "config.schema_model.ModelConfig"),
     "data": ("data/_base.yaml", "config.schema_data.DataConfig"),
     "correction": ("correction/none.yaml", "config.schema.CorrectionConfig"),
-    "environment": ("environment/none.yaml", "config.schema_environment.EnvironmentConfig"),
 }
 
 

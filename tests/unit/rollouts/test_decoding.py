@@ -147,7 +147,7 @@ def tiny_phi3() -> Policy:
 @pytest.mark.parametrize(("policy", "end"), [(tiny("opt"), 64), (tiny_phi3(), SWITCH)], ids=["opt", "phi3"])
 @pytest.mark.parametrize("synced", [False, True])
 def test_no_row_is_computed_beyond_the_models_positions(policy, end, synced):
-    """As in the later turns of conversations, where a long row has little room and a short one much."""
+    """As in the later parts of answers, where a long row has little room and a short one much."""
     rng = np.random.default_rng(3)
     sizes = [end - 2, end - 7, 5, end // 2, 3]
     prompts = [rng.integers(3, 40, size).astype(np.int32) for size in sizes]

@@ -23,16 +23,17 @@ from data.types import Prompt, Sequence, Turn
 from models.distributed import World, shard, start, stop
 from models.policy import Policy, causal_lm, decoder_blocks
 from models.pretrained import load_policy
-from rollouts.conversations import Conversations
+from rollouts import stop_strings
 from rollouts.decoding import InverseCdfProcessor, left_padded
 from rollouts.samplers import EmbeddedSampler, Sample, SamplingSettings, uniforms
+from rollouts.stop_strings import StopStrings
 from tests.programs import HANG, in_ranks
-from tests.tiny import ROOT, make_config
+from tests.tiny import ROOT
 
 MODEL = ROOT / "assets" / "adder" / "model"
 GREEDY = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=24)
 SAMPLED = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=24)
-GAMES = list(adder.prompts("eval")[:6])
+STOPPED = list(adder.prompts("eval")[:6])
 
 
 def shipped(use_peft: bool = False) -> Policy:
@@ -339,8 +340,8 @@ def test_padding_is_on_the_left():
 
 
 def sample_share(rank: int, ranks: int, store: str, out: str) -> None:
-    """Rank 0 samples three batches, the last of one row; the other has nothing to sample. Then both play
-    games, rank 0 five and the other one."""
+    """Rank 0 samples three batches, the last of one row; the other has nothing to sample. Then both draw
+    answers in parts, rank 0 five and the other one."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), TORCHELASTIC_RUN_ID="test")
     dist.init_process_group(
@@ -360,25 +361,25 @@ def sample_share(rank: int, ranks: int, store: str, out: str) -> None:
         share, 1, SAMPLED, 0
     )
     Path(f"{out}.{rank}").write_text(json.dumps([list(s.token_ids) for (s,) in samples]))
-    config = make_config("loss=dpo", "environment=adder_guessing").environment
-    game = Conversations(config, renderer, Path(out).parent)
-    playing = EmbeddedSampler(policy, renderer, world.device, batch_size=3, synced=True, player=game)
-    played = playing.sample(GAMES[:5] if rank == 0 else GAMES[5:], 1, SAMPLED, 0)
-    Path(f"{out}.games.{rank}").write_text(json.dumps([list(s.token_ids) for (s,) in played]))
-    game.close()
+    stop_strings.FIRST = 2
+    stops = StopStrings([";"], renderer)
+    sampler = EmbeddedSampler(policy, renderer, world.device, batch_size=3, synced=True, stops=stops)
+    drawn = sampler.sample(STOPPED[:5] if rank == 0 else STOPPED[5:], 1, SAMPLED, 0)
+    Path(f"{out}.stopped.{rank}").write_text(json.dumps([list(s.token_ids) for (s,) in drawn]))
     stop()
 
 
-def test_ranks_with_uneven_shares_finish_with_the_samples_of_one_process(policy, renderer, tmp_path):
+def test_ranks_with_uneven_shares_finish_with_the_samples_of_one_process(
+    policy, renderer, tmp_path, monkeypatch
+):
     in_ranks(sample_share, (2, str(tmp_path / "store"), str(tmp_path / "out")), 2)
     alone = make(policy, renderer).sample(uneven_prompts(7), 1, SAMPLED, 0)
     assert json.loads((tmp_path / "out.0").read_text()) == [list(s.token_ids) for (s,) in alone]
     assert json.loads((tmp_path / "out.1").read_text()) == []
-    config = make_config("loss=dpo", "environment=adder_guessing").environment
-    game = Conversations(config, renderer, tmp_path)
+    monkeypatch.setattr(stop_strings, "FIRST", 2)
     sampler = make(policy, renderer)
-    sampler.player = game
-    games = [list(s.token_ids) for (s,) in sampler.sample(GAMES, 1, SAMPLED, 0)]
-    game.close()
-    parts = [json.loads((tmp_path / f"out.games.{rank}").read_text()) for rank in (0, 1)]
-    assert [*parts[0], *parts[1]] == games and any(renderer.end_id in ids[:-1] for ids in games)
+    sampler.stops = StopStrings([";"], renderer)
+    whole = sampler.sample(STOPPED, 1, SAMPLED, 0)
+    parts = [json.loads((tmp_path / f"out.stopped.{rank}").read_text()) for rank in (0, 1)]
+    assert [*parts[0], *parts[1]] == [list(s.token_ids) for (s,) in whole]
+    assert any(s.stopped for (s,) in whole) and len({len(s.token_ids) for (s,) in whole}) > 1

@@ -61,7 +61,7 @@ def test_an_answer_is_cut_behind_the_first_token_that_completes_a_string(monkeyp
     strings = STRINGS if name == "instruct" else [";", "=8;", "15;3", "85", "absent", "+5"]
     for wanted in [[s] for s in strings] + [strings]:
         size = first_with(renderer, ids, wanted)
-        [[sample]] = StopStrings(wanted, renderer).play(draw, [prompt], 1, settings, 0, False)
+        [[sample]] = StopStrings(wanted, renderer).sample(draw, [prompt], 1, settings, 0, False)
         assert len({*keys}) == len(keys), "each part has random numbers of its own"
         keys.clear()
         assert sample.token_ids == tuple(ids[:size]) and len(sample.logprobs) == len(sample.token_ids)
@@ -83,10 +83,10 @@ def test_a_sampler_draws_the_tokens_that_it_draws_without_strings(monkeypatch):
     plain = EmbeddedSampler(policy, renderer, device, batch_size=4, synced=False).sample(
         prompts, 1, settings, 0
     )
-    player = StopStrings([";3", "+1"], renderer)
-    cut = EmbeddedSampler(policy, renderer, device, batch_size=4, synced=False, player=player)
+    stops = StopStrings([";3", "+1"], renderer)
+    cut = EmbeddedSampler(policy, renderer, device, batch_size=4, synced=False, stops=stops)
     for [whole], [sample] in zip(plain, cut.sample(prompts, 1, settings, 0), strict=True):
-        size = first_with(renderer, list(whole.token_ids), player.strings)
+        size = first_with(renderer, list(whole.token_ids), stops.strings)
         assert sample.token_ids == whole.token_ids[:size] and sample.finished
         np.testing.assert_allclose(sample.logprobs, whole.logprobs[:size], atol=1e-4)
 
@@ -98,9 +98,7 @@ def test_strings_that_are_special_tokens_end_the_engine_itself():
     assert renderer.tokenizer.get_added_vocab()[special] in StopStrings([special], renderer).ends
 
 
-@pytest.mark.parametrize(
-    "said", ["stop=[a,a]", 'stop=[""]', 'stop=["\ufffd"]', "stop=[a] environment=calculator"]
-)
+@pytest.mark.parametrize("said", ["stop=[a,a]", 'stop=[""]', 'stop=["\ufffd"]'])
 def test_strings_that_cannot_end_an_answer_are_refused(said):
     words = ["online=true", "reward=adder", *f"sampler.{said}".split()]
     with pytest.raises(ConfigError, match=r"sampler\.stop"):
