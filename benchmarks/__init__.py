@@ -1,7 +1,6 @@
 """Measurements, each a command.
 
-A module is run with ``python -m benchmarks.<name>``. RESULTS.md has the results, docs/performance.md the
-targets that they are compared with.
+A module is run with ``python -m benchmarks.<name>``. RESULTS.md has the results.
 """
 
 from config.removed import refuse_command

@@ -1,4 +1,4 @@
-"""Fair timing of A against B on a machine that is not idle, and peak memory in a process of its own."""
+"""Fair timing of A against B on a machine that is not idle, and the memory of a process."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -67,11 +64,6 @@ def _in_turn(variants: dict[str, Variant], i: int) -> dict[str, Sample]:
     return sums
 
 
-def in_a_row(pieces: list[Work]) -> Work:
-    """Return all pieces as one; it returns the last one's result."""
-    return lambda: [piece() for piece in pieces][-1]
-
-
 @dataclass(frozen=True)
 class Spread:
     """Median, minimum and maximum of several measurements."""
@@ -108,20 +100,6 @@ def peak_rss() -> int:
 def rss() -> int:
     """Return the current memory of this process, bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def memory_of(work: Work) -> dict[str, float]:
-    """Return in MiB the ``peak`` of this process so far, and the part of it that was added by ``work``
-    (``step``). For a fresh process."""
-    before = rss()
-    work()
-    return {"peak": peak_rss() / 2**20, "step": (peak_rss() - before) / 2**20}
-
-
-def in_fresh_process(work: Callable[..., dict[str, float]], *arguments: Any) -> dict[str, float]:
-    """Return what ``work`` returns in a process that is started for it alone."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(work, *arguments).result()
 
 
 def machine() -> str:

@@ -1,291 +1,228 @@
-"""The same model, pairs, batch and optimizer through TRL 1.16 and through this project, float32, one process.
+"""The same model, pairs, batch and optimizer through TRL 1.16 and through this project, float32, one thread.
 
 TRL is not a dependency; it goes into an environment of its own, beside the project's requirements:
 
     python3 -m venv /tmp/trl-venv && /tmp/trl-venv/bin/pip install -r requirements/cpu.txt trl==1.16.0
-    /tmp/trl-venv/bin/python -m benchmarks.trl_compare        # dpo, kto, grpo on the preference data
-    /tmp/trl-venv/bin/python -m benchmarks.trl_compare --data gsm8k --losses dpo
+    /tmp/trl-venv/bin/python -m benchmarks.trl_compare        # dpo, kto, grpo
+    /tmp/trl-venv/bin/python -m benchmarks.trl_compare --losses dpo --model smollm2-135m --pairs 8 --batch-pairs 8
 
 TRL runs at its best: fused head (its default), fused AdamW, cached reference scores, no gradient
-checkpointing, and for DPO both its orders, as given and grouped by length. Both sides get tokenised rows.
-DPO's losses are checked to be equal, step by step. For KTO and GRPO only tokens and work are equal, because
-the definitions differ: TRL estimates KL over a device's batch, and its GRPO trains on its own samples, so
-only its update is timed here, on rows given to it.
-"""
+checkpointing, and for DPO both its orders, as given and grouped by length. Each side runs in processes of its
+own. It first tries one batch with 1, 2, 4, ... pairs at once, and keeps the number that took least; more are
+not tried once a process died or took more than ``--memory``. Every measure is printed when it is made.
+Lengths are drawn like those of preference data, and both sides get tokenised rows. DPO's losses are checked
+to be equal, step by step. For KTO and GRPO only tokens and work are equal, because the definitions differ:
+TRL estimates KL over a device's batch, and its GRPO trains on its own samples, so only its update is timed
+here, on rows given to it.
+"""  # noqa: E501
 
 from __future__ import annotations
 
 import argparse
-import math
-import tempfile
-from collections.abc import Callable
-from dataclasses import replace
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
-from transformers import PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer
 
-from benchmarks.measure import (
-    Sample,
-    Variant,
-    Work,
-    alternate,
-    in_fresh_process,
-    machine,
-    memory_of,
-    ratio,
-    table,
-)
-from benchmarks.parts import (
-    Pair,
+from benchmarks.measure import ROOT, Sample, machine, peak_rss, ratio, rss, table, timed
+from benchmarks.steps import (
     Settings,
-    benchmark_pairs,
-    fresh,
+    drawn_pairs,
     make_trainer,
     random_policy,
     score_all,
-    segment,
+    segment_of,
     shape,
     train,
-    trained_tokenizer,
 )
-from benchmarks.trl_rows import generated, rows_of
 from common.options import options_of
-from data.batches import Segment
-from data.types import Example, Sequence
-from models.policy import Policy
 
 TOLERANCE = 1e-4
 """Tolerance for a step's mean DPO loss, nats: float32 sums in another order differ."""
+KIN = {"ours": "ours", "ours padded": "ours", "trl": "trl", "trl grouped": "trl"}
+"""Side -> the side whose number of pairs at once it takes."""
+POLL = 0.1
+"""Seconds between two looks at the memory of a side's process."""
 
 
-class Prepared:
-    """A TRL trainer whose rows are tokenised already."""
+@dataclass(frozen=True)
+class Found:
+    """What a side took."""
 
-    def _prepare_dataset(self, dataset: Dataset, *others: Any) -> Dataset:
-        return dataset
+    wall: float
+    cpu: float
+    losses: list[float]
+    step: float
+    """MiB that the steps added"""
+    peak: float
+    """MiB of the process"""
 
-
-class PreparedDPO(Prepared, DPOTrainer):
-    pass
-
-
-class PreparedKTO(Prepared, KTOTrainer):
-    pass
-
-
-class UpdateOfGRPO(GRPOTrainer):
-    """TRL's GRPO without its sampling: it is given rows, advantages and reference scores."""
-
-    rows: list[Example]
-
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        # Each prompt comes num_generations = 2 times in a row: once for each of the two rows of its group.
-        made = generated([self.rows[2 * example["index"] + i % 2] for i, example in enumerate(inputs)])
-        shape, vocabulary = made["completion_ids"].shape, self.model.config.vocab_size
-        return made | {"ref_per_token_logps": torch.full(shape, -math.log(vocabulary))}
+    def text(self, pairs: int) -> str:
+        return f"{pairs / self.cpu:.2f} pairs a CPU s, {self.step:,.0f} MiB for it, {self.peak:,.0f} in all"
 
 
-def common(settings: Settings, folder: str, grouped: bool = False) -> dict[str, Any]:
-    """Return the arguments that make TRL's run the same as ours."""
-    return {
-        "output_dir": folder,
-        "per_device_train_batch_size": settings.micro_size,
-        "num_train_epochs": 1,
-        "learning_rate": 1e-5,
-        "gradient_accumulation_steps": settings.batch_size // settings.micro_size,
-        "lr_scheduler_type": "constant",
-        "warmup_steps": 0,
-        "adam_epsilon": 1e-5,
-        "weight_decay": 0.01,
-        "optim": "adamw_torch_fused",
-        "max_grad_norm": 1.0,
-        "gradient_checkpointing": False,
-        "bf16": False,
-        "use_cpu": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "logging_steps": 1,
-        "seed": 1,
-        "remove_unused_columns": False,
-        "train_sampling_strategy": "group_by_length" if grouped else "sequential",
-    }
+# -- in the process of a side ----------------------------------------------------------------------
 
 
-def trl_trainer(
-    settings: Settings,
-    plan: Segment,
-    model: Any,
-    tokenizer: PreTrainedTokenizerFast,
-    folder: str,
-    grouped: bool,
-) -> Any:
-    """Return TRL's trainer on the rows of ``plan``, in the plan's order."""
-    examples = [example for i in range(plan.steps) for example in plan.batch(i)]
-    arguments = common(settings, folder, grouped)
-    if settings.loss == "grpo":
-        return trl_grpo(examples, arguments, model, tokenizer)
-    arguments |= {"max_length": None, "precompute_ref_log_probs": True}
-    if settings.loss == "dpo":
-        rows = [
-            row | {"length": max(map(len, example.rows))}
-            for row, example in zip(rows_of("dpo", examples), examples, strict=True)
-        ]
-        trainer, config = PreparedDPO, DPOConfig(beta=0.1, **arguments)
-    else:
-        rows = rows_of("kto", paired(examples, settings.micro_size))
-        trainer, config = PreparedKTO, KTOConfig(beta=0.25, desirable_weight=1.1, **arguments)
-    return trainer(model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
-
-
-def paired(examples: list[Example], size: int) -> list[Example]:
-    """Return KTO's examples with mismatched rows as TRL prepares them: each prompt with the completion before
-    its own within a device's batch of ``size``."""
-    others = [examples[i - 1 if i % size else min(i + size, len(examples)) - 1] for i in range(len(examples))]
-    return [
-        replace(e, mismatched=Sequence(e.rows[0].prompt_ids, other.rows[0].completion_ids))
-        for e, other in zip(examples, others, strict=True)
-    ]
-
-
-def trl_grpo(
-    examples: list[Example], arguments: dict[str, Any], model: Any, tokenizer: PreTrainedTokenizerFast
-) -> UpdateOfGRPO:
-    arguments = {key: value for key, value in arguments.items() if key != "train_sampling_strategy"}
-    trainer = UpdateOfGRPO(
-        model,
-        reward_funcs=lambda completions, **others: [0.0] * len(completions),
-        args=GRPOConfig(
-            beta=0.0, epsilon=0.15, num_generations=2, loss_type="dapo", shuffle_dataset=False, **arguments
-        ),
-        train_dataset=Dataset.from_list([{"prompt": "a", "index": i} for i in range(len(examples) // 2)]),
-        processing_class=tokenizer,
-    )
-    trainer.rows = examples
-    trainer.beta = 0.01  # set here, or TRL would load a reference model, although its scores are given
-    return trainer
-
-
-def prepare(
-    name: str, settings: Settings, pairs: list[Pair], base: Policy, tokenizer: PreTrainedTokenizerFast
-) -> Work:
-    """Return the timed part for ``ours``, ``ours padded``, ``trl`` or ``trl grouped``; it returns the losses
-    if they are comparable."""
-    if name.startswith("trl"):
-        plan = segment(settings, pairs)
-        trainer = trl_trainer(
-            settings, plan, fresh(base).model, tokenizer, tempfile.mkdtemp(), name.endswith("grouped")
-        )
-
-        def run() -> list[float]:
-            trainer.train()
-            return [line["loss"] for line in trainer.state.log_history if "loss" in line]
-
-        return run
-    settings = Settings(
-        settings.loss,
-        settings.batch_size,
-        settings.micro_size,
-        packing=False if name.endswith("padded") else None,
-    )
-    plan, ours = segment(settings, pairs), make_trainer(settings, fresh(base))
-    score_all(ours, plan)
-    return partial(train, ours, plan)
-
-
-def whole(*arguments: Any) -> list[Work]:
-    """Return ``prepare`` as one piece, because TRL's trainer does not stop between steps."""
-    return [prepare(*arguments)]
-
-
-def equal_losses(
-    settings: Settings, pairs: list[Pair], base: Policy, tokenizer: PreTrainedTokenizerFast
-) -> float:
-    """Return the largest difference of a step's mean DPO loss, nats. Raises RuntimeError if it exceeds
-    rounding."""
-    runs: list[Callable[[], Any]] = [
-        prepare(name, settings, pairs, base, tokenizer) for name in ("ours", "trl")
-    ]
-    ours, theirs = (run() for run in runs)
-    worst = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-    if worst > TOLERANCE:
-        raise RuntimeError(f"losses differ by {worst:.3g} nats: {ours} against {theirs}")
-    return worst
-
-
-def real_share(pairs: list[Pair]) -> float:
-    rows: list[Sequence] = [row for pair in pairs for row in pair]
-    return sum(map(len, rows)) / (len(rows) * max(map(len, rows)))
-
-
-def parsed() -> argparse.Namespace:
-    parser = options_of("python -m benchmarks.trl_compare", __doc__)
-    parser.add_argument("--data", default="hh", help="hh, gsm8k, drawn, or PATH:FORMAT")
-    parser.add_argument("--losses", nargs="+", default=["dpo", "kto", "grpo"])
-    parser.add_argument("--model", default="small")
-    parser.add_argument("--pairs", type=int, default=64)
-    parser.add_argument("--batch-pairs", type=int, default=16)
-    parser.add_argument("--micro-pairs", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
-    return parser.parse_args()
-
-
-def memory_apart(name: str, settings: Settings, pairs: list[Pair], model: str) -> dict[str, float]:
-    """Return the memory of one variant, MiB. For a fresh process."""
+def measured(loss: str, side: str, at_once: int, model: str, pairs: int, batch_pairs: int) -> Found:
+    """Train one epoch and return what it took; for a fresh process."""
     torch.set_num_threads(1)
-    base = random_policy(shape(model), torch.device("cpu"))
-    return memory_of(prepare(name, settings, pairs, base, trained_tokenizer(["a"], 300)))
+    rows, hf_config = (1 if loss == "dpo" else 2), shape(model)
+    packing = False if side.endswith("padded") else None
+    settings = Settings(loss, batch_pairs * rows, at_once * rows, packing=packing)
+    plan = segment_of(settings, drawn_pairs(pairs, hf_config.vocab_size))
+    policy = random_policy(hf_config, torch.device("cpu"))
+    if KIN[side] == "trl":
+        from transformers import AutoTokenizer
+
+        from benchmarks.trl_side import prepared
+
+        tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "adder" / "model")
+        run: Any = prepared(settings, plan, policy, tokenizer, side.endswith("grouped"))
+    else:
+        trainer = make_trainer(settings, policy)
+        score_all(trainer, plan)
+        run = partial(train, trainer, plan)
+    before, losses = rss(), list[float]()
+    sample = timed(lambda: losses.extend(run()))
+    return Found(sample.wall, sample.cpu, losses, (peak_rss() - before) / 2**20, peak_rss() / 2**20)
 
 
-def compared(
-    args: argparse.Namespace, samples: dict[str, list[Sample]], memory: dict[str, dict[str, float]]
-) -> str:
-    """Return a table with a row for each variant."""
-    rivals = [name for name in samples if name.startswith("trl")]
-    lines = [
-        [
-            name,
-            f"{args.pairs / min(s.cpu for s in samples[name]):.2f}",
-            *(str(ratio(samples[rival], samples[name])) for rival in rivals),
-            *(str(ratio(samples[rival], samples[name], "wall")) for rival in rivals),
-            f"{memory[name]['step']:.0f}",
-            f"{memory[name]['peak']:.0f}",
+# -- beside it -------------------------------------------------------------------------------------
+
+
+def of_side(words: list[str], memory: float) -> Found | str:
+    """Return what a side's process found, or how it died. ``memory``: MiB that it may take."""
+    command = [sys.executable, "-m", "benchmarks.trl_compare", *words]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        while process.poll() is None:
+            if resident(process.pid) > memory:
+                process.kill()
+                return f"took more than {memory:,.0f} MiB"
+            time.sleep(POLL)
+        assert process.stdout is not None
+        said = process.stdout.read().splitlines()
+    if process.returncode != 0:
+        return f"died with exit code {process.returncode}"
+    return Found(**json.loads(said[-1]))
+
+
+def resident(pid: int) -> float:
+    """Return the MiB that a process holds; 0 where it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS")), 0.0)
+
+
+def available() -> float:
+    """Return nine tenths of the MiB that this machine can give."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return 0.9 * next(int(line.split()[1]) / 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+class Comparison:
+    """One loss through every side. ``lines`` yields the text as it is found."""
+
+    def __init__(self, loss: str, args: argparse.Namespace) -> None:
+        self.loss, self.args = loss, args
+        self.at_once: dict[str, int] = {}
+        self.found: dict[str, list[Found]] = {}
+
+    def side(self, side: str, at_once: int, pairs: int) -> Found | str:
+        words = ["--side", side, "--losses", self.loss, "--at-once", str(at_once), "--pairs", str(pairs)]
+        words += ["--model", self.args.model, "--batch-pairs", str(self.args.batch_pairs)]
+        return of_side(words, self.args.memory)
+
+    def lines(self) -> Iterator[str]:
+        for side in ("ours", "trl"):
+            yield from self.tried(side)
+        sides = [
+            side
+            for side in KIN
+            if KIN[side] in self.at_once and (self.loss == "dpo" or "grouped" not in side)
         ]
-        for name in samples
-    ]
-    cpu, wall = ([f"{kind}: {rival} / this" for rival in rivals] for kind in ("CPU", "wall"))
-    return table(["", "pairs / CPU s, best", *cpu, *wall, "MiB of the step", "MiB in all"], lines)
+        for _ in range(self.args.rounds):
+            for side in list(sides):
+                found = self.side(side, self.at_once[KIN[side]], self.args.pairs)
+                if isinstance(found, str):
+                    sides.remove(side)
+                    yield f"{self.loss}, {side}: {found}"
+                    continue
+                self.found.setdefault(side, []).append(found)
+                yield f"{self.loss}, {side}: {found.text(self.args.pairs)}"
+        if self.loss == "dpo" and {"ours", "trl"} <= set(self.found):
+            yield self.equal()
+        yield self.table()
+
+    def tried(self, side: str) -> Iterator[str]:
+        """Try numbers of pairs at once on one batch, and keep the cheapest."""
+        cheapest, at_once = float("inf"), 1
+        while at_once <= self.args.batch_pairs:
+            found = self.side(side, at_once, self.args.batch_pairs)
+            said = found if isinstance(found, str) else found.text(self.args.batch_pairs)
+            yield f"{self.loss}, {side}, {at_once} pairs at once: {said}"
+            if isinstance(found, str):
+                return
+            if found.cpu < cheapest:
+                cheapest, self.at_once[side] = found.cpu, at_once
+            at_once *= 2
+
+    def equal(self) -> str:
+        """Return how equal the losses of DPO are. Raises RuntimeError where that is not rounding."""
+        ours, theirs = self.found["ours"][0].losses, self.found["trl"][0].losses
+        worst = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+        if worst > TOLERANCE:
+            raise RuntimeError(f"losses differ by {worst:.3g} nats: {ours} against {theirs}")
+        return f"losses equal to {worst:.1e} nats"
+
+    def table(self) -> str:
+        """Return a table with a row for each side that was measured in every round."""
+        whole = {side: of for side, of in self.found.items() if len(of) == self.args.rounds}
+        samples = {side: [Sample(f.wall, f.cpu) for f in of] for side, of in whole.items()}
+        ours = samples.get("ours")
+        rows = [
+            [
+                side,
+                str(self.at_once[KIN[side]]),
+                f"{self.args.pairs / min(f.cpu for f in of):.2f}",
+                *(str(ratio(samples[side], ours, clock)) if ours else "" for clock in ("cpu", "wall")),
+                f"{max(f.step for f in of):.0f}",
+                f"{max(f.peak for f in of):.0f}",
+            ]
+            for side, of in whole.items()
+        ]
+        head = ["", "pairs at once", "pairs / CPU s, best", "CPU: this / ours", "wall: this / ours"]
+        return table([*head, "MiB of the steps", "MiB in all"], rows)
 
 
 def main() -> None:
-    args = parsed()
-    torch.set_num_threads(1)
-    config = shape(args.model)
-    base = random_policy(config, torch.device("cpu"))
-    pairs = benchmark_pairs(args.data, args.pairs, config.vocab_size)
-    tokenizer = trained_tokenizer(["a"], 300)
+    parser = options_of("python -m benchmarks.trl_compare", __doc__)
+    parser.add_argument("--losses", nargs="+", default=["dpo", "kto", "grpo"])
+    parser.add_argument("--model", default="small", help="tiny, small, smollm2-135m or qwen2.5-1.5b")
+    parser.add_argument("--pairs", type=int, default=64)
+    parser.add_argument("--batch-pairs", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--memory", type=float, default=available(), help="MiB that a side may take")
+    parser.add_argument("--side", choices=list(KIN), help="measure this side alone, in this process")
+    parser.add_argument("--at-once", type=int, default=1, help="with --side: pairs at once")
+    args = parser.parse_args()
+    if args.side is not None:
+        words = args.at_once, args.model, args.pairs, args.batch_pairs
+        print(json.dumps(asdict(measured(args.losses[0], args.side, *words))))
+        return
     for loss in args.losses:
-        rows = 1 if loss == "dpo" else 2
-        settings = Settings(loss, args.batch_pairs * rows, args.micro_pairs * rows)
-        print(
-            f"\n{loss}: {machine()}; {args.pairs} pairs, {args.batch_pairs} a step, {args.micro_pairs} at "
-            f"once; {real_share(pairs):.0%} of a grid as wide as the longest row is real",
-            flush=True,
-        )
-        groups = loss == "dpo" and args.pairs > args.micro_pairs  # one batch has one order
-        names = ["ours", "ours padded", "trl", *(["trl grouped"] if groups else [])]
-        # Memory first: this process holds all variants' models once they are timed.
-        step = pairs[: args.batch_pairs]
-        memory = {n: in_fresh_process(memory_apart, n, settings, step, args.model) for n in names}
-        if loss == "dpo":
-            print(f"losses equal to {equal_losses(settings, pairs, base, tokenizer):.1e} nats", flush=True)
-        variants: dict[str, Variant] = {n: partial(whole, n, settings, pairs, base, tokenizer) for n in names}
-        samples = alternate(variants, args.rounds)
-        print(compared(args, samples, memory), flush=True)
+        print(f"{loss}: {machine()}; {args.pairs} pairs, {args.batch_pairs} a step", flush=True)
+        for line in Comparison(loss, args).lines():
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ Facts = dict[str, Any]
 Line = dict[str, Any]
 
 LEVEL = 3
-"""Compression level. Files are 12 % larger than at level 9, in 0.12 of the CPU time (``python -m
-benchmarks.ledger --levels``)."""
+"""Compression level. Files are 12 % larger than at level 9, in 0.12 of the CPU
+time."""
 
 
 class RoundFolder:

@@ -92,7 +92,6 @@ LONG = (
     "test_docs_commands",
     "test_slurm",
     "test_simulate",
-    "test_gpu_check",
     "test_online",
     "test_runs",
     "test_vllm_servers",

@@ -7,8 +7,8 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,25 +16,25 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import balance, quick, recipes, shared_prompts
-from benchmarks.floor import Forward, floor, forward
-from benchmarks.measure import Sample, Spread, alternate, in_a_row, ratio
-from benchmarks.offline_vs_humanline import floor_of, prepare, settings_of
-from benchmarks.parts import (
+from benchmarks import gpu, quick, trl_compare
+from benchmarks.measure import Sample, Spread, alternate, ratio
+from benchmarks.quick import prepare, settings_of
+from benchmarks.steps import (
+    Forward,
     Settings,
     drawn_pairs,
+    forward,
     fresh,
     make_trainer,
     random_policy,
     rows_of,
     score_all,
-    segment,
+    segment_of,
     shape,
     train,
 )
-from benchmarks.profile import profiled, report
 from data.batches import collate
-from data.types import Example, Sequence
+from data.types import Sequence
 from data.views import mismatched
 from launch.composing import compose_config
 from models.policy import checkpoint_activations, decoder_blocks
@@ -92,8 +92,8 @@ def whole_squares(of: Forward) -> Forward:
 def test_the_floor_of_a_step_is_what_a_real_step_multiplies(base, loss, variant, padded):
     """Policy forward and backward, the reference of the next batch, mismatched rows: to the last product.
     Logits as few as these are kept, so none is computed twice."""
-    settings, config = settings_of(variant, loss, 2, padded), base.model.config
-    plan, trainer = segment(settings, fixed_pairs(6, 512, 40, 25), 3), make_trainer(settings, fresh(base))
+    settings, config = settings_of(variant, loss, padded), base.model.config
+    plan, trainer = segment_of(settings, fixed_pairs(6, 512, 40, 25), 3), make_trainer(settings, fresh(base))
     score_all(trainer, plan)
 
     def of_batch(i: int) -> tuple[Forward, Forward]:
@@ -111,33 +111,12 @@ def test_the_floor_of_a_step_is_what_a_real_step_multiplies(base, loss, variant,
     assert bool(other.scoring) == (loss == "kto")
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_the_profile_finds_every_operation_of_the_floor_and_all_of_the_time(base, padded):
-    settings = settings_of("cached", "dpo", 2, padded)
-    plan = segment(settings, fixed_pairs(4, 512, 40, 25), 2)
-    took = time.perf_counter()
-    steps, cheapest = profiled(make_trainer(settings, fresh(base)), plan, 2)
-    took = time.perf_counter() - took
-    one = forward(base.model.config, [row for e in plan.batch(0) for row in e.rows])
-    for parts in steps:
-        assert parts["body products"].operations == 3 * one.body and parts["head"].operations == 3 * one.head
-        assert parts["attention"].operations == 3 * one.attention
-        assert all(part.seconds > 0 for part in parts.values())
-    assert len(steps) == 2 and sum(p.seconds for parts in steps for p in parts.values()) < took
-    assert 0 < cheapest < took
-    text = report(steps, cheapest, best=1e9)
-    assert (
-        f"| the step | {1e3 * min(sum(p.seconds for p in parts.values()) for parts in steps):.1f} | 100.0% |"
-        in text
-    )
-
-
 def test_recomputed_activations_cost_a_unit_less_the_last_product(base):
     """torch stops recomputing a block once it has all that the backward reads: its last product, down, is
     read by nobody."""
     policy, settings = fresh(base), Settings("dpo", 2, 2, checkpointing=True)
     checkpoint_activations(decoder_blocks(policy))
-    plan, trainer = segment(settings, fixed_pairs(2, 512, 40, 25)), make_trainer(settings, policy)
+    plan, trainer = segment_of(settings, fixed_pairs(2, 512, 40, 25)), make_trainer(settings, policy)
     score_all(trainer, plan)
     config, rows = policy.model.config, list(rows_of(plan))
     one = whole_squares(forward(config, rows))
@@ -147,79 +126,15 @@ def test_recomputed_activations_cost_a_unit_less_the_last_product(base):
     )
 
 
-def test_the_page_on_performance_has_the_floor_s_numbers():
-    """By hand: Qwen2.5-1.5B's shape at 16 pairs of 2,048 tokens, half completion."""
-    rows = [Sequence(np.zeros(1024, np.int32), np.zeros(1024, np.int32))] * 32
-    one = forward(shape("qwen2.5-1.5b"), rows)
-    weights = 2 * 1536 * 128 * (12 + 2) + 3 * 1536 * 8960
-    assert one.body == 2 * 28 * weights * 32 * 2048
-    text = (ROOT / "docs" / "performance.md").read_text()
-    for said in (
-        f"{weights / 1e6:.1f} M",
-        f"body {one.body / 1e12:.1f} T",
-        f"attention {one.attention / 1e12:.1f} T",
-        f"{one.training / 1e12:.0f} TFLOP",
-        f"{one.training / 989e12:.2f} s",
-    ):
-        assert said in " ".join(text.split()), said
-
-
-def test_the_floor_of_humanline_is_four_thirds_at_most(base):
-    plan = segment(Settings("dpo"), drawn_pairs(8, 512))
-    found = floor_of("dpo", plan, base)
-    one = forward(shape("tiny"), rows_of(plan))
-    assert found.scored - found.cached == one.scoring
-    assert found.ratio == pytest.approx(1 + one.scoring / one.training_on_kept) == pytest.approx(4 / 3)
-    assert 5 / 4 < 1 + one.scoring / one.training < 4 / 3, "where logits are computed again"
-
-
-def test_the_floor_of_kto_counts_mismatched_rows_twice(base):
-    """Rows of one length and a head of no weight: (3 + 1 + 1 + 1) / (3 + 1) = 3/2."""
-    config = shape("tiny")
-    rows = [row for pair in fixed_pairs(4, 512, 32, 16) for row in pair]
-    config.vocab_size = 0
-    assert floor(config, rows, rows).ratio == pytest.approx(3 / 2)
-    assert floor(config, rows).ratio == pytest.approx(4 / 3)
-
-
 @pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
 def test_variants_train_on_the_same_rows_and_start_from_the_same_loss(base, loss):
-    pairs = drawn_pairs(4, 512, longest=40)
+    pairs = drawn_pairs(8, 512, longest=40)
     losses = {}
-    for variant in ("cached", "scored", "k=1", "k=4"):
-        losses[variant] = in_a_row(prepare(variant, settings_of(variant, loss, 2), pairs, 2, base))()
+    for variant in ("cached", "scored", "k=1"):
+        pieces = prepare(variant, settings_of(variant, loss), pairs, 2, base)
+        losses[variant] = [piece() for piece in pieces][-1]
     assert len(losses["cached"]) == 2 and losses["cached"] == losses["scored"]
-    assert losses["cached"][0] == losses["k=1"][0] == losses["k=4"][0]
-
-
-@pytest.mark.parametrize("loss", ["grpo", "dpo"])
-def test_sharing_prompts_changes_no_loss(base, loss):
-    rows = fixed_pairs(4, 512, length=24, completion=8)
-    groups = shared_prompts.Drawn(loss, answers=4).groups(rows, 4, 512)
-    assert shared_prompts.saved(groups) == 3 * 16 / (4 * 24), "of four rows' prompts three"
-    settings = Settings(loss, 2 * len(groups[0]), len(groups[0]))
-    both = [replace(settings, share_prompts=share) for share in (False, True)]
-    losses = [in_a_row(shared_prompts.prepare(one, groups, base))() for one in both]
-    assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], abs=1e-5)
-
-
-def test_the_benchmark_of_the_balance_measures_what_ranks_are_dealt(monkeypatch, capsys):
-    """Without the real data, which a clone does not have; embedded pairs are there."""
-    monkeypatch.setattr(balance, "KNOWN", {"hh": (ROOT / "nowhere", "hh")})
-    words = "--data adder hh heavy --losses dpo kto --examples 64 --longest 256 --ranks 2 4"
-    monkeypatch.setattr(sys, "argv", ["balance", *words.split(), "--shapes", "4x1", "2x2", "--batches", "2"])
-    balance.main()
-    text = capsys.readouterr().out
-    rows = [line.split(" | ") for line in text.splitlines() if line.startswith(("| 2 ", "| 4 "))]
-    assert "adder, dpo: 64" in text and "heavy, kto: 64" in text and "hh" not in text and len(rows) == 8
-    for row in rows:
-        for cell in row[1:3]:
-            before, _, after = cell.partition(" -> ")
-            after, _, possible = after.partition(" of ")
-            assert float(before) <= float(after) <= float(possible) + 0.01
-    # by hand: tokens alone; the rank of 2 + 1 waits for that of 9 + 7
-    turn = [[Example("a", (balance.row(0, 1, n - 1),)) for n in of] for of in ((9, 7), (2, 1))]
-    assert balance.busy([turn], balance.Work(), False) == (9.5 / 16, 16)
+    assert losses["cached"][0] == losses["k=1"][0]
 
 
 def test_drawn_lengths_are_seeded_and_fit():
@@ -261,8 +176,8 @@ def test_a_ratio_is_of_neighbours():
 
 def test_memory_is_that_of_the_work():
     code = (
-        "from benchmarks.measure import memory_of; import torch\n"
-        "print(memory_of(lambda: torch.ones(64 * 2**18).sum())['step'])"
+        "from benchmarks.measure import peak_rss, rss; import torch\n"
+        "before = rss(); torch.ones(64 * 2**18).sum(); print((peak_rss() - before) / 2**20)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert 60 < float(done.stdout) < 90
@@ -310,14 +225,15 @@ def test_the_baseline_has_what_the_guard_measures(base, monkeypatch):
 def test_rows_are_those_of_the_loss_unit():
     pairs = drawn_pairs(4, 512)
     assert (
-        segment(Settings("dpo", 2, 1), pairs).steps == 2 and segment(Settings("kto", 2, 1), pairs).steps == 4
+        segment_of(Settings("dpo", 2, 1), pairs).steps == 2
+        and segment_of(Settings("kto", 2, 1), pairs).steps == 4
     )
-    assert all(isinstance(row, Sequence) for row in rows_of(segment(Settings("dpo", 2, 1), pairs)))
+    assert all(isinstance(row, Sequence) for row in rows_of(segment_of(Settings("dpo", 2, 1), pairs)))
 
 
 def test_training_reports_a_loss_a_step(base):
     settings = Settings("grpo", 4, 2, humanline=True)
-    plan = segment(settings, drawn_pairs(4, 512, longest=32))
+    plan = segment_of(settings, drawn_pairs(4, 512, longest=32))
     assert (
         len(train(make_trainer(settings, random_policy(shape("tiny"), torch.device("cpu"))), plan))
         == plan.steps
@@ -325,20 +241,51 @@ def test_training_reports_a_loss_a_step(base):
     )
 
 
-def test_the_table_of_recipes_has_each_of_them_and_the_rates_that_operations_give():
-    """The cells' memory is simulated by the command; the rates of a cell's choice are counted here again."""
-    text = (ROOT / "docs" / "performance.md").read_text()
-    head, _, *lines = re.search(r"(\| recipe \|.*\n(?:\|.*\n)+)", text)[1].splitlines()
-    places = [re.fullmatch(r"(\d+) (\w+)", cell.strip()).groups() for cell in head.split("|")[2:-1]]
-    rows = {re.findall(r"`([^`]+)`", line)[-1]: line for line in lines}
-    named = [name for line in lines for name in re.findall(r"`([^`]+)`", line)]
-    assert sorted(named) == sorted(name for names in recipes.recipes().values() for name in names)
-    for name in ("dpo-offline-humanline", "kto-online-humanline-authors"):
-        config, cells = compose_config([f"experiment={name}"]), rows[name].split("|")[2:-1]
-        for (count, card), cell in zip(places, cells, strict=True):
-            if (found := re.match(r" (\w+), [\d,]+ tokens; ([\d,]+) to ([\d,]+) ", cell)) is None:
-                assert cell == " no "
-                continue
-            way = {"none": False, "selective": "selective", "full": True}[found[1]]
-            said = tuple(float(number.replace(",", "")) for number in found.groups()[1:])
-            assert said == recipes.rates(recipes.operations_of(config, way), int(count), card)
+def test_a_gpus_benchmark_runs_without_one(monkeypatch, capsys):
+    """Its numbers of the embedded model, by words of train.py."""
+    words = ["model=adder", "loss=kto", "humanline=true", "model.batch_size=8", "model.microbatches=2"]
+    monkeypatch.setattr(sys, "argv", ["gpu", "--steps", "1", *words])
+    gpu.main()
+    said = capsys.readouterr().out
+    assert re.search(r"\d tokens/s, MFU 0\.0%; [\d.]+ tokens a step in .* balance 1\.00", said), said
+    assert "peak: " in said and "estimate: a rank's tensors take" in said
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_the_operations_of_a_gpus_step_are_those_of_its_rows(loss):
+    config = compose_config([f"loss={loss}", "humanline=true", "model.batch_size=4"])
+    plan = gpu.steps_of(config, shape("tiny"), 2)
+    one = forward(shape("tiny"), rows_of(plan))
+    counted = gpu.operations_of(config, shape("tiny"), plan) * plan.steps
+    assert plan.steps == 3 and (counted == one.training + one.scoring) == (loss == "dpo")
+    assert counted < 2 * one.training
+
+
+class Sides(trl_compare.Comparison):
+    """TRL is cheapest with 2 pairs at once and dies with 8; its grouped order dies in the second round."""
+
+    def side(self, side: str, at_once: int, pairs: int) -> trl_compare.Found | str:
+        self.asked = [*getattr(self, "asked", []), (side, at_once)]
+        if side == "trl" and at_once == 8:
+            return "died with exit code -9"
+        if side == "trl grouped" and self.asked.count((side, at_once)) == 2:
+            return "took more than 9 MiB"
+        return trl_compare.Found(1.0, 1 + abs(at_once - 2), [0.5], 10.0, 20.0)
+
+
+def test_a_side_that_dies_is_said_and_the_others_numbers_are_printed():
+    args = SimpleNamespace(batch_pairs=16, pairs=16, rounds=2)
+    compared = Sides("dpo", args)
+    *lines, last = compared.lines()
+    assert compared.at_once == {"ours": 2, "trl": 2} and ("trl", 16) not in compared.asked
+    assert "dpo, trl, 8 pairs at once: died with exit code -9" in lines
+    assert "dpo, trl grouped: took more than 9 MiB" in lines
+    assert "losses equal to 0.0e+00 nats" in lines
+    assert "| trl | 2 | 16.00 | 1.000 (1.000 to 1.000)" in last and "grouped" not in last
+
+
+def test_a_side_runs_in_a_process_of_its_own_that_may_take_so_much():
+    words = ["--side", "ours", "--losses", "dpo", "--pairs", "2", "--batch-pairs", "2", "--model", "tiny"]
+    found = trl_compare.of_side(words, memory=trl_compare.available())
+    assert isinstance(found, trl_compare.Found) and len(found.losses) == 1 and found.peak > found.step >= 0
+    assert trl_compare.of_side(words, memory=1.0) == "took more than 1 MiB"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.parts import drawn_pairs, llama, random_policy
+from benchmarks.steps import drawn_pairs, llama, random_policy
 from data.batches import microbatch
 from data.types import Example
 from jobs import compiling

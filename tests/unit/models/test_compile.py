@@ -11,7 +11,7 @@ import torch._dynamo
 from torch import nn
 from transformers import GenerationConfig
 
-from benchmarks.parts import drawn_pairs, llama
+from benchmarks.steps import drawn_pairs, llama
 from config.schema_model import ModelConfig
 from config.typed import with_defaults
 from data.batches import microbatch

@@ -11,12 +11,12 @@ import torch._dynamo
 import torch.nn.attention.varlen
 from torch import Tensor
 
-from benchmarks.gpu_paths import spread
-from benchmarks.parts import drawn_pairs, llama, random_policy
+from benchmarks.steps import drawn_pairs, llama, random_policy
 from data.batches import microbatch
 from data.types import Example
 from models import attention
 from models.policy import decoder_blocks
+from tests.gpu.test_paths import spread
 
 CPU = torch.device("cpu")
 SMALL = llama(500, 64, 2, 4, 2, 128)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
-from benchmarks.parts import llama
+from benchmarks.steps import llama
 from models import attention, flash_kernel
 from models.attention import Heads, all_pack_rows, flash_fails, heads_of, packs_rows
 from models.flash_kernel import choose

@@ -356,7 +356,7 @@ def test_a_line_is_the_groups_object_and_comes_back_as_it_was(prompt, of):
 
 
 def test_a_round_that_is_killed_at_any_touch_of_a_file_goes_on_with_what_is_durable(tmp_path):
-    from benchmarks.ledger import ready_builder  # it imports transformers
+    from tests.ready_rounds import ready_builder  # it imports transformers
 
     builder = ready_builder(prompts=3, tokens=3)
 

@@ -1,0 +1,277 @@
+"""Models, trainers, data and operation counts of the benchmarks: random weights in the shape of a model, rows
+of drawn lengths."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
+
+from config.schema import Config
+from data.batches import Segment
+from data.types import Example, Microbatch, Sequence
+from launch.composing import compose_config
+from models.distributed import World, shard, start
+from models.policy import Policy, decoder_blocks, set_up_layers
+from models.shapes import without_weights
+from trainers.assembly import Offline, make_loss, trainer_class
+from trainers.basic import BasicTrainer, StepRecord
+from trainers.losses.base import TokenScores
+
+Pair = tuple[Sequence, Sequence]
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+def llama(
+    vocabulary: int, width: int, layers: int, heads: int, key_heads: int, inner: int, tied: bool = False
+) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        intermediate_size=inner,
+        max_position_embeddings=8192,
+        tie_word_embeddings=tied,
+    )
+
+
+def shape(name: str, vocabulary: int | None = None) -> PretrainedConfig:
+    """Return the architecture of that name: ``tiny``, ``small`` (4.8 M weights), or a published one."""
+    shapes: dict[str, PretrainedConfig] = {
+        "tiny": llama(512, 64, 2, 4, 2, 128),
+        "small": llama(8192, 192, 4, 6, 3, 512),
+        "smollm2-135m": llama(49152, 576, 30, 9, 3, 1536, tied=True),
+        "qwen2.5-1.5b": Qwen2Config(
+            vocab_size=151936,
+            hidden_size=1536,
+            num_hidden_layers=28,
+            num_attention_heads=12,
+            num_key_value_heads=2,
+            intermediate_size=8960,
+            max_position_embeddings=32768,
+            tie_word_embeddings=True,
+        ),
+    }
+    hf_config = shapes[name]
+    hf_config.vocab_size = vocabulary or hf_config.vocab_size
+    return hf_config
+
+
+def random_policy(config: PretrainedConfig, device: torch.device, seed: int = 0) -> Policy:
+    """Return a policy with random float32 weights of this architecture, made on the device."""
+    torch.manual_seed(seed)
+    with device:
+        return Policy(
+            AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        )
+
+
+# -- trainers --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a run that the benchmarks vary."""
+
+    loss: str = "dpo"
+    batch_size: int = 8
+    """Units of the loss: pairs (dpo) or sequences."""
+    micro_size: int = 4
+    humanline: bool = False
+    sync_freq: int = 1
+    packing: bool | None = None
+    """model.packing; None: its default, rows end to end wherever they can be."""
+    dtype: str = "float32"
+    max_length: int = 2048
+    checkpointing: bool | str = False
+
+    def config(self) -> Config:
+        model = {
+            "name_or_path": "random",
+            "dtype": self.dtype,
+            "batch_size": self.batch_size,
+            "packing": {None: "auto"}.get(self.packing, self.packing),
+            "microbatches": self.batch_size // self.micro_size,
+            "max_length": self.max_length,
+            "max_prompt_length": self.max_length - 1,
+            "activation_checkpointing": self.checkpointing,
+        }
+        words = [f"loss={self.loss}", "model=hub", "warmup=0", "lr=1e-5", f"humanline={self.humanline}"]
+        words += [f"sync_freq={self.sync_freq}", *(f"model.{key}={value}" for key, value in model.items())]
+        return compose_config(words)
+
+
+def make_trainer(settings: Settings, policy: Policy, world: World | None = None) -> BasicTrainer:
+    """Return a trainer on ``policy`` itself, which is sharded here; copy the policy first to train it
+    again."""
+    world, config = world or start(), settings.config()
+    policy.use_packed_attention()
+    set_up_layers(policy, settings.checkpointing, False)
+    shard(policy, decoder_blocks(policy), world, getattr(torch, settings.dtype))
+    return trainer_class(config)(config, policy, make_loss(config), world)
+
+
+@dataclass
+class Quiet:
+    """A Watch that reads each step's numbers a step late, as a run does, and keeps the losses."""
+
+    losses: list[float | None] = field(default_factory=list)
+    waiting: StepRecord | None = None
+
+    def before_step(self, segment: Segment) -> None: ...
+
+    def before_first_step(self, segment: Segment) -> None: ...
+
+    def observe(self, micro: Microbatch, scores: TokenScores) -> None: ...
+
+    def after_step(self, record: StepRecord) -> None:
+        self.done()
+        self.waiting = record
+
+    def done(self) -> None:
+        if self.waiting is not None:
+            self.losses.append(self.waiting.pending.read()["loss"])
+            self.waiting = None
+
+
+def train(trainer: BasicTrainer, segment: Segment) -> list[float | None]:
+    """Train on all of ``segment`` and return the loss of each step."""
+    watch = Quiet()
+    trainer.train(Offline(segment), watch)
+    return watch.losses
+
+
+def score_all(trainer: BasicTrainer, segment: Segment) -> None:
+    """Score every row of the plan under the current weights, as the reference of offline training."""
+    trainer.reference.refresh(trainer.policy, 0, trainer.upcoming(segment, 0, 0))
+
+
+class Stepper:
+    """A callable that does one step of ``segment`` for timing, as ``train`` does but without the check before
+    step 0."""
+
+    def __init__(self, trainer: BasicTrainer, segment: Segment) -> None:
+        self.trainer, self.segment, self.watch = trainer, segment, Quiet()
+
+    def __call__(self) -> list[float | None]:
+        """Do one step and return the losses of the steps read so far."""
+        self.watch.after_step(self.trainer.step(self.segment))
+        if self.trainer.progress.position == self.segment.steps:
+            self.watch.done()
+        return self.watch.losses
+
+
+def fresh(policy: Policy) -> Policy:
+    """Return a copy that may be sharded and trained."""
+    return copy.deepcopy(policy)
+
+
+# -- data ------------------------------------------------------------------------------------------
+
+
+def segment(pairs: list[Pair], rows: int, batch_size: int, steps: int | None = None) -> Segment:
+    """Return one epoch over ``pairs``, or its first ``steps`` of ``batch_size`` units. ``rows``: of a unit, 2
+    (a pair) or 1 (each of its sequences, the first of them the better one)."""
+    groups: list[tuple[Example, ...]] = []
+    for i, (chosen, rejected) in enumerate(pairs):
+        if rows == 2:
+            groups.append((Example(f"p{i}", (chosen, rejected)),))
+        else:
+            groups.append((Example(f"p{i}", (chosen,), 1.0), Example(f"p{i}", (rejected,), -1.0)))
+    units = sum(map(len, groups))
+    return Segment(tuple(groups), batch_size, min(units, steps * batch_size) if steps else units, seed=1)
+
+
+def segment_of(settings: Settings, pairs: list[Pair], steps: int | None = None) -> Segment:
+    """Return ``segment`` in the unit of the settings' loss."""
+    return segment(pairs, 2 if settings.loss == "dpo" else 1, settings.batch_size, steps)
+
+
+def rows_of(segment: Segment) -> Iterator[Sequence]:
+    for i in range(segment.steps):
+        yield from (row for example in segment.batch(i) for row in example.rows)
+
+
+def drawn_pairs(
+    count: int,
+    vocabulary: int,
+    prompt: float = 110.0,
+    completion: float = 60.0,
+    longest: int = 512,
+    seed: int = 0,
+) -> list[Pair]:
+    """Return pairs of random tokens with log-normal lengths (medians in tokens; about those of the preference
+    data)."""
+    rng = np.random.default_rng(seed)
+
+    def some(median: float, most: int) -> np.ndarray:
+        n = int(np.clip(median * np.exp(0.7 * rng.standard_normal()), 1, most))
+        return rng.integers(3, vocabulary, n).astype(np.int32)
+
+    pairs = []
+    for _ in range(count):
+        asked = some(prompt, longest // 2)
+        answers = (some(completion, longest - len(asked)), some(completion, longest - len(asked)))
+        pairs.append((Sequence(asked, answers[0]), Sequence(asked, answers[1])))
+    return pairs
+
+
+# -- operations ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Floating-point operations of one forward over some rows, none of them padding."""
+
+    body: float
+    """The blocks' matrix products: 2 per weight and token."""
+    attention: float
+    """Scores and weighted values under a causal mask: 2 x layers x heads x head size x n^2 for a row of n
+    tokens."""
+    head: float
+    """Logits of the completion tokens alone: 2 x vocabulary x width each."""
+
+    @property
+    def scoring(self) -> float:
+        """Operations without gradient: one unit of everything."""
+        return self.body + self.attention + self.head
+
+    @property
+    def training(self) -> float:
+        """Operations of forward and backward: three units, and four of the head, whose logits are computed
+        again instead of stored."""
+        return self.training_on_kept + self.head
+
+    @property
+    def training_on_kept(self) -> float:
+        """The same where logits stay until the backward (``models.logprobs.keeps_logits``): three units of
+        everything."""
+        return 3 * self.scoring
+
+
+def block_weights(config: PretrainedConfig) -> int:
+    """Return the number of weights in the matrices of all decoder blocks, experts that a token skips
+    included."""
+    blocks = decoder_blocks(without_weights(config))
+    return sum(p.numel() for block in blocks for p in block.parameters() if p.ndim > 1)
+
+
+def forward(config: PretrainedConfig, rows: Iterable[Sequence]) -> Forward:
+    """Return the operations of one forward over ``rows``."""
+    lengths = [(len(row), len(row.completion_ids)) for row in rows]
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return Forward(
+        body=2.0 * block_weights(config) * sum(n for n, _ in lengths),
+        attention=2.0 * text.num_hidden_layers * heads * size * sum(n * n for n, _ in lengths),
+        head=2.0 * text.vocab_size * text.hidden_size * sum(c for _, c in lengths),
+    )
