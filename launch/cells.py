@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from common.errors import require
 from launch.collect import Result
-from launch.grid import label
+from launch.grid import unselected
 from reports.outcome import FINISHED
 from reports.statistics import SeedMean, mean
 
@@ -72,9 +72,7 @@ def cells_of(results: Sequence[Result], select: Sequence[str], validation: str) 
             require(run.seed != other.seed, "runs", run.name, twice)
         chosen = max(tried, key=lambda runs: merit(runs, validation))
         selected = {key: chosen[0].settings.get(key) for key in select}
-        name = chosen[0].cell
-        for key, value in selected.items():
-            name = name.replace(f"-{label(key, value)}", "")
+        name = unselected(chosen[0].cell, selected)
         name = name if names.count(tried[0][0].cell) == 1 else f"{name} ({identity})"
         cells.append(Cell(name, sorted(chosen, key=lambda run: run.seed), tried, selected))
     return cells

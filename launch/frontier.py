@@ -17,7 +17,7 @@ setting is chosen by the numbers that are compared, so tuned arms look a little 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING
@@ -45,6 +45,7 @@ KL, LENGTH = "eval_kl_initial", "eval_length_sampled"
 ARMS = "cells"
 MOST_SEEDS = 1000
 
+Power = Callable[[float, float, int, float], float]
 Setting = tuple[str, ...]
 """A value of each axis but the arms'"""
 
@@ -229,9 +230,12 @@ def power_rows(
     return out
 
 
-def seeds_needed(effect: float, deviation: float, level: float, power: float) -> str:
-    """Return the fewest seeds whose paired t-test has ``power`` for ``effect``."""
+def seeds_needed(
+    effect: float, deviation: float, level: float, power: float, power_of: Power = paired_power
+) -> str:
+    """Return the fewest seeds whose test has ``power``; ``power_of``: the test's power, for an effect, a
+    deviation, a number of seeds and a level."""
     for n in range(FEWEST_PAIRS, MOST_SEEDS + 1):
-        if paired_power(effect, deviation, n, level) >= power:
+        if power_of(effect, deviation, n, level) >= power:
             return str(n)
     return f"more than {MOST_SEEDS}"

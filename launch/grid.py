@@ -19,6 +19,9 @@ A sweep file::
     hours: 2.5                           # what one run takes, or {default: 2, rules: [{when: {online: true}, hours: 12}]}
     suite: halos                         # evaluations that each run ends with (launch.suite)
     select: [lr]                         # grid keys to be chosen on validation, not compared (launch.results)
+    tests:                               # decided by launch.results once all their runs have ended, with Holm over all of them
+      - {name: clip, cells: [clip-only-dpo, both-dpo], metric: eval_accuracy_sampled, effect: 0.02}   # second minus first; what matters
+      - {cells: [both-dpo, both-kto], metric: eval_accuracy_sampled, effect: 0.02, kind: same}        # are they within ±0.02?
 
 The runs are ``cells x grid x seeds`` in that order; a run's name consists of the sweep's name, the run's
 values and its seed.
@@ -54,6 +57,7 @@ MOST_RUNS = 10_000
 _TOO_MANY = f"above {MOST_RUNS:,}, the most that a sweep may have"
 LONGEST_TAG = 64
 """Characters that wandb allows in a tag, and so also the longest name of a cell."""
+DIFFERENT, SAME = "different", "same"
 _PLAIN = re.compile(r"[A-Za-z_/.][A-Za-z0-9_/.:\-]*")
 _WORDS = ("true", "false", "null", "none", "inf", "nan", "yes", "no", "on", "off")
 
@@ -114,6 +118,22 @@ class Hours:
 
 
 @dataclass(frozen=True)
+class PlannedTest:
+    """A test of the second of two ``cells`` minus the first, paired by seed.
+
+    ``cells``: as ``Sweep.compared`` has them. ``effect``: the smallest difference that matters, in the
+    metric's unit. ``kind``: DIFFERENT asks whether the cells differ, SAME whether they are within ±``effect``
+    of each other.
+    """
+
+    name: str
+    cells: tuple[str, str]
+    metric: str
+    effect: float
+    kind: str = DIFFERENT
+
+
+@dataclass(frozen=True)
 class Sweep:
     """A sweep file, read."""
 
@@ -128,6 +148,7 @@ class Sweep:
     select: tuple[str, ...] = ()
     suite: str | None = None
     slurm: Settings = field(default_factory=dict)
+    tests: tuple[PlannedTest, ...] = ()
 
     def runs(self) -> list[Run]:
         """Return every run, in the order of the file.
@@ -193,6 +214,14 @@ class Sweep:
         """The name of a cell -> its value on each of ``axes``."""
         return {"-".join((self.name, *at)): at for at in itertools.product(*self.axes.values())}
 
+    @property
+    def compared(self) -> list[str]:
+        """The cells that a table of results compares: without the sweep's name and what ``select``
+        chooses."""
+        runs = self.runs()
+        names = (unselected(run.cell, {key: run.settings.get(key) for key in self.select}) for run in runs)
+        return list(dict.fromkeys(name.removeprefix(f"{self.name}-") for name in names))
+
     def _points(self) -> Iterator[tuple[str, Settings]]:
         points = itertools.product(*([self.cells.values()] if self.cells else []), *self.grid)
         for at, parts in zip(itertools.product(*self.axes.values()), points, strict=True):
@@ -234,6 +263,7 @@ def read_sweep(path: Path, extra: Mapping[str, Any] | None = None) -> Sweep:
         select=tuple(_list("select", parts.get("select", []))),
         suite=None if parts.get("suite") is None else str(parts["suite"]),
         slurm=_mapping("slurm", parts.get("slurm")),
+        tests=_tests(parts.get("tests", [])),
     )
     _check(sweep, extra or {})
     return sweep
@@ -309,6 +339,13 @@ def label(key: str, value: Any) -> str:
     return text if (CONFIG_DIR / key).is_dir() else f"{last}{text}"
 
 
+def unselected(cell: str, selected: Settings) -> str:
+    """Return a cell's name without its ``selected`` settings."""
+    for key, value in selected.items():
+        cell = cell.replace(f"-{label(key, value)}", "")
+    return cell
+
+
 def _axis(keys: str, values: Any) -> tuple[Settings, ...]:
     """Return the alternatives of one line of the grid."""
     names = [name.strip() for name in keys.split(",")]
@@ -362,6 +399,50 @@ def _check(sweep: Sweep, extra: Mapping[str, Any]) -> None:
         require(sum(key in axis for axis in axes) == 1, key, "…", "stands in two parts of the grid")
     for key in sweep.select:
         require(key in sweep.varied, "select", key, "is not a key of the grid")
+    cells = sweep.compared if sweep.tests else []
+    for test in sweep.tests:
+        for cell in test.cells:
+            known = ", ".join(cells)
+            require(cell in cells, f"tests: {test.name}: cells", cell, f"is no cell of the sweep: {known}")
+    enough = len(sweep.seeds) > 1 or not sweep.tests
+    require(enough, "seeds", list(sweep.seeds), "must be two or more: tests are paired by seed")
+
+
+_OF_TEST = {
+    "cells": "must be two cells, the second minus the first, as in [plain, humanline]",
+    "metric": "must be a number of a finished run: eval_accuracy_sampled, another eval_…, or FILE/NAME of an "
+    "evaluation",
+    "effect": "must be the smallest difference that matters, a number above 0",
+    "kind": f"must be {DIFFERENT} (do the cells differ?) or {SAME} (are they within ±effect?)",
+    "name": "must be a text that no other test has",
+}
+
+
+def _tests(value: Any) -> tuple[PlannedTest, ...]:
+    tests: list[PlannedTest] = []
+    for each in _list("tests", value):
+        raw = _mapping("tests", each)
+        for key in raw:
+            require(
+                key in _OF_TEST,
+                f"tests.{key}",
+                raw[key],
+                f"is no part of a test; known: {', '.join(_OF_TEST)}",
+            )
+        cells, metric, effect = raw.get("cells"), raw.get("metric"), raw.get("effect")
+        two = isinstance(cells, list) and len(cells) == 2 and cells[0] != cells[1]
+        name = raw.get("name", " − ".join(map(str, reversed(cells))) if two else None)
+        kind = raw.get("kind", DIFFERENT)
+        for key, part, good in (
+            ("cells", cells, two and all(isinstance(cell, str) for cell in cells)),
+            ("metric", metric, isinstance(metric, str) and ("/" in metric or metric.startswith("eval_"))),
+            ("effect", effect, _is_amount(effect) and effect > 0),
+            ("kind", kind, kind in (DIFFERENT, SAME)),
+            ("name", name, isinstance(name, str) and all(test.name != name for test in tests)),
+        ):
+            require(good, f"tests.{key}", part, _OF_TEST[key])
+        tests.append(PlannedTest(name, tuple(cells), metric, float(effect), kind))
+    return tuple(tests)
 
 
 def _seeds(value: Any) -> tuple[int, ...]:
@@ -375,7 +456,7 @@ def _seeds(value: Any) -> tuple[int, ...]:
 def _hours(value: Any) -> Hours:
     if not isinstance(value, dict):
         require(
-            value is None or _is_hours(value),
+            value is None or _is_amount(value),
             "hours",
             value,
             f"{_HOURS}, or default: and rules:",
@@ -388,17 +469,17 @@ def _hours(value: Any) -> Hours:
     rules = _list("hours.rules", value.get("rules", []))
     for rule in rules:
         good = isinstance(rule, dict) and set(rule) == {"when", "hours"}
-        good = good and isinstance(rule["when"], dict) and _is_hours(rule["hours"])
+        good = good and isinstance(rule["when"], dict) and _is_amount(rule["hours"])
         require(good, "hours.rules", rule, "must be {when: {key: value}, hours: number}")
     default = value.get("default")
-    require(default is None or _is_hours(default), "hours.default", default, _HOURS)
+    require(default is None or _is_amount(default), "hours.default", default, _HOURS)
     return Hours(default, tuple((rule["when"], rule["hours"]) for rule in rules))
 
 
 _HOURS = "must be a number of hours, 0 or more"
 
 
-def _is_hours(value: Any) -> bool:
+def _is_amount(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 

@@ -62,9 +62,11 @@ def write_html(
     crossed: tuple[Sequence[Sequence[str]], Sequence[Comparison]] = ((), ()),
     powers: Sequence[Sequence[str]] = (),
     frontier: Figure | None = None,
+    planned: tuple[str, Sequence[Sequence[str]]] = ("", ()),
 ) -> None:
     """Write one self-contained page. ``crossed``: for a crossed sweep, the means of its axes' values, or its
-    arms, and their effects. ``powers``: what the tests could see. With more than ``MOST_CURVES`` cells, no
+    arms, and their effects. ``powers``: what the tests could see. ``planned``: a note and
+    the table of the tests that the sweep file plans. With more than ``MOST_CURVES`` cells, no
     curves are drawn."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
@@ -86,6 +88,7 @@ def write_html(
         failed=failed,
         table=table,
         tests=tests,
+        planned=planned,
         means=means,
         powers=powers,
         reached=reached,

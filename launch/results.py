@@ -5,12 +5,14 @@
     python -m launch.results sweeps/off_policy.yaml --effects --within cells
     python -m launch.results sweeps/surface.yaml --frontier
     python -m launch.results runs/pilot-* --power 0.05 --tests 12
+    python -m launch.results sweeps/claim.yaml --power
 
 For each cell, the table has the mean and standard error over seeds. Where --select names keys that were tried
 out, these are the numbers of the setting with the best validation metric. Paired tests over seeds with Holm's
 correction compare the cells or, with --effects, the values of each axis of a crossed sweep
 (launch/effects.py), or, with --frontier, its arms with what is tried held equal (launch/frontier.py).
---power says what such tests can see. Each cell has a learning curve. For a run that is not finished, the
+--power says what such tests can see. A sweep file with ``tests:`` has these decided instead
+(launch/decisions.py). Each cell has a learning curve. For a run that is not finished, the
 status is shown: not started, waiting, running, interrupted, or failed, which comes with the run's last
 message and its log. Writes results/<name>/: index.html, table.md, table.csv, tests.csv, runs.csv; prints the
 first two tables.
@@ -35,6 +37,7 @@ from common.options import options_of
 from config.cli import answered
 from launch.cells import Cell, cells_of
 from launch.collect import Result, of_folders, of_sweep
+from launch.decisions import NOTE, Decision, decide, decision_rows, planned_power_rows
 from launch.effects import Crossing
 from launch.frontier import Frontier, power_rows
 from launch.grid import Sweep, read_sweep
@@ -62,6 +65,8 @@ MEASURED_BY = (
     *("n_eval_examples", "n_eval_prompts", "n_eval_samples", "sampler.temperature", "sampler.top_p"),
 )
 """Settings that decide on what held-out data, and how, the columns ``eval_*`` are measured."""
+OF_TESTS = -1.0
+"""``--power`` without a number"""
 
 
 def metrics_of(results: Iterable[Result]) -> list[str]:
@@ -217,8 +222,11 @@ def main(words: Sequence[str] | None = None) -> int:
     about.add_argument(
         "--power",
         type=float,
+        nargs="?",
+        const=OF_TESTS,
         metavar="EFFECT",
-        help="the power that the tests have for this difference, and the seeds that 0.8 needs",
+        help="the power that the tests have for this difference, and the seeds that 0.8 needs; without a "
+        "number, for the tests of the sweep file",
     )
     about.add_argument(
         "--tests",
@@ -241,17 +249,7 @@ def report(options: argparse.Namespace) -> str:
     from launch.pictures import write_html
 
     results, name, select, sweep = load(options)
-    validation = options.validation or next(
-        (m for m in PREFERRED if any(m in run.values for run in results)), PREFERRED[0]
-    )
-    require(
-        validation.startswith("eval_"),
-        "--validation",
-        validation,
-        "is no validation metric (eval_…); test data choose nothing",
-    )
-    metric = options.metric or validation
-    refuse_unknown(options, results)
+    validation, metric = measured_by(options, results)
     cells = cells_of(results, select, validation)
     names = [cell.name for cell in cells]
     require(
@@ -263,13 +261,15 @@ def report(options: argparse.Namespace) -> str:
     failed = [run for run in results if run.status == FAILED]
     compared = comparison(options, sweep, cells, metric)
     tests, means, frontier = compared.tests, compared.means, compared.frontier
+    decisions = [] if sweep is None else decide(sweep, cells)
     metrics = metrics_of(results)
-    notes = [*notes_of(results, select, validation, metric, len(tests)), *apart(cells), *compared.notes]
-    family = options.tests or len(tests) or 1
-    powers = [] if options.power is None else power_rows(tests, options.power, family)
+    compares = len(tests) if tests or not decisions else None
+    notes = [*notes_of(results, select, validation, metric, compares), *apart(cells), *compared.notes]
+    powers, of = powers_of(options, tests, decisions)
     folder = options.out or Path("results") / name
     folder.mkdir(parents=True, exist_ok=True)
     table, test_table = rows(cells, metrics), test_rows(tests)
+    decided = decision_rows(decisions) if decisions else []
     text = "\n\n".join(
         [
             f"# {name}",
@@ -279,28 +279,55 @@ def report(options: argparse.Namespace) -> str:
             *notes[1:],
             *([markdown(means)] if means else []),
             *([markdown(test_table)] if tests else []),
-            *([f"Power for a difference of {options.power:g}:", markdown(powers)] if powers else []),
+            *([NOTE.format(len(decisions)), markdown(decided)] if decided else []),
+            *([f"Power for {of}:", markdown(powers)] if powers else []),
         ]
     )
     write_whole(folder / "table.md", text + "\n")
     write_csv(folder / "table.csv", numeric_rows(cells, metrics))
     write_csv(folder / "tests.csv", test_table)
     write_csv(folder / "runs.csv", run_rows(results, cells))
+    if decided:
+        write_csv(folder / "decisions.csv", decided)
     shown_tests = test_table if tests else []
     effects = tests if compared.notes else []
     drawn = None if frontier is None else frontier.figure()
     about = (name, notes, failed, table, shown_tests, cells, metric)
-    write_html(folder / "index.html", *about, (means, effects), powers, drawn)
-    return f"{text}\n\nwritten to {folder}/: index.html, table.md, table.csv, tests.csv, runs.csv"
+    planned = (NOTE.format(len(decisions)), decided)
+    write_html(folder / "index.html", *about, (means, effects), powers, drawn, planned)
+    written = f"index.html, table.md, table.csv, tests.csv, runs.csv{', decisions.csv' if decided else ''}"
+    return f"{text}\n\nwritten to {folder}/: {written}"
 
 
-def refuse_unknown(options: argparse.Namespace, results: Sequence[Result]) -> None:
-    """Raise ConfigError for a metric that no finished run has."""
-    known = sorted({key for run in results for key in run.values})
+def measured_by(options: argparse.Namespace, results: Sequence[Result]) -> tuple[str, str]:
+    """Return (the validation metric, the metric that is compared). Raises ConfigError for one that no
+    finished run has."""
+    present = {key for run in results for key in run.values}
+    validation = options.validation or next((m for m in PREFERRED if m in present), PREFERRED[0])
+    require(
+        validation.startswith("eval_"),
+        "--validation",
+        validation,
+        "is no validation metric (eval_…); test data choose nothing",
+    )
     for option in ("metric", "validation"):
         given = getattr(options, option)
-        good = not known or given is None or given in known
-        require(good, f"--{option}", given, f"is a number of no finished run; there are {', '.join(known)}")
+        good = not present or given is None or given in present
+        there = ", ".join(sorted(present))
+        require(good, f"--{option}", given, f"is a number of no finished run; there are {there}")
+    return validation, options.metric or validation
+
+
+def powers_of(
+    options: argparse.Namespace, tests: Sequence[Comparison], decisions: Sequence[Decision]
+) -> tuple[list[list[str]], str]:
+    """Return (the table of --power, empty without it; what it is the power for)."""
+    if options.power is None:
+        return [], ""
+    if options.power is OF_TESTS:
+        return planned_power_rows(decisions), "the planned tests"
+    family = options.tests or len(tests) or 1
+    return power_rows(tests, options.power, family), f"a difference of {options.power:g}"
 
 
 class Compared(NamedTuple):
@@ -324,6 +351,8 @@ def comparison(
         arms = Frontier.of(sweep, cells, metric)
         require(len(arms.arms) > 1, "--frontier", sweep.name, "has finished runs of fewer than two arms")
         return Compared(arms.contrasts(), arms.rows(), [FRONTIER], arms)
+    if sweep is not None and sweep.tests and options.baseline is None:
+        return Compared([], [], [], None)
     tests = compare({cell.name: cell.values(metric) for cell in cells}, options.baseline)
     return Compared(tests, [], [], None)
 
@@ -333,10 +362,14 @@ def refuse_together(options: argparse.Namespace, sweep: Sweep | None) -> None:
     power, tests, source = options.power, options.tests, options.sources[0]
     crossed, arms = options.effects, options.frontier
     alone = "compares cells: leave {} out"
+    planned = sweep is not None and bool(sweep.tests)
+    positive = power is None or power is OF_TESTS or 0 < power < math.inf
     for good, key, value, remedy in (
         (crossed or options.within is None, "--within", options.within, "is a part of --effects: give both"),
-        (power is None or 0 < power < math.inf, "--power", power, "is a difference above 0"),
+        (positive, "--power", power, "is a difference above 0"),
+        (planned or power is not OF_TESTS, "--power", None, "needs a number, or a sweep file with tests:"),
         (tests is None or power is not None, "--tests", tests, "is a part of --power"),
+        (tests is None or power is not OF_TESTS, "--tests", tests, "is given by the sweep file"),
         (tests is None or tests > 0, "--tests", tests, "must be 1 or more"),
         (not (crossed and arms), "--frontier", "--effects", "are two ways to compare: give one"),
         (
@@ -353,16 +386,17 @@ def refuse_together(options: argparse.Namespace, sweep: Sweep | None) -> None:
 
 
 def notes_of(
-    results: Sequence[Result], select: Sequence[str], validation: str, metric: str, tests: int
+    results: Sequence[Result], select: Sequence[str], validation: str, metric: str, tests: int | None
 ) -> list[str]:
-    """Return what a reader has to know about the table, the choice and the tests."""
+    """Return what a reader has to know about the table, the choice and the ``tests``, where there are any."""
     finished = sum(run.status == FINISHED for run in results)
     notes = [f"Mean ± standard error over seeds. {finished} of {len(results)} runs are finished."]
     if select:
         flattering = " The same metric is reported, so chosen cells look a little better than they are."
         chosen = f"{', '.join(select)}: best mean {validation} per cell."
         notes.append(chosen + (flattering if metric == validation else ""))
-    notes.append(f"Tests: {metric}, paired by seed, two-sided, Holm–Bonferroni over {tests} comparisons.")
+    if tests is not None:
+        notes.append(f"Tests: {metric}, paired by seed, two-sided, Holm–Bonferroni over {tests} comparisons.")
     return notes
 
 

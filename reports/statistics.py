@@ -122,6 +122,20 @@ def paired(a: str, b: str, differences: Sequence[float]) -> Comparison:
     return Comparison(a, b, middle, t, float(stats.wilcoxon(differences).pvalue))
 
 
+def equivalence(differences: Sequence[float], margin: float) -> float | None:
+    """Return the p-value of two one-sided paired t-tests, whose null hypothesis is a mean difference outside
+    ±``margin``: the larger of the two. If all differences are 0, p = 0; if they are equal but not 0, there is
+    no t-test."""
+    from scipy import stats
+
+    if not any(differences):
+        return 0.0
+    if max(differences) - min(differences) <= 1e-12 * max(map(abs, differences)):
+        return None
+    sides = ((-margin, "greater"), (margin, "less"))
+    return max(float(stats.ttest_1samp(differences, at, alternative=side).pvalue) for at, side in sides)
+
+
 def holm(values: Sequence[float | None]) -> list[float | None]:
     """Return p-values adjusted by Holm (1979): the i-th smallest of m is multiplied by m - i + 1, then they
     are made monotone and capped at 1. None stays None."""
@@ -144,3 +158,18 @@ def paired_power(effect: float, deviation: float, n: int, level: float) -> float
     critical = stats.t.isf(level / 2, n - 1)
     shift = effect / deviation * math.sqrt(n)
     return float(stats.nct.sf(critical, n - 1, shift) + stats.nct.cdf(-critical, n - 1, shift))
+
+
+def equivalence_power(margin: float, deviation: float, n: int, level: float) -> float:
+    """Return the power of ``equivalence`` over ``n`` pairs at significance ``level``, where their differences
+    have the mean 0 and the standard deviation ``deviation``: the mean over the spreads that ``n`` pairs can
+    show."""
+    if n < FEWEST_PAIRS or deviation <= 0:
+        return float(n >= FEWEST_PAIRS)
+    import numpy as np
+    from scipy import stats
+
+    quantiles = (np.arange(1000) + 0.5) / 1000
+    seen = np.sqrt(stats.chi2.ppf(quantiles, n - 1) / (n - 1))
+    reach = margin / deviation * math.sqrt(n) - stats.t.isf(level, n - 1) * seen
+    return float(np.maximum(2 * stats.norm.cdf(reach) - 1, 0.0).mean())
