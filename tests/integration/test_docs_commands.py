@@ -127,7 +127,7 @@ RULES = [
         {"in=constrained": "in=labelled", "out=labelled": "out=scored"},
     ),
     Rule(r"python label\.py ", "overwrite_out=true"),
-    Rule(r"python -m tools\.(constraint_rates|dialogue_parts) "),
+    Rule(r"python -m tools\.dialogue_parts "),
     # Evaluation
     Rule(r"python eval\.py .*kind=alpacaeval alpacaeval\.annotations"),
     Rule(r"python eval\.py .*kind=alpacaeval", f"limit=4 {JUDGED}"),
