@@ -97,13 +97,10 @@ def sealed(content: dict[str, Any]) -> str:
 
 
 def read_sealed(path: Path) -> Any:
-    """Return the content of a file of ``sealed``, or the JSON in a file of an earlier version, which has no
-    checksum. Raises OSError, and ValueError where it is not as it was written."""
+    """Return the content of a file of ``sealed``. Raises OSError, and ValueError where it is not as it was
+    written."""
     content = read_json(path)
-    if not isinstance(content, dict) or "sha256" not in content:
-        return content
-    seal = content.pop("sha256")
-    if seal != _seal(content):
+    if not isinstance(content, dict) or content.pop("sha256", None) != _seal(content):
         raise ValueError("it has another checksum")
     return content
 

@@ -6,6 +6,7 @@ All refusals here happen before torch is imported, so that a wrong command line 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -19,8 +20,7 @@ from common.files import check_name
 from common.secrets import same_but_for_secrets, scrub, scrub_text
 from config import of_run  # noqa: F401, a model's file may say it
 from config.files import parsed
-from config.older import as_today
-from config.removed import refuse_removed
+from config.removed import LAST, refuse_removed
 from config.schema import Config
 from config.typed import typed, word_of
 
@@ -53,6 +53,8 @@ OPERATIONAL = (
 """Settings that do not change what is computed, so a run may be resumed with other values."""
 ABSENT = "not a setting"
 """The value that stands for a setting that is missing."""
+VERSION = "0.2.0"
+"""This version of the project. A run's config.yaml begins with the version that wrote it."""
 
 
 def load(cfg: DictConfig | dict[str, Any]) -> Config:
@@ -80,8 +82,18 @@ def split_settings(cfg: DictConfig, schema: type[T]) -> tuple[T, DictConfig]:
 
 
 def load_saved(text: str) -> Config:
-    """Return the configuration that ``dump`` wrote, today or in an older version. Raises ConfigError."""
+    """Return the configuration that ``dump`` wrote. Raises ConfigError."""
     return load(OmegaConf.create(settings_of(text)))
+
+
+def check_version(text: str, run: Path) -> None:
+    """Raise ConfigError if ``text``, the config.yaml of ``run``, was written by a version whose runs this one
+    does not read: versions that differ in their first two numbers. Version 0.1.0 did not say its number."""
+    wrote = re.match(r"# humanline (\S+)\n", text)
+    version = wrote[1] if wrote else "0.1.0"
+    same = version.split(".")[:2] == VERSION.split(".")[:2]
+    said = f"was made by humanline {version}, whose runs {VERSION} does not read; the last commit that does"
+    require(same, "run", run, f"{said} is {LAST}")
 
 
 def load_run(run: Path, trust_remote_code: bool) -> Config:
@@ -92,6 +104,7 @@ def load_run(run: Path, trust_remote_code: bool) -> Config:
     require(record.is_file(), "run", run, "is not the folder of a run: it has no config.yaml")
     text = record.read_text(encoding="utf-8", errors="replace")
     require(bool(settings_of(text)), "run", run, f"has no settings: {record} is damaged; put it back")
+    check_version(text, run)
     config = load_saved(text)
     require(
         trust_remote_code or not config.model.trust_remote_code,
@@ -105,7 +118,7 @@ def load_run(run: Path, trust_remote_code: bool) -> Config:
 def dump(config: Config) -> str:
     """Return the configuration as yaml, in the form of a run's ``config.yaml``, without secrets. A run that
     is resumed gets them from its command line or the environment again."""
-    return OmegaConf.to_yaml(scrub(asdict(config)))
+    return f"# humanline {VERSION}\n{OmegaConf.to_yaml(scrub(asdict(config)))}"
 
 
 def run_name(config: Config, overrides: list[str]) -> str:
@@ -137,7 +150,7 @@ def settings_of(text: str) -> dict[str, Any]:
         tree = parsed(text)
     except (YAMLError, ValueError, TypeError):  # the latter two: a malformed number or key
         return {}
-    return as_today({str(key): value for key, value in tree.items()}) if isinstance(tree, dict) else {}
+    return {str(key): value for key, value in tree.items()} if isinstance(tree, dict) else {}
 
 
 class Change(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.files import read_sealed, regular_file
-from config.load import Change, changed, settings_of
+from config.load import Change, changed, check_version, settings_of
 from config.schema import Config
 
 MARKER = "run.json"
@@ -43,8 +43,7 @@ def marked(folder: Path) -> bool:
 
 
 def unmarked_run(folder: Path) -> bool:
-    """Return whether ``folder`` belongs to a run of an earlier version, which has a run's settings but no
-    marker."""
+    """Return whether ``folder`` has a run's settings but no marker, or a damaged one."""
     return not marked(folder) and settings_of(_record(folder)).keys() >= _SECTIONS
 
 
@@ -52,7 +51,7 @@ def started(folder: Path) -> bool:
     """Return whether ``folder`` holds a run that can be resumed: a checkpoint, a logged step, or a finished
     run.
 
-    A start that was refused leaves none of these. A run of an earlier version counts as started.
+    A start that was refused leaves none of these. A run that lost its marker counts as started.
     """
     metrics = folder / "metrics.jsonl"
     return (
@@ -66,10 +65,11 @@ def started(folder: Path) -> bool:
 
 def settings_before(folder: Path) -> dict[str, Any]:
     """Return the settings that the run in ``folder`` was started with, as plain data; {} if there is no
-    record of them. Raises ConfigError for a damaged record."""
+    record of them. Raises ConfigError for a damaged record, and for one of another version."""
     if not (folder / RECORD).exists():
         return {}
-    before = settings_of(_record(folder))
+    text = _record(folder)
+    before = settings_of(text)
     if not before.keys() >= _SECTIONS:
         raise ConfigError(
             "exp_name",
@@ -79,6 +79,7 @@ def settings_before(folder: Path) -> dict[str, Any]:
             "goes on with the settings of the command line, which must be those that the run was started "
             "with",
         )
+    check_version(text, folder)
     return before
 
 
@@ -86,7 +87,7 @@ def changes(folder: Path, config: Config) -> list[Change]:
     """Return the settings that differ between the start of the run in ``folder`` and ``config`` and that
     change what is computed. The list is empty if there is no record of the run's settings.
 
-    Raises ConfigError for a damaged record.
+    Raises ConfigError for a damaged record, and for one of another version.
     """
     before = settings_before(folder)
     return changed(before, config) if before else []

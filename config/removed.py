@@ -14,7 +14,9 @@ from functools import cache
 from common.errors import ConfigError
 from config.files import FOLDER, parsed
 
-SENTENCE = "is gone: it was {was}; instead: {instead}; the last commit that has it is 9f3391e0"
+LAST = "9f3391e0"
+"""The last commit that has all of them, and that reads the runs of its version"""
+SENTENCE = "is gone: it was {was}; instead: {instead}; the last commit that has it is " + LAST
 
 
 @cache

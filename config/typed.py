@@ -58,8 +58,8 @@ ExportDtype = Literal[Dtype, "float16"]
 
 @dataclasses.dataclass(frozen=True)
 class Word:
-    """How one writes that a setting has no value of its own. It is read as None; so is null, the former
-    spelling. YAML reads off, where it is not quoted, as false."""
+    """How one writes that a setting has no value of its own. It is read as None; so is null, which a run's
+    record has. YAML reads off, where it is not quoted, as false."""
 
     word: str
 

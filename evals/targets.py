@@ -14,7 +14,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from common.errors import ConfigError, require
-from config.load import load_saved, settings_of
+from config.load import check_version, load_saved, settings_of
 from config.record import RECORD
 from config.schema import Config
 from config.schema_eval import READ, EvalStage
@@ -213,7 +213,9 @@ def settings_of_run(
 ) -> Config:
     """Return a run's settings with the command line's changes, for its model, or one ``exported`` elsewhere.
     Raises ConfigError."""
-    saved = settings_of((run / RECORD).read_text(encoding="utf-8", errors="replace"))
+    text = (run / RECORD).read_text(encoding="utf-8", errors="replace")
+    check_version(text, run)
+    saved = settings_of(text)
     trusted = "model.trust_remote_code" in given or not _at(saved, "model.trust_remote_code")
     require(
         trusted,

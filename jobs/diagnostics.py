@@ -130,8 +130,7 @@ class Diagnostics:
         self.first = state["first"]
         main = self.trainer.world.is_main
         self.tally.restore(state["total"], mine=main)
-        if "behavior" in state:  # checkpoints of older versions have none
-            self.behavior.restore(state["behavior"], mine=main)
+        self.behavior.restore(state["behavior"], mine=main)
 
     # -- measured on the weights as they are -------------------------------------------------------
 

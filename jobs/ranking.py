@@ -28,8 +28,8 @@ class Ranking:
 
     def is_of(self, state: Mapping[str, Any], shown: bool) -> bool:
         """Return whether a checkpoint with this state was written with the same ``keep_best``; if not, and
-        if ``shown``, print what follows. Checkpoints of earlier versions do not say."""
-        before = state.get("keep_best", self.metric)
+        if ``shown``, print what follows."""
+        before = state["keep_best"]
         if before != self.metric and shown:
             print(
                 f"keep_best was {before} and is {self.metric} now: earlier checkpoints rank by their value "

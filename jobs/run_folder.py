@@ -197,7 +197,7 @@ class RunFolder:
             (path.is_symlink(), "is a link, and nothing is deleted through a link"),
             (
                 not marked(path),
-                f"has no {MARKER} to say that it is a run's, as runs of earlier versions have none",
+                f"has no {MARKER} to say that it is a run's",
             ),
         ):
             require(

@@ -134,9 +134,9 @@ class RunWatch:
         self._marks, self.before, self._evaluated = state["marks"], state["before"], state["evaluated"]
         self.seconds, self.tokens_timed = state["seconds"], state["tokens_timed"]
         if self.ranking.is_of(state, shown=trainer.world.is_main):
-            self.patience.restore(state.get("patience", self.patience.state()))  # earlier versions have none
+            self.patience.restore(state["patience"])
         self.saving_seconds = state.get("saving_seconds", 0.0)
-        self.wall = state.get("wall", 0.0)  # earlier versions have none
+        self.wall = state["wall"]
         self.observers.restore(state.get("asked_to_stop"))
         if self.diagnostics is not None:
             self.diagnostics.restore(state["diagnostics"])

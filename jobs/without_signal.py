@@ -26,8 +26,6 @@ def _what(metrics: dict[str, Any], config: Config) -> str | None:
     lowest, highest, equal = (
         metrics.get(name) for name in ("lowest_reward", "highest_reward", "zero_variance")
     )
-    if equal is None:  # a round of an earlier version
-        return None
     if lowest is None or highest is None:
         return "no sample has a reward"
     if not exceeds(highest, lowest):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import math
 import re
@@ -12,34 +11,18 @@ import pytest
 from omegaconf import OmegaConf
 
 from common.errors import ConfigError
-from config.files import section
 from config.load import changed, dump, load_saved, run_name, settings_of
 from config.schema import Config
-from config.schema_data import DataConfig
-from config.schema_model import ModelConfig
-from config.typed import without_words, word_of
+from config.typed import word_of
 from config.unknown import names
 from launch.composing import Composer, compose_config
 from launch.grid import Run
-from trainers.losses.shapes import READS
 
-CONFIG = without_words(section("config.yaml"), Config)
-MODEL = without_words(section("model/base.yaml"), ModelConfig)
-DATA = without_words(section("data/_base.yaml"), DataConfig)
-CORRECTION = section("correction/none.yaml")
 EXPERIMENTS = sorted(
     path.stem
     for path in (Path(__file__).parents[3] / "config" / "experiment").glob("*.yaml")
     if not path.stem.startswith("_")
 )
-
-
-def test_a_run_from_before_vllm_had_a_room_has_not_changed():
-    config = compose_config(["loss=dpo", "online=true", "sampler=vllm", "reward=constraints"])
-    today = section("sampler/vllm.yaml")["_target_"]
-    text = dump(config)
-    earlier = text.replace(today, "rollouts.vllm_sampling.VllmSampling")
-    assert text.count(today) == 1 and changed(settings_of(earlier), config) == []
 
 
 @pytest.mark.parametrize(
@@ -61,79 +44,8 @@ def test_a_record_says_what_the_settings_were(overrides: list[str]) -> None:
     assert (found.key, found.before, found.now) == ("warmup", config.warmup, 0.25)
 
 
-def test_a_record_from_before_a_key_of_any_section_is_gone_on_with() -> None:
-    config = compose_config(["loss=ppo", "online=true", "reward=adder"])
-    before = OmegaConf.create(dump(config))
-    before.trainer.feedback, before.trainer.loss_keys = ["pair"], ["gamma", "lam"]
-    for key in (
-        "sampler.stop",
-        "model.new_tokens",
-        "rounds.overlong",
-        "rounds.overlong_penalty",
-        "loss.rewards",
-    ):
-        section, _, name = key.partition(".")
-        del before[section][name]
-    assert changed(settings_of(OmegaConf.to_yaml(before)), config) == []
-
-
-@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "ppo_group"])
-def test_a_record_from_before_shapes_and_advantages_is_gone_on_with(loss: str) -> None:
-    config = compose_config([f"loss={loss}"])
-    before = OmegaConf.create(dump(config))
-    since = set(READS["dual"] | READS["sapo"] | READS["cppo"] | READS["m2po"]) - READS["ppo"]
-    for key in ({"shape", "advantage"} | since) & set(before.loss):
-        del before.loss[key]
-    before.trainer.loss_keys = []
-    text = OmegaConf.to_yaml(before)
-    assert "shape" not in text and changed(settings_of(text), config) == []
-    assert load_saved(text).loss == config.loss
-    own = OmegaConf.to_yaml(OmegaConf.merge(before, {"loss": {"_target_": "mine.grpo"}}))
-    assert settings_of(own)["loss"] == OmegaConf.to_container(OmegaConf.create(own).loss)
-
-
-def test_a_record_from_before_microbatches_had_their_name_is_gone_on_with() -> None:
-    config = compose_config(["model.microbatches=4", "model.batch_size=32"])
-    before = OmegaConf.create(dump(config))
-    before.model.gradient_accumulation_steps = before.model.pop("microbatches")
-    assert changed(settings_of(OmegaConf.to_yaml(before)), config) == []
-    before.model.gradient_accumulation_steps = 2
-    (change,) = changed(settings_of(OmegaConf.to_yaml(before)), config)
-    assert (change.key, change.before, change.now) == ("model.microbatches", 2, 4)
-
-
-def test_a_record_from_before_a_key_is_gone_on_with() -> None:
-    """Every key that is at its default, one at a time."""
-    config = compose_config(["loss=dpo", "online=true"])
-    whole = OmegaConf.to_container(OmegaConf.create(dump(config)))
-    tried = 0
-    for place, default in (
-        ("", CONFIG),
-        ("rounds", CONFIG["rounds"]),
-        ("retention", CONFIG["retention"]),
-        ("plan", CONFIG["plan"]),
-        ("model", MODEL),
-        ("data", DATA),
-        ("trainer", {"single_answers": False}),
-        ("correction", CORRECTION),
-    ):
-        for key in default:
-            before = copy.deepcopy(whole)
-            section = before[place] if place else before
-            if key in section and section[key] == default[key]:
-                del section[key]
-                assert changed(settings_of(OmegaConf.to_yaml(before)), config) == [], f"{place} {key}"
-                tried += 1
-    assert tried > 90
-    for place in ("rounds", "retention", "plan"):
-        before = {key: value for key, value in whole.items() if key != place}
-        for found in changed(settings_of(OmegaConf.to_yaml(before)), config):
-            assert found.key in ("rounds.contexts", "rounds.contexts_per_round")  # the model's
-
-
 def test_a_word_and_null_are_the_same_settings() -> None:
-    """Also in a file of YAML 1.1, to which a bare ``off`` is false. A run that was recorded with either goes
-    on with the other."""
+    """Also in a file of YAML 1.1, to which a bare ``off`` is false."""
     config = compose_config(["loss=grpo", "sampler=vllm", "reward=function", "reward.function.path=m.f"])
     words = {key: word for key in names(Config) if (word := word_of(Config, key))}
     recorded = OmegaConf.create(dump(config))
@@ -144,7 +56,6 @@ def test_a_word_and_null_are_the_same_settings() -> None:
         OmegaConf.update(recorded, key, word)
     for text in (OmegaConf.to_yaml(recorded), OmegaConf.to_yaml(recorded).replace("'off'", "off")):
         assert load_saved(text) == config
-        assert changed(settings_of(text), config) == []
 
 
 def test_a_record_written_by_hand_is_read_as_hydra_reads_its_files() -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+from common.files import sealed
 from config.schema_data import DataConfig
 from data.sources import LOCAL, check_found
 from rollouts.inputs import PACKAGES
@@ -39,7 +40,7 @@ def test_what_is_not_there_is_refused_before_torch_is_imported(tmp_path):
     (tmp_path / "old" / "model").mkdir(parents=True)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
-    (tmp_path / "old" / "run.json").write_text('{"kind": "humanline run"}')
+    (tmp_path / "old" / "run.json").write_text(sealed({"kind": "humanline run"}))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(60))
     rows, chat = f"data=local data.path={tmp_path}/rows.jsonl", "model=instruct"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from common.errors import ConfigError
-from config.load import dump, load
+from config.load import VERSION, dump, load, load_run
 from config.record import LOCK, MARKER, RECORD, marked, started
+from config.removed import LAST
 from config.schema import Config
+from evals.targets import settings_of_run
 from jobs.run_folder import SELECTION, RunFolder
 from tests import programs
 from tests.full_disk import full_disk
@@ -141,7 +144,7 @@ def test_a_run_that_is_a_link_or_holds_another_is_not_deleted(at, tmp_path):
     assert "another run" in refused(at(overwrite=True), "b").remedy
 
 
-def test_a_run_of_an_earlier_version_goes_on_but_is_not_deleted(at):
+def test_a_run_that_lost_its_marker_goes_on_but_is_not_deleted(at):
     path = begin(at())
     (path / MARKER).unlink()
     (path / LOCK).unlink()
@@ -149,6 +152,26 @@ def test_a_run_of_an_earlier_version_goes_on_but_is_not_deleted(at):
     assert f"has no {MARKER}" in refused(at(overwrite=True)).remedy
     assert refused(at(resume=True, lr=0.5)).key == "lr"
     assert overwritten(at(resume=True)) and marked(path)
+
+
+def test_a_run_of_another_version_does_not_go_on(at):
+    path = begin(at())
+    text = (path / RECORD).read_text()
+    header, _, settings = text.partition("\n")
+    assert header == f"# humanline {VERSION}"
+    for version, other in (("0.1.0", settings), ("0.3.0", f"# humanline 0.3.0\n{settings}")):
+        (path / RECORD).write_text(other)
+        said = f"^run={path}: was made by humanline {version}, whose runs {VERSION} does not read; the last"
+        with pytest.raises(ConfigError, match=f"{said} commit that does is {LAST}$"):
+            RunFolder(at(resume=True), "a").check()
+        with pytest.raises(ConfigError, match=said):
+            load_run(path, trust_remote_code=False)
+        with pytest.raises(ConfigError, match=said):
+            settings_of_run(path, {}, [])
+    (path / RECORD).write_text(text.replace(VERSION, "0.2.7"))
+    assert overwritten(at(resume=True))
+    for file in ("pyproject.toml", "CITATION.cff"):
+        assert re.search(rf"^version[ =:]+\W?{VERSION}\b", (ROOT / file).read_text(), re.MULTILINE)
 
 
 def test_a_run_that_the_new_one_starts_from_is_not_deleted(at, plain):

@@ -27,7 +27,6 @@ FOUND = {"lowest_reward": 0.0, "highest_reward": 1.0, "zero_variance": 0.5, "kee
         ("pair", {"lowest_reward": None, "highest_reward": None, "keep_rate": 0.0}, "no sample has a reward"),
         ("threshold", {"zero_variance": 1.0}, None),
         ("threshold", {"lowest_reward": 1.0 - 1e-9}, "every sample has the reward 1, so"),
-        ("pair", {"zero_variance": None}, None),  # a round of an earlier version
     ],
 )
 def test_a_round_without_a_signal_is_told_with_its_rewards_and_what_to_change(feedback, metrics, said):

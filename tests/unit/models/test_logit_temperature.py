@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from config.load import changed, dump, settings_of
 from data.batches import collate
 from models.pretrained import load_policy
 from tests.engine import engine_config, make_segment, make_trainer, run
@@ -93,12 +92,6 @@ def test_what_means_nothing_is_refused(words, said):
 def test_a_sampler_at_that_temperature_is_taken():
     words = "loss=grpo online=true correction=masked sampler.temperature=0.7 sampler.top_p=1"
     assert make_config(*words.split(), "model.logit_temperature=0.7").model.logit_temperature == 0.7
-
-
-def test_a_record_from_before_it_is_gone_on_with():
-    config = make_config("loss=dpo")
-    text = "".join(line for line in dump(config).splitlines(True) if "logit_temperature" not in line)
-    assert changed(settings_of(text), config) == []
 
 
 def test_an_online_run_records_and_trains_at_it(tmp_path):
