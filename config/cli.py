@@ -51,7 +51,6 @@ from config.machine import refuse_left_over, speaks
 from config.multirun import check_jobs
 from config.removed import refuse_removed
 from config.schema import Config
-from config.texts import as_written
 from config.unknown import NOTHING, names, names_of, no_file, remedy, translated
 
 REFUSED, STOPPED = 2, 1
@@ -180,7 +179,7 @@ def cli(main: Callable[[], object]) -> None:
     if (asked := asked_for_help(sys.argv[1:])) is not None:
         print(help_on(program(), asked))
         return
-    sys.argv[1:] = as_written(as_settings(sys.argv[1:]))
+    sys.argv[1:] = as_settings(sys.argv[1:])
     guarded(lambda: refuse_left_over(os.environ))
     guarded(lambda: refuse_foreign(sys.argv[1:]))
     for sentence in given_twice(sys.argv[1:]) if speaks(os.environ) else ():
@@ -225,7 +224,7 @@ def compose(*words: str) -> tuple[Config, str]:
     """Return the checked settings for ``words``, the arguments that one would type after ``python train.py``,
     and the run's name. It serves notebooks and the user's own programs. Raises UserError, which is a
     ConfigError if one setting is to blame."""
-    typed = as_written(as_settings(list(words)))
+    typed = as_settings(list(words))
     refuse_foreign(typed)
     with _reworded(typed):
         config = _loaded(composed(typed), typed)

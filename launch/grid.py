@@ -47,7 +47,6 @@ from common.errors import ConfigError, require
 from common.files import check_name
 from common.secrets import IN_FILES, REMOVED, same_but_for_secrets, scrub
 from config.removed import refuse_removed, why_removed
-from config.texts import other_text
 
 Settings = dict[str, Any]
 CONFIG_DIR = Path(__file__).parent.parent / "config"
@@ -303,12 +302,12 @@ def parse_overrides(words: list[str]) -> Settings:
         require(bool(equals and key), "setting", word, "must be NAME=VALUE, as in lr=1e-5")
         require(key not in settings, key, value, "is given twice")
         try:
-            read = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))["value"]  # type: ignore[index,call-overload]
+            read: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
         except (YAMLError, OmegaConfBaseException) as error:
             why = " ".join(str(error).split())
             said = f"is no value that yaml can read ({why}); close every bracket and quote"
             raise ConfigError(key, value, said) from error
-        settings[key] = value.strip() if other_text(key, value.strip(), read) else read
+        settings[key] = read["value"]
     return settings
 
 
