@@ -44,7 +44,7 @@ from config.arguments import (
 )
 from config.composing import check_loss_file, composed
 from config.files import FOLDER, not_utf8, wrong_line
-from config.help import asked_for_help, help_on
+from config.help import help_on
 from config.idle import check_idle, say
 from config.load import load, run_name
 from config.machine import refuse_left_over, speaks
@@ -176,8 +176,8 @@ def cli(main: Callable[[], object]) -> None:
     guard_output()
     atexit.register(_leave)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # otherwise Hydra prints its own message and exits with 1
-    if (asked := asked_for_help(sys.argv[1:])) is not None:
-        print(help_on(program(), asked))
+    if {"--help", "-h"} & {*sys.argv}:
+        print(help_on(program()))
         return
     sys.argv[1:] = as_settings(sys.argv[1:])
     guarded(lambda: refuse_left_over(os.environ))

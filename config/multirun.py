@@ -1,9 +1,8 @@
-"""Check of a multirun (``-m``) before its first job starts: every job's settings can be used, and no two jobs
-write to the same place."""
+"""Check of a multirun (``-m``) before its first job starts: no secret gets into Hydra's files, and no two
+jobs write to the same place."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -14,24 +13,19 @@ from common.errors import ConfigError, require
 from common.secrets import IN_FILES, REMOVED, scrub_words
 from config.arguments import apart, override_in
 from config.composing import composed
-from config.files import FOLDER
-from config.load import OPERATIONAL, load, run_name
+from config.load import load, run_name
 
-NAMELESS = ("experiment", "trackers")
-"""Folders of config/ whose choice no setting names."""
-SHOWS = {"--cfg", "-c", "--info", "-i", "--help", "-h"}
+SHOWS = {"--cfg", "-c", "--info", "-i"}
 """Options with which Hydra starts no job."""
-_IN_NAMES = re.compile(r"[\w.+-]+", re.ASCII)
 
 
 def check_jobs(words: Sequence[str], program: str) -> None:
-    """Compose the settings of every job of a multirun of ``program`` ("train", "sample" …) with arguments
-    ``words``; without ``-m`` do nothing.
+    """Check a multirun of ``program`` ("train", "sample" …) with arguments ``words``; without ``-m`` do
+    nothing.
 
-    Raises ConfigError for settings that cannot be used and for two jobs that would write to the same place,
-    as with one ``exp_name``: the second would overwrite the first, or be refused after the first has trained.
-    Also for a secret, which Hydra would write into multirun.yaml.
-    Raises Hydra's own errors for what it cannot compose.
+    Raises ConfigError for a secret, which Hydra would write into multirun.yaml, and for two jobs that would
+    write to the same place, as with one ``exp_name``: the second would overwrite the first, or be refused
+    after the first has trained. Raises Hydra's own errors for what it cannot compose.
     """
     if not {"-m", "--multirun"} & {*words} or SHOWS & {*words} or any("hydra/sweeper=" in w for w in words):
         return
@@ -44,31 +38,8 @@ def check_jobs(words: Sequence[str], program: str) -> None:
         key, place = _place(job, program, options)
         if place is not None and (other := places.setdefault(place, job)) != job:
             said = " and ".join(" ".join(w for w in a if w not in b) for a, b in ((other, job), (job, other)))
-            said = f"two jobs of this multirun ({said}) would both write to {place}: "
-            raise ConfigError(key, Path(place).name, said + _instead(key, place, settings))
-
-
-def _instead(key: str, place: str, words: Sequence[str]) -> str:
-    """Return what to do about two jobs with one ``place``, which the setting ``key`` names."""
-    swept = {
-        override.key_or_group: [*override.sweep_string_iterator()]
-        for override in filter(None, map(override_in, words))
-        if override.is_discrete_sweep() and override.key_or_group != key
-    }
-    computed = not any(
-        name.partition(".")[0] in OPERATIONAL for name in swept
-    )  # so an automatic name differs
-    ways = ["leave exp_name out"] if computed and any(word.startswith("exp_name=") for word in words) else []
-    if swept and all(name not in NAMELESS and all(map(_IN_NAMES.fullmatch, swept[name])) for name in swept):
-        parts = [
-            f"${{{name}.name}}"
-            if (FOLDER / name).is_dir()
-            else f"{'s' if name == 'seed' else name.rpartition('.')[2]}${{{name}}}"
-            for name in swept
-        ]
-        own = "-".join(["mine", *parts]) + (Path(place).suffix if key == "out" else "")
-        ways.append(f"give each a name of its own, as in '{key}={own}'")
-    return ", or ".join(ways) or f"start each by itself, with {key}= of its own"
+            said = f"two jobs of this multirun ({said}) would both write to {place}; name each by what "
+            raise ConfigError(key, Path(place).name, f"{said}differs, as in '{key}=mine-s${{seed}}'")
 
 
 def _jobs(words: Sequence[str]) -> list[tuple[str, ...]]:
