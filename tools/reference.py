@@ -1,6 +1,5 @@
-"""Write the parts of docs/ that are made from the code: settings.md from the yaml comments, map.md from the
-docstrings, the tables of settings in from-halos-and-trl.md from config/elsewhere.yaml, and the lines that
-tour.md links to.
+"""Write the parts of docs/ that are made from the code: settings.md from the yaml comments, the tables of
+settings in from-halos-and-trl.md from config/elsewhere.yaml, and the lines that tour.md links to.
 
 python -m tools.reference            # write them
 python -m tools.reference --check    # exit 1 if any is out of date
@@ -22,26 +21,6 @@ ROOT = Path(__file__).resolve().parents[1]
 GUIDE = "from-halos-and-trl.md"
 TOUR = "tour.md"
 MADE = "<!-- made by python -m tools.reference; do not edit -->\n"
-ROOMS = {
-    "common": "what every room needs",
-    "config": "every setting, typed and checked before torch is imported",
-    "data": "what is trained on",
-    "models": "the policy, its reference, sharding and checkpoints",
-    "optimizers": "the optimizer, its learning rate and its update",
-    "trainers": "the method and nothing else",
-    "trainers/losses": "one pure function a file",
-    "memory": "what a rank holds, and how a batch is cut",
-    "rollouts": "rounds as a source of groups",
-    "rollouts/vllm": "vLLM as the sampler",
-    "rollouts/rewards": "what scores an answer",
-    "jobs": "one run from settings to exported model",
-    "reports": "what people look at",
-    "evals": "what is measured after training",
-    "launch": "many runs: sweeps, Slurm, tables",
-    "study": "the paper's comparisons in miniature",
-    "benchmarks": "what a step costs",
-    "tools": "what made the files of this repository",
-}
 GROUPS = {
     "model": ("base", "what is trained"),
     "data": ("_base", "what it is trained on"),
@@ -162,26 +141,6 @@ def group_file(group: str, path: Path, base: str | None) -> Iterator[str]:
     yield from table(inside or settings, "" if inside else f"{group}.")
 
 
-def first_sentence(path: Path) -> str:
-    """Return the first sentence of a module's docstring (up to a full stop or colon) on one line; "" without
-    one."""
-    doc = ast.get_docstring(ast.parse(path.read_text())) or ""
-    paragraph = " ".join(doc.split("\n\n")[0].split())
-    return re.split(r"(?<=[.:])\s", paragraph)[0].rstrip(".:")
-
-
-def map_page() -> str:
-    """Return docs/map.md: every Python file with the first sentence of its docstring."""
-    out = [MADE, "# Map of the files\n"]
-    out.append("Programs: " + ", ".join(f"`{p.name}`" for p in sorted(ROOT.glob("*.py"))) + ".\n")
-    for room, what in ROOMS.items():
-        out.append(f"## {room}/: {what}\n")
-        files = [(path, first_sentence(path)) for path in sorted((ROOT / room).glob("*.py"))]
-        out += [f"- [`{p.name}`](../{room}/{p.name}): {sentence}" for p, sentence in files if sentence]
-        out.append("")
-    return "\n".join(out)
-
-
 def guide_page() -> str:
     """Return docs/from-halos-and-trl.md with its tables of settings made from config/elsewhere.yaml; the rest
     of the page is unchanged."""
@@ -225,7 +184,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
     check = parser.parse_args().check
     stale = []
-    pages = {"settings.md": settings_page, "map.md": map_page, GUIDE: guide_page, TOUR: tour_page}
+    pages = {"settings.md": settings_page, GUIDE: guide_page, TOUR: tour_page}
     for name, made in pages.items():
         text = made()
         path = ROOT / "docs" / name
