@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,16 +94,44 @@ def check_importable(key: str, path: str) -> None:
         import_function(key, path)  # says what is wrong
 
 
+def _source(module: str) -> list[ast.stmt]:
+    """Return what stands in the source of a module, which is not imported; [] where it has none."""
+    _see_working_directory()
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, AttributeError, ValueError):
+        return []
+    origin = "" if spec is None or spec.origin is None else spec.origin
+    return ast.parse(Path(origin).read_text("utf-8")).body if origin.endswith(".py") else []
+
+
+def written_attributes(path: str) -> dict[str, Any]:
+    """Return name -> value of the literals that the class ``path`` and the classes that it extends have as
+    attributes, as the source of their modules has them, without an import."""
+    module, _, name = path.rpartition(".")
+    body = _source(module)
+    imported = [(node.module, one) for node in body if isinstance(node, ast.ImportFrom) for one in node.names]
+    places = {one.asname or one.name: f"{origin}.{one.name}" for origin, one in imported}
+    attributes: dict[str, Any] = {}
+    for part in body:
+        if not isinstance(part, ast.ClassDef) or part.name != name:
+            continue
+        for base in reversed(part.bases):
+            base = base.value if isinstance(base, ast.Subscript) else base
+            attributes |= written_attributes(places.get(ast.unparse(base), f"{module}.{ast.unparse(base)}"))
+        for line in part.body:
+            target = line.targets[0] if isinstance(line, ast.Assign) else getattr(line, "target", None)
+            if isinstance(target, ast.Name) and (value := getattr(line, "value", None)) is not None:
+                with suppress(ValueError):
+                    attributes[target.id] = ast.literal_eval(value)
+    return attributes
+
+
 def written_signature(path: str) -> inspect.Signature | None:
     """Return the signature of the function ``path`` as the source of its module has it, annotations as texts,
     without an import of the module. None where the source has no such function, or only a decorated one."""
-    _see_working_directory()
     module, _, name = path.rpartition(".")
-    spec = importlib.util.find_spec(module)
-    if spec is None or not (spec.origin or "").endswith(".py"):
-        return None
-    body = ast.parse(Path(str(spec.origin)).read_text("utf-8")).body
-    made = [part for part in body if isinstance(part, ast.FunctionDef) and part.name == name]
+    made = [part for part in _source(module) if isinstance(part, ast.FunctionDef) and part.name == name]
     if not made or made[-1].decorator_list:
         return None
     arguments = made[-1].args

@@ -294,9 +294,8 @@ def all_unknown(error: ConfigError, overrides: Sequence[str]) -> UserError:
 def _unknown(given: Sequence[tuple[str, str]], known: Sequence[str], but: Collection[str]) -> dict[str, str]:
     """Return the keys of ``given`` that are no settings, with their values; none of the sections ``but``."""
     folders = {path.name for path in FOLDER.iterdir() if path.is_dir()}
-    return {
-        key: value for key, value in given if key.split(".")[0] not in but and key not in {*known, *folders}
-    }
+    there = {*known, *folders} - {"trainer"}  # typed by who comes from HALOs; here it is a section
+    return {key: value for key, value in given if key.split(".")[0] not in but and key not in there}
 
 
 def refuse_foreign(overrides: Sequence[str]) -> None:

@@ -41,8 +41,8 @@ def check_loss_file(cfg: DictConfig, choices: Mapping[str, str]) -> None:
         OmegaConf.is_dict(cfg.get("trainer")) and not any(map(OmegaConf.is_dict, map(loss.get, SECTIONS))),
         "loss",
         chosen,
-        f"its file loss/{chosen}.yaml must begin with the line '# @package _global_' and name its trainer "
-        "under defaults, as in '- /trainer: paired'",
+        f"its file loss/{chosen}.yaml must begin with the line '# @package _global_' and name its trainer, "
+        "as in 'trainer: {_target_: trainers.paired.PairedPreferenceTrainer}'",
     )
     said = f"must be {own}, as its file loss/{chosen}.yaml is called"
     require(loss.get("name") == own, "loss.name", loss.get("name"), said)

@@ -29,7 +29,7 @@ def help_on(program: str) -> str:
     python = f"python {program}.py"
     examples = "\n".join(f"  {python} {words}" for words in EXAMPLES[program])
     reads = _read_by(program)
-    folders = sorted(path.name for path in FOLDER.iterdir() if path.is_dir() and path.name != "trainer")
+    folders = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
     choices = "\n".join(
         f"  {f'{name}=':13}{', '.join(files)}"
         for name in folders

@@ -21,7 +21,7 @@ from config.schema_plan import PlanConfig
 from config.schema_rewards import RewardConfig, completed
 from config.schema_rounds import RoundsConfig
 from config.schema_sampler import SamplerConfig
-from config.schema_trainer import LossKeys, TrainerConfig, check_trainer_keys
+from config.schema_trainer import Accepts, LossKeys, TrainerConfig, accepted_by, check_trainer_keys
 from config.typed import (
     All,
     Auto,
@@ -257,9 +257,9 @@ class Config:
         )
         leaves = "says how humanline=true treats a token; humanline=false leaves all as they are"
         need(self, self.humanline or self.humanline_mode == "clip", "humanline_mode", leaves)
-        check_trainer_keys(self.loss, self.trainer)
+        check_trainer_keys(self.loss, self.accepts)
         for key in ("frac_unique_desirable", "frac_unique_undesirable"):
-            labelled = self.trainer.labelled_examples and not self.online
+            labelled = self.accepts.labelled_examples and not self.online
             need(
                 self.data,
                 labelled or getattr(self.data, key) == 1,
@@ -268,10 +268,10 @@ class Config:
                 "not read",
             )
         fixed = f"{name} trains on a fixed data set: its samples would not be what it learns from"
-        need(self, not self.online or self.trainer.online, "online", fixed)
+        need(self, not self.online or self.accepts.online, "online", fixed)
         need(
             self.data,
-            self.data.logprob_range is None or self.trainer.logprob_range,
+            self.data.logprob_range is None or self.accepts.logprob_range,
             "logprob_range",
             f"orders completions by what the model thinks of them; {name} trains one that only scores them",
         )
@@ -319,7 +319,7 @@ class Config:
     def _check_correction(self) -> None:
         """Check what a correction, or a ratio to the behaviour policy, requires of the loss, and of the
         sampler, by whose log-probabilities it divides."""
-        correction, supported = self.correction, self.trainer.corrections
+        correction, supported = self.correction, self.accepts.corrections
         require(
             correction._target_ is None or correction.weighs in supported,
             "correction",
@@ -347,7 +347,7 @@ class Config:
         key = "ratio_reference"
         need(
             self,
-            "tokens" in self.trainer.corrections,
+            "tokens" in self.accepts.corrections,
             key,
             f"is for losses that weigh tokens by a ratio (grpo, dr_grpo, ppo_group), and this is "
             f"loss={self.loss['name']}",
@@ -383,14 +383,14 @@ class Config:
         several = f"must be at least 2: rounds.feedback={rounds.feedback} compares the samples of a context"
         need(rounds, rounds.samples >= 2 or rounds.feedback == "threshold", "samples", several)
         alone = "gives all samples with their scores: use loss.rewards=scores, or rounds.feedback=pair"
-        labels = "rewards" in self.trainer.loss_keys and self.loss["rewards"] == "labels"
+        labels = "rewards" in self.accepts.loss_keys and self.loss["rewards"] == "labels"
         need(rounds, not labels or rounds.feedback != "group", "feedback", alone)
         chooses = "chooses among completions that are there before training; online=true samples its own"
         need(self.data, self.data.logprob_range is None, "logprob_range", chooses)
         offline = "is for offline: set rounds.contexts, or rounds.examples"
         need(self, self.n_examples is None, "n_examples", offline)
-        fitting = f"is not for {name}: use {' or '.join(self.trainer.feedback)}"
-        need(rounds, rounds.feedback in self.trainer.feedback, "feedback", fitting)
+        fitting = f"is not for {name}: use {' or '.join(self.accepts.feedback)}"
+        need(rounds, rounds.feedback in self.accepts.feedback, "feedback", fitting)
 
     def check_room(self) -> None:
         """Raise ConfigError unless the longest sample fits behind the longest prompt. Otherwise the sample
@@ -422,6 +422,11 @@ class Config:
         if self.sampler.max_tokens is not None:
             return self.sampler.max_tokens
         return min(PAPERS_MAX_TOKENS, self.model.max_length - self.model.max_prompt_length)
+
+    @property
+    def accepts(self) -> Accepts:
+        """What the loss's trainer accepts, as its class says."""
+        return accepted_by(self.trainer._target_)
 
     @property
     def has_reference(self) -> bool:

@@ -1,14 +1,17 @@
-"""Settings of a trainer as its yaml in config/trainer gives them. No other part of the code knows trainers by
-name."""
+"""The class that trains, what it says of the settings that it accepts, and the keys of ``loss`` that it
+reads. No part of the code knows trainers by name."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import field
+from functools import cache
 from typing import Any, Literal
 
 from common.errors import require
-from config.typed import Auto, PositiveShare, Share, Text, dataclass, typed, yaml_defaults
+from common.imports import import_function, written_attributes
+from config.typed import Auto, PositiveShare, Share, Text, dataclass, typed
 
 RESERVED_LOSS_KEYS = ("name", "_target_", "reference", "kl_anchor", "entropy_share")
 """Keys of ``loss`` that are no numbers for the loss function or its trainer."""
@@ -27,20 +30,37 @@ class LossKeys:
 
 
 @dataclass
-@yaml_defaults("trainer/paired.yaml")
 class TrainerConfig:
-    """The class that trains, and the settings that it accepts."""
+    """The class that trains, a subclass of ``trainers.basic.BasicTrainer``; the loss's file names it."""
+
+    _target_: Text = field()
+
+
+@dataclasses.dataclass(frozen=True)
+class Accepts:
+    """What a trainer's class says of itself; ``BasicTrainer`` explains each attribute."""
 
     online: bool
-    feedback: list[Text]
+    feedback: tuple[str, ...]
     labelled_examples: bool
+    single_answers: bool
     logprob_range: bool
     beta_scales_rewards: bool
-    loss_keys: list[Text]
-    corrections: list[Text]
-    name: Text = field()  # which trainer it is never comes from the file that gives the other defaults
-    _target_: Text = field()
-    single_answers: bool = True  # of a trainer that does not say, nothing is refused
+    loss_keys: tuple[str, ...]
+    corrections: tuple[str, ...]
+
+
+@cache
+def accepted_by(path: str) -> Accepts:
+    """Return what the class ``path`` accepts. Its source is read; it is imported, and torch with it, only
+    where the source does not say. Raises ConfigError for what is no trainer."""
+    names = [item.name for item in dataclasses.fields(Accepts)]
+    says = written_attributes(path)
+    if not says.keys() >= {*names}:
+        says = {name: getattr(import_function("trainer._target_", path), name, None) for name in names}
+    said = "is not a subclass of trainers.basic.BasicTrainer"
+    require(None not in says.values(), "trainer._target_", path, said)
+    return Accepts(**{name: says[name] for name in names})
 
 
 def loss_numbers(loss: dict[str, Any], trainer_keys: Sequence[str]) -> dict[str, Any]:
@@ -49,13 +69,19 @@ def loss_numbers(loss: dict[str, Any], trainer_keys: Sequence[str]) -> dict[str,
     return {key: value for key, value in loss.items() if key not in (*RESERVED_LOSS_KEYS, *trainer_keys)}
 
 
-def check_trainer_keys(loss: dict[str, Any], trainer: TrainerConfig) -> None:
+def recorded_numbers(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the loss's numbers in a run's config.yaml."""
+    trainer = str(config.get("trainer", {}).get("_target_", ""))
+    return loss_numbers(config.get("loss", {}), written_attributes(trainer).get("loss_keys", ()))
+
+
+def check_trainer_keys(loss: dict[str, Any], accepts: Accepts) -> None:
     """Raise ConfigError if ``loss`` lacks a setting that its trainer reads, or has one that it cannot use."""
-    for key in trainer.loss_keys:
+    for key in accepts.loss_keys:
         require(key in loss, f"loss.{key}", "???", f"loss={loss['name']} needs it")
-    read = {"kl_anchor", "entropy_share", *trainer.loss_keys} & LossKeys.__annotations__.keys()
+    read = {"kl_anchor", "entropy_share", *accepts.loss_keys} & LossKeys.__annotations__.keys()
     typed({key: loss[key] for key in read if key in loss}, LossKeys, "loss.")
-    if "control_tokens" in trainer.loss_keys:
+    if "control_tokens" in accepts.loss_keys:
         check_two_texts("loss.control_tokens", loss["control_tokens"])
     advantages = (key for key in ("advantage", "kl_in") if loss.get(key) in ("tokens", "reward"))
     if loss.get("shape") == "gmpo" and (clash := next(advantages, None)):

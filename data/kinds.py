@@ -58,7 +58,7 @@ def check_kind(config: Config, path: str, first: Loaded, training: bool = True) 
     if not first.groups or not (whole or first.format not in GATHERED):
         return
     counts = Counter(len(group.completions) for group in first.groups)
-    singles, takes = counts[1] == len(first.groups), config.trainer
+    singles, takes = counts[1] == len(first.groups), config.accepts
     labels = {max(group.rewards, default=1) > 0 for group in first.groups} if singles else {True, False}
     ways = proposals([*first.columns, *first.unused], first.unused, config.data.columns)
     typing = f"; if a column says more, type {', or '.join(ways)}" if ways else ""

@@ -219,7 +219,7 @@ def reward_scale(config: Config) -> float:
     """Return the factor from a sequence's log-ratio to its reward.
 
     It is the loss's beta where beta scales rewards and the loss has a reference, else 1."""
-    scaled = config.trainer.beta_scales_rewards and config.has_reference
+    scaled = config.accepts.beta_scales_rewards and config.has_reference
     return float(config.loss.get("beta", 1.0)) if scaled else 1.0
 
 

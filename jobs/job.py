@@ -128,7 +128,7 @@ class Job:
         self.evaluation_sets = load_evaluation_sets(
             config, self.trainer_class, self.renderer, self.plan.loaded.groups
         )
-        plan, labelled = self.plan, config.trainer.labelled_examples
+        plan, labelled = self.plan, config.accepts.labelled_examples
         report = DataReport.of(plan.loaded, plan.evaluation, plan.examples, plan.cuts, labelled)
         self.report = report.with_example(first_example(plan, self.renderer))
         for line in [*self.report.beginning(), *(one.about for one in self.evaluation_sets)]:

@@ -209,7 +209,7 @@ def check_temperatures(config: Config, groups: Iterable[Group]) -> None:
 
 def check_labels(config: Config, groups: ExampleGroups) -> None:
     """Raise ConfigError where a loss of labelled answers would train on one label alone."""
-    if not config.trainer.labelled_examples or config.data.one_label:
+    if not config.accepts.labelled_examples or config.data.one_label:
         return
     labels = (example.label > 0 for group in groups for example in group)
     first = next(labels)

@@ -13,7 +13,7 @@ from huggingface_hub import ModelCardData
 from common.files import write_whole
 from common.markdown import literal
 from common.secrets import scrub, scrub_text
-from config.schema_trainer import loss_numbers
+from config.schema_trainer import recorded_numbers
 from reports.answers import LINES, Answered, before_and_after, shortened
 from reports.outcome import told
 from reports.provenance import git_commit, variant, versions
@@ -48,7 +48,7 @@ def model_card(config: dict[str, Any], summary: dict[str, Any]) -> str:
     """Return the card's text: YAML front matter, provenance, and the evaluation before and after training."""
     model, data, loss = config["model"], config["data"], config["loss"]
     base = str(model["name_or_path"])
-    taken = loss_numbers(loss, config.get("trainer", {}).get("loss_keys", []))
+    taken = recorded_numbers(config)
     numbers = ", ".join(f"{key} = {value}" for key, value in taken.items())
     front = ModelCardData(
         base_model=base if _is_hub_id(base) else None,  # the hub accepts only an id

@@ -26,7 +26,7 @@ from common.options import options_of
 from common.secrets import scrub
 from config.arguments import as_typed
 from config.cli import answered
-from config.schema_trainer import loss_numbers
+from config.schema_trainer import recorded_numbers
 from reports import data_tables
 from reports.answers import before_and_after
 from reports.evaluations import names_of, of_name
@@ -223,7 +223,7 @@ def _end(summary: dict[str, Any], records: list[dict[str, Any]]) -> list[dict[st
 def _settings(config: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the settings that characterize a run, the most important first."""
     model, data = config.get("model", {}), config.get("data", {})
-    loss = loss_numbers(config.get("loss", {}), config.get("trainer", {}).get("loss_keys", []))
+    loss = recorded_numbers(config)
     clipping = [f"{key} {_text(config.get(key))}" for key in ("log_epsilon_P", "log_epsilon_R", "sync_freq")]
     chosen = {
         "variant": variant(config) if config else None,

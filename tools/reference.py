@@ -22,13 +22,14 @@ GUIDE = "from-halos-and-trl.md"
 TOUR = "tour.md"
 MADE = "<!-- made by python -m tools.reference; do not edit -->\n"
 GROUPS = {
-    "model": ("base", "what is trained"),
-    "data": ("_base", "what it is trained on"),
-    "loss": (None, "the objective"),
-    "trainer": (None, "what a trainer accepts; the loss chooses it"),
-    "sampler": (None, "who samples, online"),
-    "reward": (None, "what scores samples"),
+    "model": "what is trained",
+    "data": "what it is trained on",
+    "loss": "the objective",
+    "sampler": "who samples, online",
+    "reward": "what scores samples",
 }
+OWN = ("loss", "trainer")
+"""Sections that the files of config/loss alone have; other sections in them change a default."""
 
 
 PROGRAMS = {
@@ -114,31 +115,55 @@ def settings_page() -> str:
             else:
                 rows.append(setting)
         out += table(rows)
-    for group, (base, what) in GROUPS.items():
-        out.append(f"## `{group}=`: {what}\n")
-        files = sorted(
-            (ROOT / "config" / group).glob("*.yaml"), key=lambda p: p.stem not in (base, f"_{base}")
-        )
-        for path in files:
-            out += group_file(group, path, base)
-        out.append("")
+    for group, what in GROUPS.items():
+        out += [f"## `{group}=`: {what}\n", *group_part(group), ""]
     return "\n".join(out)
 
 
-def group_file(group: str, path: Path, base: str | None) -> Iterator[str]:
-    """Yield the part of settings.md for one file of a group: all of its settings, or only its description if
-    the group has a base file and this is another one."""
-    text = path.read_text()
-    about = " ".join(m[1] for m in re.finditer(r"^# (?!@package)(.*)$", text.split("\n\n")[0], re.MULTILINE))
-    if base is not None and path.stem not in (base, f"_{base}"):
-        if not path.stem.startswith("_"):
-            yield f"- `{group}={path.stem}`: {about}"
-        return
-    title = f"Every file of config/{group}" if base is not None else f"`{group}={path.stem}`"
-    yield f"### {title}\n\n{about}\n"
-    settings = [setting for _, setting in settings_of(text) if setting is not None]
-    inside = [s for s in settings if s.key.startswith(f"{group}.")]
-    yield from table(inside or settings, "" if inside else f"{group}.")
+def group_part(group: str) -> Iterator[str]:
+    """Yield the part of settings.md for a folder of config/: what each file is, then every setting of theirs
+    once. In a folder with a base file, whose settings all files have, these are the settings."""
+    files = {path.stem: path.read_text() for path in sorted((ROOT / "config" / group).glob("*.yaml"))}
+    base = next((name for name in ("base", "_base") if name in files), None)
+    for name, text in files.items():
+        head = text.split("\n\n")[0] if name != base else ""
+        about = " ".join(m[1] for m in re.finditer(r"^# (?!@package)(.*)$", head, re.MULTILINE))
+        if name[0] != "_" and name != base:
+            yield f"- `{group}={name}`: {about}"
+    yield ""
+    found: dict[str, dict[str, Setting]] = {}
+    for name, text in files.items() if base is None else [(base, files[base])]:
+        for _, setting in settings_of(text):
+            if setting is None or (group == "loss" and setting.key.partition(".")[0] not in OWN):
+                continue
+            key = setting.key if group == "loss" else f"{group}.{setting.key}"
+            found.setdefault(key, {})[name] = setting
+    yield from table(
+        [once(key, by_file, len(by_file) == len(files) or base is not None) for key, by_file in found.items()]
+    )
+
+
+MOST_DEFAULTS = 6
+"""Different defaults that a row names; of a setting with more every file has its own."""
+
+
+def once(key: str, by_file: dict[str, Setting], everywhere: bool) -> Setting:
+    """Return a setting that several files have as one row: with the names of those that have it, unless all
+    have it (``everywhere``) or its own name says it, and of those that share a default or a comment."""
+
+    def parts(texts: dict[str, str]) -> str:
+        groups = {text: [name for name, own in texts.items() if own == text] for text in texts.values()}
+        if len(groups) == 1:
+            return next(iter(groups))
+        return "; ".join(f"{', '.join(names)}: {text}" for text, names in groups.items() if text)
+
+    comments = {name: setting.comment for name, setting in by_file.items()}
+    defaults = {name: setting.default for name, setting in by_file.items()}
+    said = parts(comments)
+    if len(set(comments.values())) == 1 and not everywhere and f".{next(iter(by_file))}." not in key:
+        said = f"{', '.join(by_file)}: {said}"
+    own = len(set(defaults.values())) > MOST_DEFAULTS
+    return Setting(key, "" if own else parts(defaults), said)
 
 
 def guide_page() -> str:

@@ -112,6 +112,23 @@ class BasicTrainer(ABC, Generic[Prepared]):
     counts: ClassVar[str] = "sequences"
     """Plural name of an example: sequences or pairs."""
     rows_per_example: ClassVar[int] = 1
+    online: ClassVar[bool] = True
+    """Whether it can train on rounds sampled from the policy. This and what follows are literals: settings
+    are checked with them before torch is imported, as the source has them (``config.schema_trainer``)."""
+    feedback: ClassVar[tuple[str, ...]] = ("pair", "random", "min")
+    """Values of ``rounds.feedback`` that it can learn from"""
+    labelled_examples: ClassVar[bool] = False
+    """Whether it reads single labelled completions (``data.frac_unique_*``)"""
+    single_answers: ClassVar[bool] = True
+    """Whether an answer alone, with no other of its prompt, is an example"""
+    logprob_range: ClassVar[bool] = True
+    """Whether ``data.logprob_range`` may order its data by the model's likelihood"""
+    beta_scales_rewards: ClassVar[bool] = True
+    """Whether ``loss.beta`` times the log-ratio is the reward; beta must then be above 0"""
+    loss_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys of ``loss`` that it reads instead of the loss function"""
+    corrections: ClassVar[tuple[str, ...]] = ()
+    """What a correction can weight in its loss: tokens, examples"""
     view: View
     scorer_class: ClassVar[type[TokenScorer]] = TokenScorer
 

@@ -18,6 +18,7 @@ from trainers.losses.base import LossResult, Mean, TokenScores
 
 class BCOTrainer(BasicTrainer[None]):
     view = staticmethod(views.labelled)
+    labelled_examples = True
 
     def __init__(
         self, config: Config, policy: nn.Module, loss: Callable[..., LossResult], world: World

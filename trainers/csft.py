@@ -23,6 +23,9 @@ from trainers.sft import SFTTrainer
 
 class ConditionedSFTTrainer(SFTTrainer):
     view = staticmethod(views.labelled)
+    online = False
+    labelled_examples = True
+    loss_keys = ("control_tokens",)
 
     def __init__(
         self, config: Config, policy: nn.Module, loss: Callable[..., LossResult], world: World

@@ -31,6 +31,11 @@ but for the rounding of their microbatches."""
 
 class GRPOTrainer(BasicTrainer[Tensor | Masks | None]):
     view = staticmethod(group_advantages)
+    feedback = ("pair", "random", "min", "group")
+    single_answers = False
+    beta_scales_rewards = False
+    loss_keys = ("advantage",)
+    corrections = ("tokens",)
 
     @classmethod
     def view_of(cls, config: Config) -> View:

@@ -13,6 +13,8 @@ class PairedPreferenceTrainer(BasicTrainer[None]):
     counts = "pairs"
     rows_per_example = 2
     view = staticmethod(views.pairs)
+    single_answers = False
+    corrections = ("examples",)
 
     def loss_denominator(self, batch: list[Example]) -> int:
         return len(batch)

@@ -46,6 +46,10 @@ class Targets:
 
 class OfflinePPOTrainer(BasicTrainer[Targets]):
     view = staticmethod(views.labelled)
+    feedback = ("pair", "random", "min", "group")
+    labelled_examples = True
+    beta_scales_rewards = False
+    loss_keys = ("gamma", "lam", "rewards")
     scorer_class = ValueScorer
 
     @classmethod

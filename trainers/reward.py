@@ -10,6 +10,11 @@ from trainers.paired import PairedPreferenceTrainer
 
 
 class RewardTrainer(PairedPreferenceTrainer):
+    online = False
+    logprob_range = False
+    beta_scales_rewards = False
+    corrections = ()
+
     def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: None) -> LossResult:
         chosen, rejected = scores.split(len(micro.examples))
         rewards = (token_sum(side.policy, side.mask) for side in (chosen, rejected))

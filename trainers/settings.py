@@ -37,14 +37,14 @@ def check_numbers(config: Config, signature: inspect.Signature) -> None:
     use."""
     name, from_data = f"loss={config.loss['name']}", config.data.numbers or ()
     takes = {n: p for n, p in signature.parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
-    numbers = loss_numbers(config.loss, config.trainer.loss_keys)
+    numbers = loss_numbers(config.loss, config.accepts.loss_keys)
     file = f"loss/{config.loss['name']}.yaml"
     own = section(f"{file}:loss") if (FOLDER / file).is_file() else numbers  # it may lie in another folder
     for key, value in numbers.items():
         others = ", ".join(takes) or "no numbers"
         require(key in takes, f"loss.{key}", value, f"{name} does not take it; it takes {others}")
         # beta elsewhere weighs a penalty, and 0 means no penalty
-        scales = key in ("beta", "tau") and config.trainer.beta_scales_rewards
+        scales = key in ("beta", "tau") and config.accepts.beta_scales_rewards
         endless = own.get(key) == math.inf
         _check_number(f"loss.{key}", value, str(takes[key].annotation), scales, endless)
     for column in from_data:

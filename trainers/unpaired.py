@@ -21,6 +21,9 @@ from trainers.scorer import TokenScorer
 
 class UnpairedPreferenceTrainer(BasicTrainer[Tensor]):
     view = staticmethod(views.labelled)
+    feedback = ("pair", "random", "min", "threshold")
+    labelled_examples = True
+    corrections = ("examples",)
 
     def loss_denominator(self, batch: list[Example]) -> int:
         return len(batch)

@@ -234,7 +234,7 @@ MADE = {
         ["""sed 's/^{/{"margin": 2, /' assets/adder/pairs.jsonl > rated.jsonl"""],
     ),
     r"data\.path=groups\.jsonl": ("groups.jsonl", ["cp assets/adder/pairs.jsonl groups.jsonl"]),
-    r"loss=hinge|loss=rated_dpo|soft_clip|trainer=sequence|reward=length|sampler=fixed|data=questions"
+    r"loss=hinge|loss=rated_dpo|soft_clip|trainer._target_=trainers|reward=length|sampler=fixed|data=questions"
     r"|trackers=\[csv\]|LengthLimit": (
         "config/loss/hinge.yaml",
         ["python -m tests.docs extend.md"],

@@ -111,10 +111,7 @@ def test_ctrl_c_ends_every_program_with_one_message(capsys):
 @pytest.mark.parametrize(
     ("word", "said"),
     {
-        **{
-            f"{group}=null": f"{group}=null: choose a file of"
-            for group in ("model", "data", "trainer", "sampler")
-        },
+        **{f"{group}=null": f"{group}=null: choose a file of" for group in ("model", "data", "sampler")},
         "reward=null": "for none write ~reward",
         "experiment=null": "for none leave it out",
         "reward=armrom": "reward=armrom: there is no such file in config/reward; did you mean reward=armorm?",
@@ -166,7 +163,7 @@ def test_a_folder_of_ones_own_settings_may_have_the_reward(tmp_path):
 
 def test_ones_own_settings_lie_in_a_folder_that_an_option_names(tmp_path):
     (folder := tmp_path / "ü, =1" / "experiment").mkdir(parents=True)
-    (folder / "mine.yaml").write_text("# @package _global_\nlr: 3e-4\ntrainer: {single_answers: false}\n")
+    (folder / "mine.yaml").write_text("# @package _global_\nlr: 3e-4\n")
     words = ["--config-dir", str(folder.parent), "experiment=mine"]
     config, name = compose(*words, "seed=3")
     assert config.lr == 3e-4 and name == compose("-cd", words[1], "experiment=mine", "seed=3")[1]
@@ -174,11 +171,14 @@ def test_ones_own_settings_lie_in_a_folder_that_an_option_names(tmp_path):
     for word in ("lrr=3", "+lrr=3"):
         with pytest.raises(UserError, match=r"^lrr=3: is not a setting.* did you mean lr\?$"):
             compose(*words, word)
-    assert "trainer.single_answers" in _settings_there(words)
+    assert "trainer._target_" in _settings_there(words)
 
 
 LOSS = "loss: {name: hinge, _target_: trainers.losses.dpo.dpo, reference: true, beta: 0.1}\n"
-TRAINER, FIRST = "defaults: [{/trainer: paired}, _self_]\n", "# @package _global_\n"
+TRAINER, FIRST = (
+    "trainer: {_target_: trainers.paired.PairedPreferenceTrainer}\n",
+    "# @package _global_\n",
+)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ TRAINER, FIRST = "defaults: [{/trainer: paired}, _self_]\n", "# @package _global
             "loss=hinge: its file loss/hinge.yaml must begin with the line '# @package _global_'",
         ),
         (TRAINER + "model: {batch_size: 8}\n", "loss=hinge: its file loss/hinge.yaml must begin with"),
-        (FIRST + LOSS, "loss=hinge: .* name its trainer under defaults, as in '- /trainer: paired'"),
+        (FIRST + LOSS, "loss=hinge: .* name its trainer, as in 'trainer: {_target_: trainers"),
         (FIRST + TRAINER + LOSS.replace("hinge", "dpo"), "loss.name=dpo: must be hinge, as its file"),
     ],
 )

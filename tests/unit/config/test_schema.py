@@ -87,10 +87,7 @@ def test_no_default_of_the_yaml_files_stands_in_the_schema_too():
                 held = [section(p)[item.target.id] for p in places if item.target.id in section(p)]
                 if any(not isinstance(value, dict) and value != "???" for value in held):
                     twice.append(f"{path.stem}.{node.name}.{item.target.id}")
-    # Which trainer it is, and what it learns from, comes from its own file, never from the one that gives the
-    # other defaults.
-    own = ("name", "_target_", "single_answers")
-    assert twice == [f"schema_trainer.TrainerConfig.{key}" for key in own]
+    assert twice == []
 
 
 def test_a_default_that_has_a_word_is_written_as_its_word():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,13 @@ def test_every_key_is_there_with_its_comment():
     keys = {k for k in leaves(yaml.safe_load(text)) if not k.startswith(("defaults", "hydra"))}
     assert keys <= set(found)
     assert [key for key in keys if not found[key].comment] == []
+
+
+def test_every_setting_stands_once_on_the_page():
+    """Among those of a run, and among those of each other program."""
+    for part in (ROOT / "docs" / "settings.md").read_text().split("\n## `")[1:]:
+        rows = re.findall(r"^\| `([^`]+)`", part, re.MULTILINE)
+        assert rows and sorted({*rows}) == sorted(rows)
 
 
 def test_comments_go_on_over_lines_and_sections_nest():

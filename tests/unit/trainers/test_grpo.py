@@ -107,7 +107,7 @@ def test_the_view_is_the_one_that_the_setting_names(advantage):
         (["loss=grpo"], views.group_advantages),
         (["loss=ppo_group"], views.group_advantages),
         (["loss=dr_grpo"], views.centred_advantages),
-        (["loss=grpo", "trainer=dr_grpo"], views.centred_advantages),
+        (["loss=grpo", "trainer._target_=trainers.grpo.CentredGRPOTrainer"], views.centred_advantages),
         (["loss=dpo"], views.pairs),
     ],
 )

@@ -12,7 +12,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from config.schema_trainer import loss_numbers
+from config.schema_trainer import accepted_by, loss_numbers
 from trainers.humanline import Humanline
 from trainers.losses.base import LossResult, TokenScores, token_sum
 
@@ -41,7 +41,7 @@ class Loss:
         if self.trainer == "ppo":
             nothing = torch.zeros_like(scores.policy)
             return self.function(scores, nothing, labels, nothing)
-        if self.trainer not in ("grpo", "dr_grpo"):
+        if self.trainer != "grpo":
             return self.function(scores)
         if self.numbers.get("shape") == "m2po":  # what the trainer finds over the global batch
             return self.function(scores, labels, scores.log_ratio.detach().abs() > 1)
@@ -53,10 +53,9 @@ def load(path: Path, shape: str | None = None) -> Loss:
     cfg = OmegaConf.load(path)
     if shape is not None:
         cfg.loss.name, cfg.loss.shape = f"{cfg.loss.name}-{shape}", shape
-    trainer = next(entry["/trainer"] for entry in cfg.defaults if "/trainer" in entry)
+    trainer = cfg.trainer._target_.split(".")[1]
     numbers = OmegaConf.to_container(cfg.loss, resolve=False)
-    trainer_keys = OmegaConf.load(FILES[0].parents[1] / "trainer" / f"{trainer}.yaml").loss_keys
-    taken = loss_numbers(numbers, trainer_keys)
+    taken = loss_numbers(numbers, accepted_by(cfg.trainer._target_).loss_keys)
     call = OmegaConf.create(taken | {"_target_": numbers["_target_"], "_partial_": True})
     return Loss(cfg.loss.name, trainer, cfg.loss.reference, taken, instantiate(call))
 
