@@ -16,7 +16,6 @@ from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
 from common.errors import ConfigError, require
-from common.secrets import is_secret
 from config.files import FOLDER
 from config.unknown import no_file
 
@@ -56,7 +55,6 @@ def as_settings(arguments: list[str]) -> list[str]:
     """Turn ``--lr 1e-5``, ``--lr=1e-5`` and ``--resume`` into ``lr=1e-5`` and ``resume=true``. A ``-`` within
     a name becomes a ``_``, and several values become a list. Mappings whose keys the user defines get Hydra's
     ``++``. Hydra's own options come first, as Hydra wants it. Everything else stays unchanged."""
-    arguments = _closed_up(arguments)
     words, at = [], 0
     while at < len(arguments):
         word = arguments[at]
@@ -96,17 +94,6 @@ def apart(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if name in VALUED or (name in ("--info", "-i") and rest and re.fullmatch(r"[a-z-]+", rest[0])):
             options.append(rest.pop(0))
     return options, others
-
-
-def _closed_up(arguments: list[str]) -> list[str]:
-    """Return the arguments with ``key = value`` and ``key =value`` as one word."""
-    words: list[str] = []
-    for before, word in zip(("", *arguments), arguments, strict=False):
-        if words and (before == "=" or (word.startswith("=") and "=" not in words[-1])):
-            words[-1] += word
-        else:
-            words.append(word)
-    return words
 
 
 def _is_value(word: str) -> bool:
@@ -161,25 +148,6 @@ def _check_choice(override: Override, folders: list[Path]) -> None:
         raise ConfigError(key, value, no_file(key, str(value), files) + NONE_OF.get(key, ""))
 
 
-def given_twice(arguments: list[str]) -> list[str]:
-    """Return a sentence for each setting that is given two different values, without the values if one of
-    them is a secret. The last value holds, because scripts that append to a command rely on it."""
-    values: dict[str, list[str]] = {}
-    secret: set[str] = set()
-    for override in filter(None, map(override_in, arguments)):
-        if not override.is_delete() and override.key_or_group:
-            values.setdefault(override.key_or_group, []).append(override.get_value_string())
-            if _has_secret(override.key_or_group, override.value()):
-                secret.add(override.key_or_group)
-    return [
-        f"{key} is given {len(given_values)} times: the last one holds"
-        if key in secret
-        else f"{key} is given {len(given_values)} times, {', '.join(given_values)}: {given_values[-1]} holds"
-        for key, given_values in values.items()
-        if len(set(given_values)) > 1
-    ]
-
-
 def in_quotes(text: str) -> str:
     """Return ``text`` as Hydra reads it back as a text, whatever it looks like."""
     return str(QuotedString(text, Quote.single).with_quotes())
@@ -190,15 +158,6 @@ def as_typed(key: str, text: object) -> str:
     override = override_in(f"{key}={text}")
     same = override is not None and override.value() == str(text)
     return f"{key}={text}" if same else f"{key}={in_quotes(str(text))}"
-
-
-def _has_secret(key: str, value: object) -> bool:
-    """Return whether a value, or a part of it, is a secret by its name."""
-    if isinstance(value, dict):
-        return any(_has_secret(f"{key}.{name}", item) for name, item in value.items())
-    if isinstance(value, list):
-        return any(_has_secret(key, item) for item in value)
-    return is_secret(key, str(value))
 
 
 @cache

@@ -11,12 +11,10 @@ from __future__ import annotations
 import atexit
 import errno
 import gc
-import math
 import os
 import re
-import shlex
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,7 +36,6 @@ from config.arguments import (
     as_settings,
     choices_of,
     folders_given,
-    given_twice,
     override_in,
     wrong_choices,
 )
@@ -51,7 +48,7 @@ from config.machine import refuse_left_over, speaks
 from config.multirun import check_jobs
 from config.removed import refuse_removed
 from config.schema import Config
-from config.unknown import NOTHING, names, names_of, no_file, remedy, translated
+from config.unknown import NOTHING, names, names_of, no_file, remedy
 
 REFUSED, STOPPED = 2, 1
 
@@ -59,10 +56,8 @@ FOLLOWS = {"max_length": "max_prompt_length", "contexts": "contexts_per_round"}
 """A limit -> the one of the same section that must not exceed it."""
 OPEN = ("evaluations", "callbacks", "humanline_rule", "trackers", "reward", "hydra")
 """Sections whose settings the user or a chosen file defines."""
-OF_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
-"""TRL's settings whose product is its batch of an update, on one rank."""
-OF_ROUNDS = ("rounds.", "sampler", "reward")
-"""What words begin with that online runs alone read."""
+LINES = "\n       "
+"""What separates the lines of one message."""
 UNREADABLE = (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError)
 """What Hydra raises for words and files that it cannot compose."""
 _PLACE = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
@@ -182,8 +177,6 @@ def cli(main: Callable[[], object]) -> None:
     sys.argv[1:] = as_settings(sys.argv[1:])
     guarded(lambda: refuse_left_over(os.environ))
     guarded(lambda: refuse_foreign(sys.argv[1:]))
-    for sentence in given_twice(sys.argv[1:]) if speaks(os.environ) else ():
-        print(f"note: {scrub_text(sentence)}", file=sys.stderr, flush=True)
     if speaks(os.environ):
         pulse()
 
@@ -279,23 +272,28 @@ def in_our_words(error: Exception, overrides: Sequence[str]) -> str:
 
 def all_unknown(error: ConfigError, overrides: Sequence[str]) -> UserError:
     """Return ``error``; where it is about a key that is no setting, one message about all such keys of the
-    command line, and what to type in their place if each has its name here."""
+    command line."""
     given = _given(overrides)
     typed = [key for key in dict(given) if f"{key}.".startswith(f"{error.key}.")]
     if not typed:
         return error
     known = _settings_there(overrides)
     unknown = _unknown(given, known, OPEN)
-    if not any(key in unknown for key in typed):
-        return error
-    return UserError("\n       ".join(unknown_lines(unknown, overrides, known)))
+    return UserError(LINES.join(unknown.values())) if any(key in unknown for key in typed) else error
 
 
 def _unknown(given: Sequence[tuple[str, str]], known: Sequence[str], but: Collection[str]) -> dict[str, str]:
-    """Return the keys of ``given`` that are no settings, with their values; none of the sections ``but``."""
+    """Return key -> its refusal for the keys of ``given`` that are no settings; none of the sections
+    ``but``."""
     folders = {path.name for path in FOLDER.iterdir() if path.is_dir()}
     there = {*known, *folders} - {"trainer"}  # typed by who comes from HALOs; here it is a section
-    return {key: value for key, value in given if key.split(".")[0] not in but and key not in there}
+    lines = {}
+    for key, value in given:
+        if key.split(".")[0] not in but and key not in there:
+            said = remedy(key, value, known)
+            shows = f"; python {program()}.py --cfg job shows all of them" if said == NOTHING else ""
+            lines[key] = str(ConfigError(key, value, said + shows))
+    return lines
 
 
 def refuse_foreign(overrides: Sequence[str]) -> None:
@@ -307,46 +305,16 @@ def refuse_foreign(overrides: Sequence[str]) -> None:
         return
     right = [word for word in overrides if word not in wrong]
     sections = [error.key for error in wrong.values()]
-    known, given = _settings_there(right), _given(right)
-    lines = unknown_lines(_unknown(given, known, [*OPEN, *sections]), right, known, sections)
+    lines = _unknown(_given(right), _settings_there(right), [*OPEN, *sections])
     if len(wrong) == 1 and not lines:
         raise next(iter(wrong.values()))
-    raise UserError("\n       ".join([*map(str, wrong.values()), *lines]))
+    raise UserError(LINES.join([*map(str, wrong.values()), *lines.values()]))
 
 
 def _given(overrides: Sequence[str]) -> list[tuple[str, str]]:
     """Return (key, value) of each setting that is given."""
     words = (word.lstrip("+").partition("=") for word in apart(overrides)[1] if word[:1] not in ("-", "~"))
     return [(key, value) for key, _, value in words]
-
-
-def unknown_lines(
-    unknown: Mapping[str, str], overrides: Sequence[str], known: Sequence[str], aside: Sequence[str] = ()
-) -> list[str]:
-    """Return a line for each of these keys, and the command to type in their place if some have their name
-    here. ``aside``: what the command leaves out besides."""
-    lines, here = [], []
-    parts = [unknown.get(key, "") for key in OF_BATCH]
-    for key, value in unknown.items():
-        said = remedy(key, value, known)
-        shows = f"; python {program()}.py --cfg job shows all of them" if said == NOTHING else ""
-        lines.append(str(ConfigError(key, value, said + shows)))
-        if key == OF_BATCH[0] and all(map(str.isdecimal, parts)):
-            value = str(math.prod(map(int, parts)))
-        here.append(translated(key, value, known))
-    first: dict[str, str] = {}
-    for word in (word for part in here for word in part or ()):
-        first.setdefault(word.partition("=")[0], word)
-    made = list(first.values())
-    if any(word.startswith(OF_ROUNDS) for word in made) and "online=true" not in made:
-        made.append("online=true")
-    gone = {*unknown, *(word.partition("=")[0] for word in made)}
-    words = [*(word for word in overrides if word.lstrip("+").partition("=")[0] not in gone), *made]
-    if len(lines) + len(aside) > 1 and any(here):
-        left = [*aside, *(key for key, part in zip(unknown, here, strict=True) if not part)]
-        without = f"   ({', '.join(left)} aside)" if left else ""
-        lines.append(f"in their place: python {program()}.py {shlex.join(words)}{without}")
-    return lines
 
 
 def program() -> str:

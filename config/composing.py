@@ -38,7 +38,7 @@ def check_loss_file(cfg: DictConfig, choices: Mapping[str, str]) -> None:
     chosen, loss = choices["loss"], cfg.get("loss") or {}
     own = chosen.rpartition("/")[2]
     require(
-        OmegaConf.is_dict(cfg.get("trainer")) and not any(map(OmegaConf.is_dict, map(loss.get, SECTIONS))),
+        cfg.get("trainer") is not None and not any(map(OmegaConf.is_dict, map(loss.get, SECTIONS))),
         "loss",
         chosen,
         f"its file loss/{chosen}.yaml must begin with the line '# @package _global_' and name its trainer, "

@@ -6,9 +6,7 @@ a command line that uses a name of one of these projects is answered from it.
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
 from functools import cache
 from itertools import starmap
 from typing import Any, NamedTuple
@@ -38,28 +36,16 @@ class Equivalent(NamedTuple):
         return [name.partition("=")[0] for name in self.there]
 
     def answer(self, value: str) -> str:
-        """Return the row as a remedy for a user who typed ``value``. A single setting without a note has the
-        same values in both projects, so the remedy repeats the value."""
+        """Return the row as a remedy for a user who typed ``value``, which takes the place of the example's
+        where the row has one way to type it here and units and names of values are the same (``own``)."""
         if not self.here:
             return self.note
-        typed = self.typed(value)
-        here = shlex.join(typed) if typed and value else ", or ".join(self.here)
+        here = ", or ".join(self.here)
+        value = value.strip("[]")
+        same = self.own and len(self.here) == 1 and "=" not in self.there[0] and here[-1] not in "]'"
+        if value and same and "," not in value:
+            here = f"{here.rpartition('=')[0]}={value}"
         return f"{here}{f' ({self.note})' if self.note else ''}"
-
-    def typed(self, value: str) -> list[str]:
-        """Return the words to type here for ``value``, which has the place of the example's; nothing where
-        units or names of values differ (``own``) or the choice is the user's."""
-        if not self.here or (not self.own and not any("=" in name for name in self.there)):
-            return []
-        local = value.endswith((".json", ".jsonl", ".csv", ".parquet", ".gz")) or os.path.exists(value)
-        fitting = [way for way in self.here if "=local" in way] if local else []
-        value = value.strip("[]") if "," not in value else value
-        *words, last = shlex.split((fitting or self.here)[0])
-        key, _, example = last.partition("=")
-        keeps = not self.own or "," in value or not value or any("=" in name for name in self.there)
-        if example.startswith("[") and not keeps:  # a list there too
-            value = f"[{value}]" if re.fullmatch(r"[\w.-]+", value) else f'["{value}"]'
-        return [*words, f"{key}={example if keeps else value}"]
 
 
 @cache
@@ -89,16 +75,12 @@ def known_elsewhere(name: str, value: str) -> tuple[str, Equivalent] | None:
     asked = [(whose, row) for whose, row in matches if f'{name}="{bare}"' in row.there]
     if asked or len(matches) == 1 or name in matches[0][1].there:
         return (asked or matches)[0]
-    whose, parts = matches[0][0], bare.strip("[]").split(",")
-    if several := [at for part in parts for at in matches if f'{name}="{part}"' in at[1].there]:
-        matches = several
-    here = tuple(
-        f"{row.here[0]} for {row.there[0].partition('=')[2]}"
-        for by, row in matches
-        if by == whose and row.here
-    )
-    note = "several are not summed here" if len(several) > 1 else ""
-    return whose, Equivalent((name,), here, note, own=False)
+    whose = matches[0][0]
+    listed = [f'{name}="{part}"' for part in bare.strip("[]").split(",")]
+    of_values = [row for by, row in matches if by == whose and row.here]
+    of_values = [row for row in of_values if {*listed} & {*row.there}] or of_values
+    here = tuple(f"{row.here[0]} for {row.there[0].partition('=')[2]}" for row in of_values)
+    return whose, Equivalent((name,), here, own=False)
 
 
 def guide_table(rows: tuple[Equivalent, ...]) -> str:

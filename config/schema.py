@@ -41,7 +41,6 @@ from config.typed import (
     without_words,
     yaml_defaults,
 )
-from config.variant import variant
 
 PAPERS_MAX_TOKENS = 2048
 SyncMode = Literal["humanline", "trust_region", "ema", "reset", "kl", "delayed", "never"]
@@ -477,3 +476,11 @@ class Config:
     def variant(self) -> str:
         """The name of the paper's variant (offline or online, with or without humanline)."""
         return variant(self.online, self.humanline, self.sync_mode)
+
+
+def variant(online: bool, humanline: bool, sync_mode: str | None) -> str:
+    """Return one of the paper's four variants: offline, online, offline+humanline or online+humanline. A mode
+    of syncing that is not the paper's is appended."""
+    other = sync_mode not in (None, "humanline", "never")
+    mode = f"+{sync_mode}".replace("_", "-") if other else ""
+    return ("online" if online else "offline") + "+humanline" * humanline + mode

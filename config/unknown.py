@@ -59,17 +59,6 @@ def remedy(key: str, value: str, known: Iterable[str]) -> str:
     return f"{NOTHING}; {section_says(inside, known)}" if inside is not None else NOTHING
 
 
-def translated(key: str, value: str, known: Iterable[str]) -> list[str]:
-    """Return the words to type here in place of ``key=value``; nothing where there is no equal."""
-    last = key.rpartition(".")[2]
-    same = [name for name in known if name.rpartition(".")[2] == last]
-    if len(same) == 1:
-        return [f"{same[0]}={value}"]
-    if (foreign_setting := known_elsewhere(key, value) or known_elsewhere(last, value)) is not None:
-        return foreign_setting[1].typed(value)
-    return [f"{name}={value}" for name in known if name.replace(".", "_") == key]
-
-
 def section_says(name: str, known: Iterable[str]) -> str:
     """Return the end of a sentence that lists the settings of section ``name``; ``known`` are the dotted
     names of all settings."""

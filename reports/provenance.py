@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from common.versions import installed
-from config import variant as variants
+from config import schema
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "vllm")
 
 
 def variant(config: dict[str, Any]) -> str:
     """Return which of the paper's four variants a saved config (config.yaml) is."""
-    return variants.variant(
-        bool(config.get("online")), bool(config.get("humanline")), config.get("sync_mode")
-    )
+    return schema.variant(bool(config.get("online")), bool(config.get("humanline")), config.get("sync_mode"))
 
 
 def versions() -> dict[str, str]:

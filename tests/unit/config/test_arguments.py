@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
-from config.arguments import HYDRAS, apart, as_settings, choices_of, given_twice
+from config.arguments import HYDRAS, apart, as_settings, choices_of
 from config.cli import refuse_foreign
 
 
@@ -52,15 +52,6 @@ def test_hydras_own_options_are_known() -> None:
     assert {name for name in get_args_parser()._option_string_actions if name.startswith("--")} == set(HYDRAS)
 
 
-def test_what_is_given_twice_is_said_with_the_value_that_holds() -> None:
-    words = ["lr=1e-5", "loss=dpo", "+data.x=3", "lr=2e-5", "loss=dpo", "++data.x=4", "seed=1", "~reward"]
-    assert given_twice(words) == [
-        "lr is given 2 times, 1e-5, 2e-5: 2e-5 holds",
-        "data.x is given 2 times, 3, 4: 4 holds",
-    ]
-    assert given_twice(["lr=1", "resume=true", "resume=true", "-m", "lr"]) == []
-
-
 def test_the_choices_of_a_command_line() -> None:
     assert choices_of(
         ["loss=kto", "lr=3", "model=hub", "model.name_or_path=x", "-m", "seed=1,2", "data=hh,shp"]
@@ -95,21 +86,6 @@ def test_a_folder_within_config_is_no_path(tmp_path) -> None:
     (tmp_path / "data" / "mine").mkdir(parents=True)
     (tmp_path / "data" / "mine" / "set.yaml").write_text("name: mine\n")
     refuse_foreign(["--config-dir", str(tmp_path), "data=mine/set"])
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["reward.judge.api_key_env=hunter2-1", "reward.judge.api_key_env=hunter2-2"],
-        ["reward.judge.api_key_env='hunter2-1'", "reward.judge.api_key_env=JUDGE_KEY"],
-        ["reward.judge={api_key_env: hunter2-1}", "reward.judge={api_key_env: hunter2-2}"],
-        ["reward.judges=[{api_key_env: hunter2-1}]", "reward.judges=[]"],
-        ["my_token=hunter2-1", "my_token=hunter2-2"],
-    ],
-)
-def test_a_secret_that_is_given_twice_is_not_said(words: list[str]) -> None:
-    (said,) = given_twice(words)
-    assert said == f"{words[0].partition('=')[0]} is given 2 times: the last one holds"
 
 
 def test_a_choice_with_a_name_that_no_file_system_has_is_refused() -> None:

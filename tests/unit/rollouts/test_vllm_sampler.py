@@ -228,7 +228,7 @@ def test_every_engines_workers_have_ranks_of_their_own_behind_the_trainers(
 ):
     with make(tmp_path, data_parallel=engines, tensor_parallel=workers) as sampler:
         asked: list[dict[str, int]] = []
-        monkeypatch.setattr(sampler, "_ask", lambda call, infos, timeout: asked.extend(i for i, in infos))
+        monkeypatch.setattr(sampler, "_ask", lambda call, infos, timeout: asked.extend(i for (i,) in infos))
         sampler._workers = [None] * engines
         sampler.init_weight_transfer_engine({"rank_offset": 5})
         sampler._workers = []
