@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,7 @@ def check_importable(key: str, path: str) -> None:
         import_function(key, path)  # says what is wrong
 
 
+@cache
 def _source(module: str) -> list[ast.stmt]:
     """Return what stands in the source of a module, which is not imported; [] where it has none."""
     _see_working_directory()
@@ -105,20 +107,34 @@ def _source(module: str) -> list[ast.stmt]:
     return ast.parse(Path(origin).read_text("utf-8")).body if origin.endswith(".py") else []
 
 
+def _place(module: str, name: str) -> str:
+    """Return the import path of what ``name`` stands for in the source of a module."""
+    imported = (node for node in _source(module) if isinstance(node, ast.ImportFrom))
+    places = {one.asname or one.name: f"{node.module}.{one.name}" for node in imported for one in node.names}
+    return places.get(name, f"{module}.{name}")
+
+
+def written_type(path: str) -> str | None:
+    """Return the import path of the class that annotates the first parameter of the function ``path`` in the
+    source of its module, which is not imported; None where there is none."""
+    signature = written_signature(path)
+    first = next(iter(signature.parameters.values()), None) if signature is not None else None
+    named = first is not None and isinstance(first.annotation, str)
+    return _place(path.rpartition(".")[0], first.annotation) if first is not None and named else None
+
+
 def written_attributes(path: str) -> dict[str, Any]:
     """Return name -> value of the literals that the class ``path`` and the classes that it extends have as
     attributes, as the source of their modules has them, without an import."""
     module, _, name = path.rpartition(".")
     body = _source(module)
-    imported = [(node.module, one) for node in body if isinstance(node, ast.ImportFrom) for one in node.names]
-    places = {one.asname or one.name: f"{origin}.{one.name}" for origin, one in imported}
     attributes: dict[str, Any] = {}
     for part in body:
         if not isinstance(part, ast.ClassDef) or part.name != name:
             continue
         for base in reversed(part.bases):
             base = base.value if isinstance(base, ast.Subscript) else base
-            attributes |= written_attributes(places.get(ast.unparse(base), f"{module}.{ast.unparse(base)}"))
+            attributes |= written_attributes(_place(module, ast.unparse(base)))
         for line in part.body:
             target = line.targets[0] if isinstance(line, ast.Assign) else getattr(line, "target", None)
             if isinstance(target, ast.Name) and (value := getattr(line, "value", None)) is not None:

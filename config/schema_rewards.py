@@ -10,7 +10,7 @@ from dataclasses import asdict, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 from common.errors import require
-from common.imports import import_function
+from common.imports import import_function, written_type
 from common.secrets import remember
 from config.files import section
 from config.typed import (
@@ -227,9 +227,8 @@ class _Keys:
 
     name: Text
     max_missing: Annotated[Share, "is the share of completions that may go without a verdict"]
-    needs_reference: bool
-    _target_: Text
-    settings_type: Text
+    _target_: Text = dataclasses.field()
+    needs_reference: bool = False
 
 
 OWN_KEYS = tuple(item.name for item in fields(_Keys))
@@ -259,8 +258,11 @@ class RewardConfig:
             " and ".join(map(str, kinds)) or None,
             "has exactly one section, the settings of its kind: choose a file of config/reward",
         )
-        schema = import_function("reward.settings_type", own.settings_type)
-        require(is_dataclass(schema), "reward.settings_type", own.settings_type, "is not a dataclass")
+        typing = written_type(own._target_)
+        says = "must be a function whose first parameter is annotated with the dataclass of its settings"
+        require(typing is not None, "reward._target_", own._target_, says)
+        schema = import_function("reward._target_", str(typing))
+        require(is_dataclass(schema), "reward._target_", own._target_, says)
         settings = typed(tree[kinds[0]], schema, f"reward.{kinds[0]}.")
         needs = own.needs_reference or _compares(settings)
         return cls(own.name, own.max_missing, needs, own._target_, kinds[0], settings)
@@ -271,7 +273,7 @@ class RewardConfig:
         settings."""
         tree = section(f"reward/{kind}.yaml")
         share = float(tree["max_missing"]) if max_missing is None else max_missing
-        needs = bool(tree["needs_reference"]) or _compares(settings)
+        needs = bool(tree.get("needs_reference")) or _compares(settings)
         return cls(kind, share, needs, str(tree["_target_"]), kind, settings)
 
     @property
@@ -305,4 +307,4 @@ def completed(tree: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a reward's yaml, checked, with every default of its kind filled in. Raises
     ConfigError."""
     config = RewardConfig.from_tree(tree)
-    return {key: tree[key] for key in OWN_KEYS} | {config.kind: asdict(config.settings)}
+    return {key: tree[key] for key in OWN_KEYS if key in tree} | {config.kind: asdict(config.settings)}

@@ -103,7 +103,6 @@ def test_what_makes_no_sense_is_refused_by_its_key(parts, key, said):
 def test_a_part_that_compares_makes_the_sum_compare():
     assert RewardConfig.of_kind("weighted", WeightedConfig(parts={"adder": {"weight": 1}})).needs_reference
     tree = {"name": "w", "max_missing": 0, "_target_": "rollouts.rewards.weighted.make"}
-    tree |= {"settings_type": "config.schema_weighted.WeightedConfig", "needs_reference": False}
     assert RewardConfig.from_tree(tree | {"weighted": {"parts": {"adder": {"weight": 1}}}}).needs_reference
     assert not RewardConfig.from_tree(
         tree | {"weighted": {"parts": {"f": {"weight": 1, **LENGTHS}}}}
