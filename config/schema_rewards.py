@@ -149,35 +149,6 @@ class EndpointConfig:
 
 
 @dataclass
-@yaml_defaults("reward/teacher.yaml:teacher")
-class TeacherConfig(EndpointConfig):
-    """A language model that gives the likelihood of each token of a sample. It is loaded here, or runs behind
-    an endpoint."""
-
-    name_or_path: Text
-    revision: Text | None
-    dtype: Dtype
-    batch_size: Count
-    base_url: Annotated[Text, address("/completions is found")] | None
-    model: Text | None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for key in ("model", "api_key_env"):
-            need(
-                self,
-                self.base_url is not None or getattr(self, key) is None,
-                key,
-                "is of an endpoint, and reward.teacher.base_url=null has none: leave one of them out",
-            )
-
-    @property
-    def loads_model(self) -> bool:
-        """Whether the run itself loads the model."""
-        return self.base_url is None
-
-
-@dataclass
 @yaml_defaults("reward/judge.yaml:judge")
 class JudgeConfig(EndpointConfig):
     """A language model behind an OpenAI-compatible endpoint that is asked for a score."""

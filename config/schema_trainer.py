@@ -23,7 +23,7 @@ class LossKeys:
 
     kl_anchor: Literal["reference", "initial"] = "reference"
     entropy_share: PositiveShare = 1.0
-    advantage: Auto[Literal["group", "group_mean", "rloo", "batch", "tokens"]] = None
+    advantage: Auto[Literal["group", "group_mean", "rloo", "batch"]] = None
     gamma: Share = 1.0
     lam: Share = 1.0
     rewards: Literal["labels", "scores"] = "labels"
@@ -83,10 +83,9 @@ def check_trainer_keys(loss: dict[str, Any], accepts: Accepts) -> None:
     typed({key: loss[key] for key in read if key in loss}, LossKeys, "loss.")
     if "control_tokens" in accepts.loss_keys:
         check_two_texts("loss.control_tokens", loss["control_tokens"])
-    advantages = (key for key in ("advantage", "kl_in") if loss.get(key) in ("tokens", "reward"))
-    if loss.get("shape") == "gmpo" and (clash := next(advantages, None)):
-        one = "gives every token an advantage of its own, and loss.shape=gmpo has one a sequence"
-        require(False, f"loss.{clash}", loss[clash], one)
+    one = "gives every token an advantage of its own, and loss.shape=gmpo has one a sequence"
+    clash = loss.get("shape") == "gmpo" and loss.get("kl_in") == "reward"
+    require(not clash, "loss.kl_in", loss.get("kl_in"), one)
 
 
 def check_two_texts(key: str, texts: Any) -> None:

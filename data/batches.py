@@ -299,30 +299,17 @@ def collate(rows: Seq[Sequence], device: torch.device, pack: bool = False, share
         cells=put(np.concatenate(cells)),
         mask=put(mask),
         behavior_logprobs=None if (known := _behavior(rows, longest)) is None else put(known),
-        token_rewards=None if (given := _rewards(rows, longest)) is None else put(given),
     )
 
 
 def _behavior(rows: Seq[Sequence], longest: int) -> np.ndarray | None:
-    """Return the rows' log mu as [R, T], nan if unknown; None if no row has any."""
-    return _on_grid([row.behavior_logprobs for row in rows], rows, longest, np.nan)
-
-
-def _rewards(rows: Seq[Sequence], longest: int) -> np.ndarray | None:
-    """Return the rows' token rewards as [R, T], 0 if there is none; None if no row has any."""
-    return _on_grid([row.token_rewards for row in rows], rows, longest, 0.0)
-
-
-def _on_grid(
-    values: Seq[np.ndarray | None], rows: Seq[Sequence], longest: int, fill: float
-) -> np.ndarray | None:
-    """Return each row's [C] values at the tokens that count, as [R, T]; None if no row has any."""
-    if all(known is None for known in values):
+    """Return the rows' log mu at the tokens that count, as [R, T], nan if unknown; None if no row has any."""
+    if all(row.behavior_logprobs is None for row in rows):
         return None
-    grid = np.full((len(rows), longest), fill, np.float32)
-    for r, (row, known) in enumerate(zip(rows, values, strict=True)):
-        if known is not None:
-            grid[r, : len(row.counted)] = known[row.counted]
+    grid = np.full((len(rows), longest), np.nan, np.float32)
+    for r, row in enumerate(rows):
+        if row.behavior_logprobs is not None:
+            grid[r, : len(row.counted)] = row.behavior_logprobs[row.counted]
     return grid
 
 

@@ -298,9 +298,8 @@ def _of_group(rows: list[Sequence | str], completions: list[Completion]) -> Rows
 
 
 def with_tokens(row: Sequence | str, completion: Completion) -> Sequence | str:
-    """Return the row with what is known about each of its tokens: log mu, whether it counts, its reward; or
-    the reason why it cannot be trained on. An end token that the renderer added has no log mu, counts, and
-    has reward 0."""
+    """Return the row with what is known about each of its tokens, log mu and whether it counts; or the reason
+    why it cannot be trained on. An end token that the renderer added has no log mu, and counts."""
     if isinstance(row, str):
         return row
     size = len(row.completion_ids)
@@ -312,8 +311,6 @@ def with_tokens(row: Sequence | str, completion: Completion) -> Sequence | str:
 
     if completion.behavior_logprobs is not None:
         row = replace(row, behavior_logprobs=filled(completion.behavior_logprobs, np.nan, np.float32))
-    if completion.token_rewards is not None:
-        row = replace(row, token_rewards=filled(completion.token_rewards, 0.0, np.float32))
     if completion.loss_mask is not None and not all(completion.loss_mask):
         mask = filled(completion.loss_mask, True, bool)
         return replace(row, loss_mask=mask) if mask.any() else "its loss_mask leaves no token to train on"
@@ -322,7 +319,7 @@ def with_tokens(row: Sequence | str, completion: Completion) -> Sequence | str:
 
 def _words(prompt: Prompt, completion: Completion) -> bytes:
     """Return everything of a row that its tokens depend on. No two lists of rows give the same bytes."""
-    known = (completion.behavior_logprobs, completion.loss_mask, completion.token_rewards)
+    known = (completion.behavior_logprobs, completion.loss_mask)
     said = (completion.text, completion.token_ids, completion.finished, completion.keys, *known)
     return f"\n{prompt.id}{said!r}{completion.stopped and repr(completion.stopped)}".encode()
 
@@ -385,12 +382,12 @@ def groups_digest(groups: ExampleGroups) -> str:
 
 
 def token_values_digest(groups: ExampleGroups) -> str:
-    """Return 32 hex digits of what is known of the tokens of these groups: ``behavior_logprobs`` and
-    ``token_rewards``. Groups without any are not read if they are in a file."""
+    """Return 32 hex digits of the ``behavior_logprobs`` of these groups. Groups without any are not read if
+    they are in a file."""
     digest = hashlib.blake2b(digest_size=16)
     for row in () if isinstance(groups, ExampleTable) and not groups.file.any_values else rows_of(groups):
-        for values in (row.behavior_logprobs, row.token_rewards):
-            digest.update(b"-" if values is None else np.ascontiguousarray(values, np.float32).data)
+        values = row.behavior_logprobs
+        digest.update(b"-" if values is None else np.ascontiguousarray(values, np.float32).data)
     return digest.hexdigest()
 
 

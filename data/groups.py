@@ -10,7 +10,7 @@ than 1, ``behavior_temperature`` gives that temperature. Lines without these two
 ``token_ids``, ``behavior_logprobs`` has nothing to refer to and is not read.
 
 A completion with ``token_ids`` may also have ``loss_mask``, a 0 or 1 for each of them, where 0 marks context
-that the policy did not write; and ``token_rewards``, a number for each.
+that the policy did not write.
 """
 
 from __future__ import annotations
@@ -154,8 +154,6 @@ def _completion_dict(completion: Completion) -> dict[str, Any]:
             made["behavior_temperature"] = completion.behavior_temperature
     if completion.loss_mask is not None:
         made["loss_mask"] = [int(counts) for counts in completion.loss_mask]
-    if completion.token_rewards is not None:
-        made["token_rewards"] = list(completion.token_rewards)
     return made | (json.loads(completion.keys) if completion.keys else {})
 
 
@@ -191,23 +189,21 @@ def _completion(record: Any) -> Completion:
     finished = record.get("finished") is None or truth(record, "finished")
     if not isinstance(stopped := record.get("stopped") or "", str):
         raise RowError("a completion's 'stopped' is not a string, the one that ended it")
-    for key in ("loss_mask", "token_rewards"):
-        if record.get(key) is not None and len(_list(record, key)) != len(ids or ()):
-            raise RowError(
-                f"a completion has {len(record[key])} {key} and "
-                + (f"{len(ids)} token_ids: they belong to other tokens" if ids else "no token_ids to go with")
-            )
+    if not isinstance(mask := record.get("loss_mask"), list | None):
+        raise RowError("a completion's 'loss_mask' is not a list")
+    if mask is not None and len(mask) != len(ids or ()):
+        raise RowError(
+            f"a completion has {len(mask)} loss_mask and "
+            + (f"{len(ids)} token_ids: they belong to other tokens" if ids else "no token_ids to go with")
+        )
     if ids is None:
         return Completion(words, None, finished, keys=keys_of(record, "completions", False), stopped=stopped)
     at = record.get("behavior_temperature", 1.0)
     if not is_finite(at) or at <= 0:
         raise RowError("a completion's 'behavior_temperature' is not a number above 0")
     behavior = _behavior(record.get("behavior_logprobs"), len(ids))
-    mask, rewards = record.get("loss_mask"), record.get("token_rewards")
     if not set(map(type, mask or ())) <= {int, bool} or not set(mask or ()) <= {0, 1}:
         raise RowError("a completion's 'loss_mask' is not a list of 0 and 1")
-    if not are_finite(rewards or []):
-        raise RowError("a completion's 'token_rewards' are not all finite numbers")
     return Completion(
         words,
         tuple(ids),
@@ -216,15 +212,8 @@ def _completion(record: Any) -> Completion:
         behavior,
         float(at),
         None if mask is None else tuple(map(bool, mask)),
-        None if rewards is None else tuple(map(float, rewards)),
         stopped=stopped,
     )
-
-
-def _list(record: Values, key: str) -> list[Any]:
-    if not isinstance(record[key], list):
-        raise RowError(f"a completion's {key!r} is not a list")
-    return list(record[key])
 
 
 def _behavior(logprobs: Any, tokens: int) -> tuple[float, ...] | None:

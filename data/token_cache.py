@@ -36,7 +36,7 @@ _TOKENS = 2_048
 """Tokens from which on a record batch is closed. A group is read with its whole batch."""
 _HELD = 64
 """Record batches that are kept decoded."""
-_VALUES = {"behavior_logprobs": pa.float32(), "loss_mask": pa.bool_(), "token_rewards": pa.float32()}
+_VALUES = {"behavior_logprobs": pa.float32(), "loss_mask": pa.bool_()}
 SCHEMA = pa.schema(
     {
         "prompt": pa.list_(pa.int32()),

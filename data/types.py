@@ -88,8 +88,6 @@ class Completion:
     loss_mask: tuple[bool, ...] | None = None
     """True for each of ``token_ids`` that the policy wrote. The others (a tool's results, a user's turns) are
     context. None: the policy wrote all."""
-    token_rewards: tuple[float, ...] | None = field(default=None, compare=False)
-    """Reward of each of ``token_ids``, read with ``loss.advantage=tokens``; None if not given."""
     keys: str = ""
     """The other keys of the answer's message, as in ``Turn.keys``: what was thought before it."""
     stopped: str = ""
@@ -152,8 +150,6 @@ class Sequence:
     """[C] float32, nats: see ``Completion.behavior_logprobs``. Not part of the row's identity."""
     loss_mask: np.ndarray | None = None
     """[C] bool: the tokens that count; None: all of them"""
-    token_rewards: np.ndarray | None = None
-    """[C] float32: see ``Completion.token_rewards``. Not part of the row's identity."""
 
     @cached_property
     def key(self) -> str:
@@ -228,8 +224,6 @@ class Sequences:
     """[R, T] float32, nats: log mu of the behaviour policy, nan if unknown; None: unknown for every token"""
     packed: PackedRows | None = None
     """How tokens belong to packed rows; None for a grid"""
-    token_rewards: torch.Tensor | None = None
-    """[R, T] float32: ``Sequence.token_rewards``, 0 if there is none; None: no row has any"""
 
 
 @dataclass(eq=False)

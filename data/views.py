@@ -153,26 +153,11 @@ def leave_one_out_advantages(group: Group, keep_zero_variance: bool = False) -> 
     ]
 
 
-def token_advantages(group: Group, keep_zero_variance: bool = False) -> list[ExampleSpec]:
-    """Return every completion of a group whose completions all have token rewards. The token rewards serve as
-    the tokens' advantages, neither centred nor scaled. The label is their mean over the tokens that count. A
-    group without token rewards gives no example."""
-    specs = []
-    for i, completion in enumerate(group.completions):
-        if completion.token_rewards is None:
-            return []
-        mask = completion.loss_mask or (True,) * len(completion.token_rewards)
-        own = [reward for reward, counts in zip(completion.token_rewards, mask, strict=True) if counts]
-        specs.append(ExampleSpec((i,), fmean(own) if own else 0.0))
-    return specs
-
-
 ADVANTAGES: dict[str, View] = {
     "group": group_advantages,
     "group_mean": centred_advantages,
     "rloo": leave_one_out_advantages,
     "batch": centred_advantages,  # then ``normalised`` over the batch, which needs more than one group
-    "tokens": token_advantages,
 }
 """Setting -> the view of a loss that uses advantages."""
 

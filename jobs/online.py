@@ -12,7 +12,6 @@ import numpy as np
 
 from common.errors import require
 from config.schema import Config
-from config.typed import need
 from data.batches import Segment
 from data.chat import Renderer
 from data.examples import Examples, make_examples
@@ -143,19 +142,8 @@ class Online:
 
     def _make_reward(self) -> None:
         reward = make_reward(self.config.reward_config, self.world.device, self.folder / "logs")
-        self.reward, advantage = reward, self.config.loss.get("advantage")
-        require(
-            reward.gives_tokens == (advantage == "tokens"),
-            "loss.advantage",
-            advantage,
-            f"reward={self.config.reward_config.name} rewards "
-            + ("tokens: use loss=grpo loss.advantage=tokens" if reward.gives_tokens else "whole samples"),
-        )
+        self.reward = reward
         reward.check_prompts(self.contexts.prompts)
-        if reward.gives_tokens:
-            whole = "is taken from whole samples' scores, and this reward gives tokens: leave it at off"
-            need(self.config.rounds, self.config.rounds.overlong is None, "overlong", whole)
-            reward.check_tokenizer(self.renderer.tokenizer)
 
     def _make_share(self) -> None:
         """Load the reward's models on a rank above 0, which scores a share of the samples with them."""

@@ -135,8 +135,6 @@ def load_data(config: Config, renderer: Renderer) -> tuple[Loaded, Loaded]:
     loaded, evaluation = load_splits(config.data)
     if loaded.refusal is not None and not config.reward_gets_columns:
         raise loaded.refusal
-    if config.loss.get("advantage") == "tokens" and not config.online:
-        check_token_rewards(loaded.groups)
     read = evaluation.groups if config.online else itertools.chain(evaluation.groups, loaded.groups)
     check_read(config, read, renderer)
     check_not_rendered(itertools.chain(loaded.groups, evaluation.groups), renderer)
@@ -173,20 +171,6 @@ def check_read(config: Config, read: Iterable[Group], renderer: Renderer) -> Non
     for group in itertools.chain([first], sampled):
         check_token_ids([group], fingerprint, size)
         check_temperatures(config, [group])
-
-
-def check_token_rewards(groups: Iterable[Group]) -> None:
-    """Raise ConfigError where a completion has no token rewards."""
-    for group in groups:
-        missing = sum(completion.token_rewards is None for completion in group.completions)
-        where = group.place or f"prompt {group.prompt.id}"
-        require(
-            missing == 0,
-            "loss.advantage",
-            "tokens",
-            f"takes each token's advantage from token_rewards, which {missing} of {len(group.completions)} "
-            f"completions do not have ({where}); give all of them some, or choose another advantage",
-        )
 
 
 def check_temperatures(config: Config, groups: Iterable[Group]) -> None:

@@ -46,7 +46,7 @@ def data_inputs(
 ) -> dict[str, str]:
     """Return the fingerprints of what the run reads besides its weights: the examples of ``plan``, before
     ``data.logprob_range`` chooses among them, or the ``prompts`` of online rounds; what is known of each
-    token; the held-out rows and prompts; the files of reward models and teachers that lie in folders, and of
+    token; the held-out rows and prompts; the files of reward models that lie in folders, and of
     code that settings name."""
     rows = plan.examples.groups
     fingerprints = {DATA: groups_digest(rows) if prompts is None else prompts_digest(prompts.prompts)}
@@ -65,7 +65,7 @@ def data_inputs(
 
 
 def reward_files(config: Config) -> dict[str, str]:
-    """Return setting -> SHA-256 of the files of each reward model and teacher that lies in a folder."""
+    """Return setting -> SHA-256 of the files of each reward model that lies in a folder."""
     return {
         key: files_digest(files)
         for key, name, _ in _models(config)
@@ -178,9 +178,7 @@ def _refused(folder: Path, config: Config, name: str) -> ConfigError:
     again = f"bring the old one back, or start another run (exp_name){goes_on}"
     if name in (DATA, "token_values"):
         key, value = ("data.path", config.data.path) if config.data.path else ("data", config.data.name)
-        what = (
-            "prompts" if config.online else "rows" if name == DATA else "behavior_logprobs or token_rewards"
-        )
+        what = "prompts" if config.online else "rows" if name == DATA else "behavior_logprobs"
         compared = "compared as token ids" if name == DATA else "compared bit by bit"
         return ConfigError(
             key,

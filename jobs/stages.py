@@ -102,12 +102,6 @@ def _label(config: Config, stage: LabelStage, reward: Reward | None) -> None:
     assert reward is not None, "rank 0 has the whole reward"
     out = Path(stage.out)
     try:
-        require(
-            not reward.gives_tokens,
-            "reward",
-            config.reward_config.name,
-            "rewards the tokens of a run's own rounds, and a file has one score a text: choose another",
-        )
         samples = read_samples(Path(stage.samples))
         if not samples:
             raise DataError(f"{stage.samples}: holds no sample; in= takes the files that sample.py writes")

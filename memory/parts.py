@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from common.errors import ConfigError
 from config.schema import Config
 from config.schema_model import ModelConfig
-from config.schema_rewards import RewardModelConfig, TeacherConfig
+from config.schema_rewards import RewardModelConfig
 from config.schema_weighted import WeightedConfig
 from config.typed import with_defaults
 from memory.simulate import MemoryNeed, evaluates
@@ -154,26 +154,21 @@ def reward_models(config: Config) -> dict[str, float]:
     else:
         name = getattr(alone.settings, "name_or_path", alone.name)
         rewards = {f"reward model {name}": alone}
-    known = RewardModelConfig, TeacherConfig
     return {
-        name: of_model(config, one.settings)
+        name: of_model(one.settings)
         for name, one in rewards.items()
-        if isinstance(one.settings, known)
+        if isinstance(one.settings, RewardModelConfig)
     }
 
 
-def of_model(config: Config, settings: RewardModelConfig | TeacherConfig) -> float:
+def of_model(settings: RewardModelConfig) -> float:
     """Return the GiB of one reward model. Raises ConfigError."""
-    if isinstance(settings, TeacherConfig):
-        tokens = settings.batch_size * config.model.max_length
-    else:
-        tokens = settings.batch_tokens
     model = with_defaults(
         ModelConfig, name="reward", name_or_path=settings.name_or_path, revision=settings.revision
     )
     hf_config, width = architecture(model), getattr(torch, settings.dtype).itemsize
     weights = parameters_of(hf_config) * width
-    return (weights + tokens * layer_work(hf_config) * width) / GIB
+    return (weights + settings.batch_tokens * layer_work(hf_config) * width) / GIB
 
 
 def handed_over(config: Config, hf_config: PretrainedConfig) -> float:

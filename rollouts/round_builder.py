@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -86,7 +85,7 @@ class RoundBuilder:
             scored = self._score(folder, suffix, sampled)
             taken = self._penalised(sampled, scored)
             rounds = with_threshold(self.config.rounds, taken)
-            for one, values in zip(with_token_rewards(sampled, scored), taken, strict=True):
+            for one, values in zip(sampled, taken, strict=True):
                 made = feedback(one, values, rounds, self.config.seed)
                 if isinstance(made, str):
                     dropped[made] += 1
@@ -227,7 +226,7 @@ class RoundBuilder:
         return list(itertools.starmap(sampled, enumerate(answers)))
 
     def _score(self, folder: RoundFolder, suffix: str, sampled: list[SampledPrompt]) -> list[Line]:
-        """Return one line for each prompt, as ``score_lines`` makes them."""
+        """Return one line for each prompt with its samples' scores. Raises RewardError."""
         stage, inputs = (
             f"scores{suffix}",
             {"samples": folder.checksum(f"samples{suffix}"), "reward": reward_settings(self.config)},
@@ -238,7 +237,10 @@ class RoundBuilder:
                 self._sampled(folder)
             start = time.monotonic()
             with phase(f"score {sum(len(one.completions) for one in sampled)} answers", "reward"):
-                lines = score_lines(self.reward, sampled, self.renderer)
+                scores = score_samples(self.reward, sampled)
+            lines = [
+                {"id": one.prompt.id, "scores": values} for one, values in zip(sampled, scores, strict=True)
+            ]
             folder.write(
                 stage, lines, inputs, {"seconds": time.monotonic() - start, "metrics": self.reward.metrics}
             )
@@ -294,46 +296,6 @@ def reward_settings(config: Config) -> Facts:
     """Return the reward's settings, on which a score depends besides the samples."""
     reward = config.reward_config
     return {"name": reward.name, "max_missing": reward.max_missing, reward.kind: asdict(reward.settings)}
-
-
-def score_lines(reward: Reward, sampled: list[SampledPrompt], renderer: Renderer) -> list[Line]:
-    """Return one line for each prompt with its samples' scores. A reward that scores tokens also gives
-    ``token_rewards``, and the score is then their mean over the policy's tokens. Raises RewardError."""
-    if not reward.gives_tokens:
-        scores = score_samples(reward, sampled)
-        return [{"id": one.prompt.id, "scores": values} for one, values in zip(sampled, scores, strict=True)]
-    pairs = [(one.prompt, completion) for one in sampled for completion in one.completions]
-    ids = {one.prompt.id: renderer.prompt_ids(one.prompt) for one in sampled}
-    try:
-        samples = [(ids[prompt.id], completion) for prompt, completion in pairs]
-        flat = iter(reward.score_tokens([prompt for prompt, _ in pairs], samples))
-    finally:
-        reward.release()
-    lines = []
-    for one in sampled:
-        tokens = [next(flat) for _ in one.completions]
-        means = [
-            None if token_rewards is None else math.fsum(token_rewards) / len(completion.token_ids or ())
-            for token_rewards, completion in zip(tokens, one.completions, strict=True)
-        ]
-        lines.append({"id": one.prompt.id, "scores": means, "token_rewards": tokens})
-    return lines
-
-
-def with_token_rewards(sampled: list[SampledPrompt], lines: list[Line]) -> list[SampledPrompt]:
-    """Return the samples with their token rewards, where the lines have any."""
-    return [
-        replace(
-            one,
-            completions=tuple(
-                replace(completion, token_rewards=None if rewards is None else tuple(rewards))
-                for completion, rewards in zip(one.completions, line["token_rewards"], strict=True)
-            ),
-        )
-        if "token_rewards" in line
-        else one
-        for one, line in zip(sampled, lines, strict=True)
-    ]
 
 
 def score_samples(reward: Reward, sampled: list[SampledPrompt]) -> list[list[float | None]]:

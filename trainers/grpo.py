@@ -59,9 +59,6 @@ class GRPOTrainer(BasicTrainer[Tensor | Masks | None]):
 
     def has_signal(self, batch: list[Example]) -> bool:
         """Return whether any advantage is not 0."""
-        if self.config.loss.get("advantage") == "tokens":
-            given = [row.token_rewards for example in batch for row in example.rows]
-            return any(rewards is not None and rewards.any() for rewards in given)
         return any(example.label for example in self.arrange(batch))
 
     @torch.no_grad()
@@ -111,7 +108,7 @@ class GRPOTrainer(BasicTrainer[Tensor | Masks | None]):
     def _second_moments(self, scores: TokenScores, micro: Microbatch) -> Tensor:
         loss = self.config.loss
         kl, place = kl_term(scores, loss.get("kl_estimator", "k3")), loss.get("kl_in", "loss")
-        A = penalised(by_token(self.advantages(micro)), kl, loss.get("beta", 0.0), place)
+        A = penalised(by_token(micro.labels), kl, loss.get("beta", 0.0), place)
         return shapes.second_moments(scores, A)
 
     def compute_loss(
@@ -121,16 +118,8 @@ class GRPOTrainer(BasicTrainer[Tensor | Masks | None]):
             prepared, uncertain = prepared
             kept = uncertain.float()
             scores = replace(scores, weights=kept if scores.weights is None else scores.weights * kept)
-        given = (scores, self.advantages(micro), *(() if prepared is None else (prepared,)))
+        given = (scores, micro.labels, *(() if prepared is None else (prepared,)))
         return self.loss(*given, **self.numbers(micro))
-
-    def advantages(self, micro: Microbatch) -> Tensor:
-        """Return [R], the rows' advantages, or with ``advantage=tokens`` [R, T], the tokens' advantages."""
-        if self.config.loss.get("advantage") != "tokens":
-            return micro.labels
-        given = micro.sequences.token_rewards
-        # None where all rows only fill up the batch
-        return torch.zeros_like(micro.sequences.mask, dtype=torch.float32) if given is None else given
 
 
 class CentredGRPOTrainer(GRPOTrainer):

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -25,7 +24,7 @@ import numpy as np
 
 from common.errors import StoppedError
 from common.progress import SOON, pause
-from data.types import Completion, Prompt
+from data.types import Prompt
 
 if TYPE_CHECKING:
     from models.ranks import Ranks  # a verifier needs no torch
@@ -141,7 +140,7 @@ class Arrivals:
 
 class Scorer(ABC):
     """One kind of reward. It gives the reason for each missing verdict and leaves the policy on missing
-    verdicts to ``Reward``. It may have ``check_prompts``, as in ``Reward``, and ``score_tokens``.
+    verdicts to ``Reward``. It may have ``check_prompts``, as in ``Reward``.
 
     A scorer whose settings have a true ``loads_model`` also has ``share_over``, as in ``Reward``. A scorer
     that works in other processes or through network calls may have ``chunk`` and ``begin``
@@ -199,31 +198,6 @@ class Reward:
         if hasattr(self.scorer, "check_prompts"):
             self.scorer.check_prompts(prompts)
 
-    @property
-    def gives_tokens(self) -> bool:
-        """Whether the reward scores tokens (``score_tokens``) and not whole completions."""
-        return hasattr(self.scorer, "score_tokens")
-
-    def check_tokenizer(self, tokenizer: Any) -> None:
-        """Raise ConfigError if the tokens of ``tokenizer`` are not the ones that this reward scores."""
-        scorer: Any = self.scorer
-        scorer.check_tokenizer(tokenizer)
-
-    def score_tokens(
-        self, prompts: Sequence[Prompt], samples: Sequence[tuple[np.ndarray, Completion]]
-    ) -> list[tuple[float, ...] | None]:
-        """Return a finite reward for each token of each completion, or None for no verdict. Each sample is
-        (its [P] prompt tokens, the completion). Raises RewardError."""
-        start = time.monotonic()
-        scorer: Any = self.scorer
-        token_rewards = scorer.score_tokens(samples)
-        verdicts = [v if isinstance(v, Missing) else _mean(v) for v in token_rewards]
-        self._account(verdicts, prompts, [c.text or "" for _, c in samples], start)
-        return [
-            None if isinstance(v, Missing) else tokens
-            for v, tokens in zip(verdicts, token_rewards, strict=True)
-        ]
-
     def share_over(self, ranks: Ranks) -> None:
         """Let every rank score a share with its own models whenever rank 0 scores from now on, and release
         them whenever rank 0 releases. Every rank calls this once. Ranks above 0 hold a reward made of the
@@ -265,11 +239,6 @@ def finite(verdict: float | Missing) -> float | Missing:
     if isinstance(verdict, Missing) or abs(verdict) <= _LARGEST:
         return verdict
     return Missing(f"the reward is {verdict}")
-
-
-def _mean(tokens: Sequence[float]) -> float | Missing:
-    """Return the mean of token rewards, or a missing verdict if one of them or their mean is not finite."""
-    return next((bad for one in tokens if isinstance(bad := finite(one), Missing)), finite(fmean(tokens)))
 
 
 def _too_many(

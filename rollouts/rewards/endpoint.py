@@ -1,4 +1,4 @@
-"""Requests over HTTP to what runs elsewhere: a judge, a reward server, a teacher, a vLLM server.
+"""Requests over HTTP to what runs elsewhere: a judge, a reward server, a vLLM server.
 
 A ``Client`` exchanges requests and replies with one address, within limits. An ``Endpoint`` takes JSON by
 POST from many callers at once; it may fail now and then, and is given up if it only fails.

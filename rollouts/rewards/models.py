@@ -8,10 +8,9 @@ under causal attention, or is masked.
 from __future__ import annotations
 
 import json
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -128,25 +127,22 @@ class Place:
         return Row(row.prompt_ids, np.append(row.completion_ids, self._tail).astype(np.int32))
 
 
-class HostModel(Scorer):
-    """A kind of reward by a model of its own, which loads when it is first needed and is moved off its device
-    by ``release``. The batches are the same for any number of ranks, so that scores are identical to the
-    bit."""
+class ModelReward(Scorer):
+    """A reward model, which loads when it is first needed and is moved off its device by ``release``. The
+    batches are the same for any number of ranks, so that scores are identical to the bit."""
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(
+        self, config: RewardModelConfig, place: Place, head: RewardHead, device: torch.device | str
+    ) -> None:
+        """Raises ConfigError for a model that is not of this kind. The check uses its architecture and the
+        names of its weights, before the weights load."""
         self.device = torch.device(device)
-        self._model: nn.Module | None = None
+        self._model: PreTrainedModel | None = None
         self._weights: HostWeights | None = None
         self._of_batches = map_locally(self._of_batch)
         self._free: Callable[[None], None] = self._off_device
-
-    @abstractmethod
-    def _of_batch(self, rows: list[Row]) -> list[Any]:
-        """Return what the model says of each row."""
-
-    @abstractmethod
-    def _load(self) -> nn.Module:
-        """Return the model in the host's memory. Raises ConfigError."""
+        self.config, self.place, self.head = config, place, head
+        self._check()
 
     def share_over(self, ranks: Ranks) -> None:
         """Share the scoring as in ``Reward.share_over``."""
@@ -165,26 +161,13 @@ class HostModel(Scorer):
     def close(self) -> None:
         self._model = self._weights = None
 
-    def _loaded(self) -> Any:
+    def _loaded(self) -> PreTrainedModel:
         """Return the model on its device."""
         if self._model is None or self._weights is None:
             self._model = self._load()
             self._weights = HostWeights(self._model)
         self._weights.go_to(self.device)
         return self._model
-
-
-class ModelReward(HostModel):
-    """A reward model."""
-
-    def __init__(
-        self, config: RewardModelConfig, place: Place, head: RewardHead, device: torch.device | str
-    ) -> None:
-        """Raises ConfigError for a model that is not of this kind. The check uses its architecture and the
-        names of its weights, before the weights load."""
-        super().__init__(device)
-        self.config, self.place, self.head = config, place, head
-        self._check()
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
         verdicts: list[float | Missing] = []
@@ -228,6 +211,7 @@ class ModelReward(HostModel):
         )
 
     def _load(self) -> PreTrainedModel:
+        """Return the model in the host's memory. Raises ConfigError."""
         try:
             model, missing = self.head.load(self.place.path, self.config)
         except Exception as error:  # whatever its own code raises

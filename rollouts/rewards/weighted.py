@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from common.errors import require
 from common.imports import import_function
 from config.schema_weighted import WeightedConfig
 from data.types import Prompt
@@ -37,12 +36,6 @@ class WeightedReward(Scorer):
                 with settings.of_part(name):
                     scorer = make(part.reward.settings, device, None if log_dir is None else log_dir / name)
                 stack.callback(scorer.close)
-                require(
-                    not hasattr(scorer, "score_tokens"),
-                    "reward.weighted.parts",
-                    name,
-                    "rewards tokens, and the sum is of whole samples: leave it out",
-                )
                 self.parts[name] = scorer
             self._close = stack.pop_all()
 

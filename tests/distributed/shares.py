@@ -9,20 +9,18 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from common.errors import StoppedError, UserError
-from config.schema_rewards import RewardConfig, TeacherConfig
+from config.schema_rewards import RewardConfig
 from config.schema_weighted import WeightedConfig
-from data.types import Completion, Prompt, Turn
+from data.types import Prompt, Turn
 from models.distributed import World, stop
 from models.ranks import Ranks
 from rollouts.rewards.base import Reward
 from rollouts.rewards.factory import make_reward
 from tests.distributed.joining import join
-from tests.tiny import ROOT
 
 LENGTHS = {"max_length": 400, "max_prompt_length": 200, "dtype": "float32", "batch_tokens": 120}
 TEXTS = [f"{'the other one ' * (i % 5)}and {i}" for i in range(10)] + ["too long " * 200]
@@ -42,21 +40,6 @@ def weighted(armorm: Path) -> RewardConfig:
     return RewardConfig.of_kind("weighted", WeightedConfig(parts=parts), 0.5)
 
 
-def teacher() -> RewardConfig:
-    model = str(ROOT / "assets" / "adder" / "model")
-    return RewardConfig.of_kind(
-        "teacher", TeacherConfig(name_or_path=model, dtype="float32", batch_size=2), 0.5
-    )
-
-
-def of_tokens() -> list[tuple[np.ndarray, Completion]]:
-    rng, samples = np.random.default_rng(0), []
-    for n in (3, 7, 5, 2, 9, 4, 6):
-        mu, ids = tuple(-rng.random(n)), tuple(int(i) for i in rng.integers(3, 15, n))
-        samples.append((rng.integers(3, 15, 4).astype(np.int32), Completion("x", ids, behavior_logprobs=mu)))
-    return samples
-
-
 def shared(config: RewardConfig, ranks: Ranks) -> Reward:
     """As ``jobs.online`` makes it: all of it on rank 0, its models elsewhere."""
     mine = config if ranks.world.is_main else config.models_alone()
@@ -69,20 +52,17 @@ def shared(config: RewardConfig, ranks: Ranks) -> Reward:
 def scored(world: World, armorm: Path) -> dict[str, Any]:
     """What rank 0 gets of every reward, twice; the same on every rank."""
     ranks = Ranks(world)
-    summed, of_teacher = shared(weighted(armorm), ranks), shared(teacher(), ranks)
-    samples = of_tokens()
+    summed = shared(weighted(armorm), ranks)
 
     def work() -> dict[str, Any]:
         found = []
         for _ in range(2):  # released in between
-            found.append([summed.score(PROMPTS, TEXTS), of_teacher.score_tokens(PROMPTS[:7], samples)])
+            found.append(summed.score(PROMPTS, TEXTS))
             summed.release()
-            of_teacher.release()
         return {"scores": found, "metrics": {k: v for k, v in summed.metrics.items() if "reward_" in k}}
 
     given = ranks.run_on_main(work)
-    for reward in (summed, of_teacher):
-        reward.close()
+    summed.close()
     return given
 
 

@@ -100,9 +100,6 @@ RULES = [
     Rule(r"python train\.py model=instruct ", f"{OFFLINE} data.instruct.prompts=64"),
     Rule(r"python train\.py -m ", OFFLINE, {"seed=1,2": "seed=1"}),
     Rule(r"python train\.py .*exp_name=foreign", OFFLINE, {"n_examples=1280": "n_examples=8"}),
-    Rule(  # a teacher has the student's tokenizer
-        r"python train\.py .*reward=teacher", ONLINE, {"org/name": "assets/adder/model"}
-    ),
     Rule(r"(python|torchrun|accelerate).* train\.py .*(online=true|experiment=\S+-online)", ONLINE),
     Rule(  # all of them are the same run here
         r"(python|torchrun --nproc-per-node \d|accelerate launch --num-processes \d) train\.py( …)?$",

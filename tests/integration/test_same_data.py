@@ -119,7 +119,7 @@ def test_a_run_does_not_go_on_with_other_values_of_tokens_or_held_out_rows(tmp_p
     held_out.write_text("".join(LINES[-8:]))
     words = (f"data.eval_path={held_out}", "n_eval_examples=null")
     go(tmp_path, lines(0), *words, "n_examples=16")
-    with pytest.raises(ConfigError, match="behavior_logprobs or token_rewards are compared bit by bit"):
+    with pytest.raises(ConfigError, match="behavior_logprobs are compared bit by bit"):
         go(tmp_path, lines(2), *words, "n_examples=24")
     held_out.write_text("".join(LINES[-9:-1]))
     with pytest.raises(ConfigError, match=r"^data\.eval_path=.*would compare two different sets"):

@@ -44,12 +44,11 @@ def completions(draw: st.DrawFn) -> Completion:
     ids = tuple(draw(st.lists(st.integers(5, 9), min_size=1, max_size=6)))
     some = st.one_of(st.none(), st.lists(st.floats(-4, 0, width=32), min_size=len(ids), max_size=len(ids)))
     masks = st.one_of(st.none(), st.lists(st.booleans(), min_size=len(ids), max_size=len(ids)))
-    known, rewards, mask = draw(some), draw(some), draw(masks)
+    known, mask = draw(some), draw(masks)
     return Completion(
         token_ids=ids,
         finished=draw(st.booleans()),
         behavior_logprobs=None if known is None else tuple(known),
-        token_rewards=None if rewards is None else tuple(rewards),
         loss_mask=None if mask is None else tuple(mask),
     )
 
@@ -93,7 +92,7 @@ def plain(made: Any) -> list[object]:
         return None if array is None else (array.dtype.str, array.tolist())
 
     def row(of: Sequence) -> object:
-        extras = (of.behavior_logprobs, of.loss_mask, of.token_rewards)
+        extras = (of.behavior_logprobs, of.loss_mask)
         return (values(of.prompt_ids), values(of.completion_ids), repr([values(a) for a in extras]), of.key)
 
     return [[(e.prompt_id, e.label, [row(r) for r in e.rows]) for e in group] for group in made]

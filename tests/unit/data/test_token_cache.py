@@ -161,7 +161,7 @@ CHANGES: dict[str, Callable[[], tuple[Renderer, Rows]]] = {
     ),
     "what is known of a token": lambda: (
         renderer(),
-        changed(11, lambda p, c: (p, replace(c, token_rewards=(0.5,) * len(c.token_ids or ())))),
+        changed(11, lambda p, c: (p, replace(c, behavior_logprobs=(-0.5,) * len(c.token_ids or ())))),
     ),
     "an end": lambda: (renderer(), changed(10, lambda p, c: (p, replace(c, finished=False)))),
     "the order": lambda: (renderer(), rows()[::-1]),

@@ -335,7 +335,6 @@ completions = st.builds(
     finished=st.booleans(),
     behavior_logprobs=st.none() | st.tuples(st.just(math.nan) | st.floats(-9, 0)),
     loss_mask=st.none() | st.tuples(st.booleans()),
-    token_rewards=st.none() | st.tuples(st.floats(-1, 1)),
     stopped=st.just("") | text,
 )
 columns = st.sampled_from(["", '{"a": 1}'])

@@ -1,5 +1,4 @@
-"""Tokens that are not the policy's: they are read, and have no part in loss, gradient, divisor or metric; and
-tokens with rewards of their own."""
+"""Tokens that are not the policy's: they are read, and have no part in loss, gradient, divisor or metric."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from data.batches import Segment, collate
 from data.examples import with_tokens
 from data.formats import RowError
 from data.groups import from_dict, to_dict
-from data.types import Completion, Example, Group, Prompt, Sequence, Turn
-from data.views import token_advantages
+from data.types import Completion, Example, Sequence
 from tests.engine import engine_config, make_trainer, run
 from tests.tiny import KINDS, make_config, random_groups, tiny_policy
 from train import train
@@ -26,12 +24,12 @@ from trainers.losses.grpo import grpo
 
 
 def with_masks(row: Sequence, rng: np.random.Generator) -> Sequence:
-    """A row of which about half the tokens count, at least one, each with a reward and a log mu."""
+    """A row of which about half the tokens count, at least one, each with a log mu."""
     n = len(row.completion_ids)
     mask = rng.random(n) < 0.5
     mask[rng.integers(n)] = True
-    rewards, mu = rng.normal(size=(2, n)).astype(np.float32)
-    return replace(row, loss_mask=mask, token_rewards=rewards, behavior_logprobs=-abs(mu))
+    mu = rng.normal(size=n).astype(np.float32)
+    return replace(row, loss_mask=mask, behavior_logprobs=-abs(mu))
 
 
 def masked_segment(config, pairs: int = 16) -> Segment:
@@ -52,15 +50,14 @@ def test_the_grid_has_the_tokens_that_count_and_no_other(pack):
     with torch.no_grad():
         masked = policy(made)
         whole = policy(collate([replace(row, loss_mask=None) for row in rows], torch.device("cpu"), pack))
-    assert made.behavior_logprobs is not None and made.token_rewards is not None
+    assert made.behavior_logprobs is not None
     for r, row in enumerate(rows):
         at, n = np.flatnonzero(row.loss_mask), int(row.loss_mask.sum())
         assert made.mask[r].tolist() == [True] * n + [False] * (made.mask.shape[1] - n)
         torch.testing.assert_close(masked[r, :n], whole[r, at], rtol=1e-5, atol=1e-5)
-        assert made.token_rewards[r, :n].tolist() == row.token_rewards[at].tolist()
         assert made.behavior_logprobs[r, :n].tolist() == row.behavior_logprobs[at].tolist()
     assert rows[0].key != replace(rows[0], loss_mask=None).key
-    assert replace(rows[0], token_rewards=None).key == rows[0].key
+    assert replace(rows[0], behavior_logprobs=None).key == rows[0].key
 
 
 def by_hand(model, example: Example, loss: str) -> torch.Tensor:
@@ -79,9 +76,7 @@ def by_hand(model, example: Example, loss: str) -> torch.Tensor:
     if loss == "ipo":
         gains = [sum(value - value.detach() for value in part) / len(part) for part in parts]
         return (gains[0] - gains[1] - 1 / (2 * 0.1)) ** 2
-    rewards = example.rows[0].token_rewards[example.rows[0].loss_mask]
-    advantages = rewards if loss == "tokens" else [example.label] * len(parts[0])
-    return -sum(float(a) * (v - v.detach()).exp() for a, v in zip(advantages, parts[0], strict=True))
+    return -sum(example.label * (v - v.detach()).exp() for v in parts[0])
 
 
 SETTINGS = {
@@ -89,7 +84,6 @@ SETTINGS = {
     "dpo": ("dpo", ("loss.beta=0.1",)),
     "ipo": ("ipo", ("loss.tau=0.1",)),
     "grpo": ("grpo", ("loss.beta=0",)),
-    "tokens": ("grpo", ("loss.beta=0", "loss.advantage=tokens")),
 }
 KINDS |= {"ipo": "pairs"}
 
@@ -148,21 +142,20 @@ def test_an_advantage_a_token_is_that_of_a_row_where_all_are_equal():
 LINE = {
     "prompt": "1+1=",
     "completions": [
-        {"text": "2", "token_ids": [4, 5, 1], "loss_mask": [1, 0, 1], "token_rewards": [0.5, 9, -1]},
-        {"text": "3", "token_ids": [4, 6, 1], "token_rewards": [0, 0, 1]},
+        {"text": "2", "token_ids": [4, 5, 1], "loss_mask": [1, 0, 1]},
+        {"text": "3", "token_ids": [4, 6, 1]},
     ],
     "rewards": [1, 0],
 }
 
 
-def test_a_groups_file_keeps_both():
+def test_a_groups_file_keeps_it():
     group = from_dict(LINE)
     assert group.completions[0].loss_mask == (True, False, True)
-    assert group.completions[1].loss_mask is None and group.completions[1].token_rewards == (0, 0, 1)
+    assert group.completions[1].loss_mask is None
     again = json.loads(json.dumps(to_dict(group)))["completions"]
-    assert again[0]["loss_mask"] == [1, 0, 1] and again[0]["token_rewards"] == [0.5, 9, -1]
+    assert again[0]["loss_mask"] == [1, 0, 1]
     assert "loss_mask" not in again[1] and from_dict(to_dict(group)) == group
-    assert [want.label for want in token_advantages(group)] == pytest.approx([-0.25, 1 / 3])
 
 
 @pytest.mark.parametrize(
@@ -172,9 +165,6 @@ def test_a_groups_file_keeps_both():
         ({"loss_mask": [1, 0, 2]}, "'loss_mask' is not a list of 0 and 1"),
         ({"loss_mask": [1, 0, 0.5]}, "'loss_mask' is not a list of 0 and 1"),
         ({"loss_mask": 1}, "'loss_mask' is not a list"),
-        ({"token_rewards": [1.0]}, "1 token_rewards and 3 token_ids"),
-        ({"token_rewards": [1.0, "x", 2.0]}, "'token_rewards' are not all finite numbers"),
-        ({"token_rewards": [1.0, math.inf, 2.0]}, "'token_rewards' are not all finite numbers"),
         ({"token_ids": None}, "a completion has 3 loss_mask and no token_ids to go with"),
     ],
 )
@@ -188,9 +178,9 @@ def test_those_of_other_tokens_are_refused(change, said):
 
 def test_an_added_end_token_counts_and_one_that_is_cut_off_does_not():
     row = Sequence(np.arange(2, dtype=np.int32), np.arange(3, dtype=np.int32))
-    made = with_tokens(row, Completion(None, (0, 1), loss_mask=(True, False), token_rewards=(0.5, 0.25)))
-    assert isinstance(made, Sequence) and made.loss_mask is not None and made.token_rewards is not None
-    assert made.loss_mask.tolist() == [True, False, True] and made.token_rewards.tolist() == [0.5, 0.25, 0]
+    made = with_tokens(row, Completion(None, (0, 1), loss_mask=(True, False)))
+    assert isinstance(made, Sequence) and made.loss_mask is not None
+    assert made.loss_mask.tolist() == [True, False, True]
     drawn = with_tokens(row, Completion(None, (0, 1), behavior_logprobs=(-0.5, 0.0)))
     assert isinstance(drawn, Sequence) and drawn.behavior_logprobs is not None
     assert np.isnan(drawn.behavior_logprobs).tolist() == [False, False, True], "nobody drew it"
@@ -202,32 +192,21 @@ def test_an_added_end_token_counts_and_one_that_is_cut_off_does_not():
     assert isinstance(whole, Sequence) and whole.key == row.key
 
 
-def test_a_group_without_token_rewards_gives_no_example():
-    one = Completion(None, (1, 2), token_rewards=(1.0, 2.0))
-    group = Group(Prompt((Turn("user", "a"),)), (one, Completion(None, (1, 2))), (1.0, 0.0))
-    assert token_advantages(group) == []
-
-
 def test_a_shape_with_one_advantage_a_sequence_takes_none_of_tokens():
     with pytest.raises(ConfigError, match=r"loss\.shape=gmpo has one a sequence"):
-        make_config("loss=grpo", "loss.advantage=tokens", "loss.shape=gmpo")
-
-
-def write(path, *lines):
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return f"data.path={path}"
+        make_config("loss=grpo", "loss.kl_in=reward", "loss.shape=gmpo")
 
 
 def test_from_the_command_line(tmp_path):
-    """A file trains by its token rewards, over the tokens that count; one without them is refused, by row."""
-    lines = [LINE | {"prompt": f"{a}+{b}="} for a in range(11, 19) for b in (21, 34)]
-    words = ["loss=grpo", "loss.advantage=tokens", "data=local", "data.eval_fraction=0", "~reward"]
+    """A file trains over the tokens that count."""
+    path, lines = (
+        tmp_path / "rows.jsonl",
+        [LINE | {"prompt": f"{a}+{b}="} for a in range(11, 19) for b in (21, 34)],
+    )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["loss=grpo", "data=local", f"data.path={path}", "data.eval_fraction=0", "~reward"]
     words += ["model.batch_size=8", "wandb.enabled=false", f"runs_dir={tmp_path}", f"cache_dir={tmp_path}/c"]
-    train(make_config(*words, write(tmp_path / "good.jsonl", *lines)), "r")
+    train(make_config(*words), "r")
     metrics = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
     assert sum(line["loss"] is not None for line in metrics) == 4
-    assert metrics[0]["loss"] == pytest.approx(-0.1, abs=1e-3)  # -(0.5 - 1 + 0 + 0 + 1) / 5 tokens
-    bare = json.loads(json.dumps(lines[0]))
-    del bare["completions"][1]["token_rewards"]
-    with pytest.raises(ConfigError, match=r"1 of 2 completions do not have \(bad.jsonl, row 2\)"):
-        train(make_config(*words, write(tmp_path / "bad.jsonl", lines[0], bare)), "s")
+    assert metrics[0]["loss"] == pytest.approx(0.2, abs=1e-3)  # -(2 - 3) / 5 tokens
