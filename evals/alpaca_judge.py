@@ -228,7 +228,7 @@ class _Endpoint:
         self._body = {"model": model_name, **_API_DEFAULTS, **settings}
         made = [
             _nothing() if isinstance(outcome, Missing) else outcome
-            for outcome in map(self._counted, self._endpoint.calls(self._ask).map(list(prompts)))
+            for outcome in map(self._counted, self._endpoint.map(self._ask, prompts))
         ]
         price = self.own.dollars_per_million_tokens
         return {

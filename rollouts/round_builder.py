@@ -7,7 +7,6 @@ Only rank 0 runs this code. A stage that is already on disk, made from the same 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import shutil
 import time
 from collections import Counter
@@ -25,7 +24,7 @@ from data.types import Completion, Group, Prompt
 from data.views import varies
 from rollouts.engines import Engine
 from rollouts.ledger import Line, RoundFolder, sampled_of
-from rollouts.rewards.base import Arrivals, Reward
+from rollouts.rewards.base import Reward
 from rollouts.rounds import (
     PromptSchedule,
     SampledPrompt,
@@ -33,7 +32,7 @@ from rollouts.rounds import (
     overlong_penalties,
     with_threshold,
 )
-from rollouts.samplers import Sample, SamplingSettings
+from rollouts.samplers import SamplingSettings
 from rollouts.stop_strings import facts_of
 
 Facts = dict[str, Any]
@@ -179,9 +178,8 @@ class RoundBuilder:
         if lines is not None:
             return [sampled_of(line) for line in lines]
         start, drawn, hows = time.monotonic(), list[SampledPrompt](), list[Facts]()
-        arrivals = self.reward.arrivals((end - first) * self.config.rounds.samples)
         for seed, prompts in self.contexts.take(first, end):
-            drawn += self._draw(prompts, seed, arrivals, len(drawn))
+            drawn += self._draw(prompts, seed)
             how = {"sampler": self.config.sampler.name, **asdict(self.settings), "seed": seed}
             hows += [{"sampling": how | facts_of(self.config)}] * len(prompts)
         facts = {
@@ -195,35 +193,16 @@ class RoundBuilder:
         self.pause()
         return drawn
 
-    def _draw(
-        self, prompts: list[Prompt], seed: int, arrivals: Arrivals | None, first: int
-    ) -> list[SampledPrompt]:
-        """Return ``prompts``, whose first one has position ``first`` among the contexts sampled together,
-        with their answers. Each prompt's answers go to ``arrivals`` as soon as they are there."""
+    def _draw(self, prompts: list[Prompt], seed: int) -> list[SampledPrompt]:
+        """Return the prompts with their answers."""
         n, temperature = self.config.rounds.samples, self.config.model.logit_temperature
-        made: dict[int, tuple[list[Sample], SampledPrompt]] = {}
-
-        def sampled(which: int, samples: list[Sample]) -> SampledPrompt:
-            known, one = made.get(which, ([], None))
-            if one is None or any(a is not b for a, b in zip(known, samples, strict=True)):
-                completions = tuple(s.completion(self.renderer, temperature) for s in samples)
-                one = SampledPrompt(prompts[which], completions)
-            return one
-
-        def answered(which: int, samples: list[Sample]) -> None:
-            bar.update()
-            one = sampled(which, samples)  # while others are still drawn, and not after them
-            made[which] = samples, one
-            for completion in one.completions:
-                self._lines.encoded(completion)
-            if arrivals is not None:
-                (asked,) = asked_of([one])
-                arrivals.put((first + which) * n, asked)
-
         what = f"sample {n} answers each (rounds.samples)"
         with progress(len(prompts), what, unit="prompt", shown=None, delay=SOON, leave=False) as bar:
-            answers = self.engine.sample(prompts, n, self.settings, seed, answered)
-        return list(itertools.starmap(sampled, enumerate(answers)))
+            answers = self.engine.sample(prompts, n, self.settings, seed, lambda which, samples: bar.update())
+        return [
+            SampledPrompt(prompt, tuple(sample.completion(self.renderer, temperature) for sample in samples))
+            for prompt, samples in zip(prompts, answers, strict=True)
+        ]
 
     def _score(self, folder: RoundFolder, suffix: str, sampled: list[SampledPrompt]) -> list[Line]:
         """Return one line for each prompt with its samples' scores. Raises RewardError."""
@@ -301,17 +280,12 @@ def reward_settings(config: Config) -> Facts:
 def score_samples(reward: Reward, sampled: list[SampledPrompt]) -> list[list[float | None]]:
     """Return every sample's reward, None for no verdict, and release the reward model's memory. Raises
     RewardError."""
-    pairs = [pair for asked in asked_of(sampled) for pair in asked]
+    pairs = [(one.prompt, c.text or "") for one in sampled for c in one.completions]
     try:
         flat = iter(reward.score([prompt for prompt, _ in pairs], [text for _, text in pairs]))
     finally:
         reward.release()
     return [[next(flat) for _ in one.completions] for one in sampled]
-
-
-def asked_of(sampled: list[SampledPrompt]) -> list[list[tuple[Prompt, str]]]:
-    """Return, for each completion of each prompt, the prompt and the answer that a reward scores."""
-    return [[(one.prompt, c.text or "") for c in one.completions] for one in sampled]
 
 
 def samples_table(folder: RoundFolder) -> list[list[Any]]:

@@ -19,8 +19,6 @@ SAMPLES = 8
 class Ready:
     """A sampler and a reward whose answers are made in advance."""
 
-    gives_tokens = False
-
     def __init__(self, tokens: int) -> None:
         self.metrics: dict[str, float] = {}
         rng = random.Random(0)
@@ -44,8 +42,6 @@ class Ready:
 
     def score(self, prompts: list[Prompt], answers: list[str]) -> list[float | None]:
         return [(i * 7 % 11) / 10 for i in range(len(answers))]
-
-    def arrivals(self, count: int) -> None: ...
 
     def release(self) -> None: ...
 

@@ -1,24 +1,18 @@
 """The reward interface, which gives each completion a number or no verdict. A missing verdict never counts as
 a score of 0, and too many of them stop the run.
-
-Rewards that wait for something else (a process, a judge, a server) score in ``Tasks``, which may begin while
-a round is still being sampled. A task begins as soon as all of its completions have been sampled
-(``Arrivals``), and it gets exactly the completions that it would get later. So neither the composition of a
-task nor its result depends on when the task begins.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -29,7 +23,6 @@ from data.types import Prompt
 if TYPE_CHECKING:
     from models.ranks import Ranks  # a verifier needs no torch
 
-T = TypeVar("T")
 V = TypeVar("V")
 
 EXAMPLES = 3
@@ -55,96 +48,29 @@ class Missing:
     reason: str
 
 
-class Tasks(Generic[T, V]):
-    """Tasks that are independent of each other, of which some begin before ``map`` asks for their results. A
-    task is identified by its ``repr``. A task that has been begun is not run again by ``map``."""
-
-    def __init__(self, submit: Callable[[T], Future[V]]) -> None:
-        self._submit = submit
-        self._begun: defaultdict[str, deque[Future[V]]] = defaultdict(deque)
-        self._lock = threading.Lock()
-        self._failed: BaseException | None = None
-
-    def begin(self, task: T) -> None:
-        """Start ``task``. Raises what a task that was begun before has raised, as ``map`` would."""
-        if self._failed is not None:
-            raise self._failed
-        future = self._submit(task)
-        with self._lock:
-            self._begun[repr(task)].append(future)
-        future.add_done_callback(self._ended)
-
-    def map(self, tasks: Sequence[T]) -> list[V]:
-        """Return the result of each task, in order. As soon as a task fails, its exception is raised, and
-        those that have not ended are cancelled. Raises Requeue where the run is asked to stop meanwhile."""
-        futures = [self._taken(task) or self._submit(task) for task in tasks]
-        left = set(futures)
-        try:
-            while left:
-                done, left = wait(left, SOON, FIRST_EXCEPTION)
-                for future in filter(done.__contains__, futures):
-                    future.result()
-                if left:
-                    pause()
-            return [future.result() for future in futures]
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
-
-    def _taken(self, task: T) -> Future[V] | None:
-        with self._lock:
-            if not self._begun or (key := repr(task)) not in self._begun:
-                return None
-            future = self._begun[key].popleft()
-            if not self._begun[key]:
-                del self._begun[key]
-        return future
-
-    def _ended(self, future: Future[V]) -> None:
-        if not future.cancelled() and self._failed is None:
-            self._failed = future.exception()
-
-
-class Begins(Protocol):
-    """A scorer, or a part of one, that can begin to score before ``score`` is called."""
-
-    chunk: int
-    """Number of completions that are scored together. Chunks start at multiples of it."""
-
-    def begin(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> None:
-        """Begin to score one chunk. A later ``score`` of completions that include this chunk takes its
-        result."""
-
-
-class Arrivals:
-    """The completions of a round, collected as they are sampled, in any order. ``count``: how many there will
-    be."""
-
-    def __init__(self, scorers: Sequence[Begins], count: int) -> None:
-        self.scorers = list(scorers)
-        self._rows: list[tuple[Prompt, str] | None] = [None] * count
-        self._done: set[tuple[int, int]] = set()
-
-    def put(self, first: int, rows: Sequence[tuple[Prompt, str]]) -> None:
-        """Store ``rows``, pairs of prompt and completion, at the positions from ``first`` on. Chunks that are
-        now complete begin to be scored, each once."""
-        self._rows[first : first + len(rows)] = rows
-        for which, scorer in enumerate(self.scorers):
-            for at in range(first // scorer.chunk * scorer.chunk, first + len(rows), scorer.chunk):
-                whole = [row for row in self._rows[at : at + scorer.chunk] if row is not None]
-                if len(whole) == len(self._rows[at : at + scorer.chunk]) and (which, at) not in self._done:
-                    self._done.add((which, at))
-                    scorer.begin([prompt for prompt, _ in whole], [text for _, text in whole])
+def results(futures: Sequence[Future[V]]) -> list[V]:
+    """Return what each task gives, in order. As soon as a task fails, its exception is raised, and those that
+    have not ended are cancelled. Raises Requeue where the run is asked to stop meanwhile."""
+    left = set(futures)
+    try:
+        while left:
+            done, left = wait(left, SOON, FIRST_EXCEPTION)
+            for future in filter(done.__contains__, futures):
+                future.result()
+            if left:
+                pause()
+        return [future.result() for future in futures]
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        raise
 
 
 class Scorer(ABC):
     """One kind of reward. It gives the reason for each missing verdict and leaves the policy on missing
     verdicts to ``Reward``. It may have ``check_prompts``, as in ``Reward``.
 
-    A scorer whose settings have a true ``loads_model`` also has ``share_over``, as in ``Reward``. A scorer
-    that works in other processes or through network calls may have ``chunk`` and ``begin``
-    (``Begins``).
+    A scorer whose settings have a true ``loads_model`` also has ``share_over``, as in ``Reward``.
     """
 
     metrics: Mapping[str, float] = MappingProxyType({})
@@ -185,13 +111,6 @@ class Reward:
         verdicts = [finite(v) for v in self.scorer.score(prompts, completions)]
         self._account(verdicts, prompts, completions, start)
         return [None if isinstance(v, Missing) else v for v in verdicts]
-
-    def arrivals(self, count: int) -> Arrivals | None:
-        """Return a collector that takes ``count`` completions as they are sampled and begins to score them
-        early, or None for a reward that waits for all of them. ``score`` is called with the completions in
-        either case."""
-        begin = parts_that_begin(self.scorer)
-        return Arrivals(begin, count) if begin else None
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Raise ConfigError if the reward needs something of each prompt that none of them has."""
@@ -265,12 +184,3 @@ def _too_many(
 
 def _short(text: str) -> str:
     return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "…")
-
-
-def parts_that_begin(scorer: Any) -> list[Begins]:
-    """Return those parts of a scorer that can begin early, which may be the scorer itself. A model cannot,
-    because it shares its device with the sampler."""
-    parts = getattr(scorer, "parts", None)
-    if parts is not None:
-        return [subpart for part in parts.values() for subpart in parts_that_begin(part)]
-    return [scorer] if hasattr(scorer, "begin") else []

@@ -12,7 +12,7 @@ import os
 import random
 import threading
 import urllib.request
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import cache
@@ -23,7 +23,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_aft
 from yarl import URL
 
 from common.errors import ConfigError, require
-from rollouts.rewards.base import Missing, RewardError, Tasks
+from rollouts.rewards.base import Missing, RewardError, results
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -224,12 +224,11 @@ class Endpoint:
             reraise=True,
         ).wraps(self._once)
 
-    def calls(self, ask: Callable[[T], Awaitable[V]]) -> Tasks[T, V | Missing]:
-        """Return tasks that apply ``ask`` to items, at most ``concurrency`` at once. The result is that of
-        ``ask``, or the reason why there is none. ``ask`` awaits ``post`` and raises FailedError. ``begin``
-        and ``map`` raise RewardError if every further call would fail too, because of a wrong key, address or
-        model."""
-        return Tasks(lambda item: self._submit(ask, item))
+    def map(self, ask: Callable[[T], Awaitable[V]], items: Iterable[T]) -> list[V | Missing]:
+        """Apply ``ask`` to items, at most ``concurrency`` at once. Each result is that of ``ask``, or the
+        reason why there is none. ``ask`` awaits ``post`` and raises FailedError. Raises RewardError if every
+        further call would fail too, because of a wrong key, address or model."""
+        return results([self._submit(ask, item) for item in items])
 
     def _submit(self, ask: Callable[[T], Awaitable[V]], item: T) -> Future[V | Missing]:
         with self._lock:

@@ -56,10 +56,6 @@ class FunctionReward(Scorer):
         except RewardError as error:
             raise ConfigError("reward.function.path", config.path, str(error)) from error
 
-    @property
-    def chunk(self) -> int:
-        return self.config.batch_size
-
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Raise ConfigError for a column that the function asks for by name and that is None for every
         prompt."""
@@ -87,11 +83,8 @@ class FunctionReward(Scorer):
                 f"{', '.join(sorted({*PASSED, *others}))}",
             )
 
-    def begin(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> None:
-        self._pool.begin(columns(prompts, completions, conversational=True))
-
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
-        batches = batches_of(prompts, completions, self.chunk, conversational=True)
+        batches = batches_of(prompts, completions, self.config.batch_size, conversational=True)
         scores: list[float | Missing] = []
         for batch, result in zip(batches, self._pool.map(batches), strict=True):
             if not (isinstance(result, Missing) or self._shown or self.config.path.startswith(_OWN)):

@@ -24,22 +24,14 @@ class HttpReward(Scorer):
         """Raises ConfigError for a server that does not answer as required."""
         self.config = config
         self._endpoint = Endpoint("reward.http", config.base_url, "", config, _MAX_REPLY_BYTES)
-        self._calls = self._endpoint.calls(self._ask)
         self._endpoint.check(self._ask, columns([_FIRST], ["4"], config.conversational))
-
-    @property
-    def chunk(self) -> int:
-        return self.config.batch_size
-
-    def begin(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> None:
-        self._calls.begin(columns(prompts, completions, self.config.conversational))
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
         """Return one verdict for each completion. Raises RewardError if every further call would fail too,
         because of a wrong key or address."""
-        batches = batches_of(prompts, completions, self.chunk, self.config.conversational)
+        batches = batches_of(prompts, completions, self.config.batch_size, self.config.conversational)
         verdicts: list[float | Missing] = []
-        for batch, scores in zip(batches, self._calls.map(batches), strict=True):
+        for batch, scores in zip(batches, self._endpoint.map(self._ask, batches), strict=True):
             verdicts += [scores] * len(batch["completions"]) if isinstance(scores, Missing) else scores
         return verdicts
 

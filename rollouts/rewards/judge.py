@@ -41,20 +41,13 @@ class JudgeReward(Scorer):
         self._endpoint = Endpoint(
             "reward.judge", config.base_url, "/chat/completions", config, _MAX_REPLY_BYTES
         )
-        self._calls = self._endpoint.calls(self._ask)
         self._pattern = re.compile(config.pattern)
         self._lock = threading.Lock()
-
-    chunk = 1
-
-    def begin(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> None:
-        for asked in zip(prompts, completions, strict=True):
-            self._calls.begin(asked)
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
         """Return one verdict for each completion. Raises RewardError if every further call would fail too,
         because of a wrong key, address or model."""
-        verdicts = self._calls.map(list(zip(prompts, completions, strict=True)))
+        verdicts = self._endpoint.map(self._ask, zip(prompts, completions, strict=True))
         self.metrics = {"calls": float(self.spent.calls), "tokens": float(self.spent.tokens)}
         return verdicts
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from common.imports import import_function
 from common.worker_process import WorkerError, WorkerProcess, serve
-from rollouts.rewards.base import LOG_NAME, Missing, RewardError, Tasks
+from rollouts.rewards.base import LOG_NAME, Missing, RewardError, results
 from rollouts.rewards.blame import describe
 
 START_S = 180.0
@@ -62,7 +62,6 @@ class Pool:
         self._idle: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
         self._busy: set[WorkerProcess] = set()
         self._threads = ThreadPoolExecutor(workers)
-        self._tasks: Tasks[Any, Any] = Tasks(lambda task: self._threads.submit(self._run, task))
         self._closed = False
         self._about: Any = None
         self._logs_in_use: set[Path] = set()
@@ -80,11 +79,7 @@ class Pool:
 
         Raises RewardError if the function cannot be loaded.
         """
-        return self._tasks.map(tasks)
-
-    def begin(self, task: Any) -> None:
-        """Start a task whose result ``map`` will be asked for."""
-        self._tasks.begin(task)
+        return results([self._threads.submit(self._run, task) for task in tasks])
 
     def close(self) -> None:
         """End the workers, whatever they are doing."""

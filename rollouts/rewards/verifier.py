@@ -39,12 +39,6 @@ class VerifierReward(Scorer):
             remedy = f"needs math-verify: pip install 'math-verify[antlr4_9_3]' ({error})"
             raise ConfigError("reward", "verifier", remedy) from error
 
-    chunk = 1
-
-    def begin(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> None:
-        for prompt, text in zip(prompts, completions, strict=True):
-            self._pool.begin((prompt.reference_answer, text))
-
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
         correct = self.accuracy([prompt.reference_answer for prompt in prompts], completions)
         parts = {

@@ -106,14 +106,6 @@ def hanging(_):
     return lambda task: time.sleep(60)
 
 
-def noted(completions, **columns):
-    """Takes a tenth of a second, and says when it was called and of what."""
-    with open(os.environ["TIMES_FILE"], "a") as file:
-        file.write(json.dumps({"time": time.monotonic(), "completions": completions}) + "\n")
-    time.sleep(0.1)
-    return [float(len(text)) for text in completions]
-
-
 def dying_once(marker):
     """A loader whose first process dies."""
     if not marker.exists():
