@@ -36,6 +36,9 @@ NO_COMMANDS = {
 """Blocks without a language that show something else, by how they begin."""
 GUIDE = "from-halos-and-trl.md"
 """Its tables' first columns are other projects' commands."""
+FROZEN = "git checkout "
+"""How a command begins that is of an earlier commit, named behind it: that commit's tests typed it. What made
+a page that stays as it is (docs/study/, figures that were measured) is given so, and is not typed here."""
 _SETTING = re.compile(r"^[a-zA-Z_]\w*(\.\w+)*=\S")
 
 
@@ -132,7 +135,8 @@ def commands() -> dict[str, str]:
     found: dict[str, list[str]] = {}
     for page in PAGES:
         for command in (*in_blocks(page), *in_sentences(page)):
-            found.setdefault(command, []).append(page.name)
+            if not command.startswith(FROZEN):
+                found.setdefault(command, []).append(page.name)
     return {command: ", ".join(dict.fromkeys(pages)) for command, pages in found.items()}
 
 

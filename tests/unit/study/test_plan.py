@@ -4,7 +4,6 @@ what is no plan is refused by the part that is wrong."""
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from statistics import fmean, stdev
 
@@ -14,14 +13,12 @@ from scipy.stats import chi2
 
 from common.errors import ConfigError
 from launch.composing import Composer
-from reports.statistics import mean
 from study.__main__ import QUICK_SEEDS, main
 from study.figures import VARIANTS, variants_figure
 from study.page import beside_table, effects_of
 from study.plan import MAIN, PLANS, PUBLISHED, known, read_plan
 from study.records import SAMPLED, read_records
 from study.tasks import FOLDERS, TITLES, read_task
-from tests.tiny import ROOT
 
 PAPER = read_plan(PLANS["paper"])
 COMPOSER = Composer()
@@ -114,53 +111,6 @@ def test_the_published_page_is_made_of_the_published_records(tmp_path, monkeypat
     page = PUBLISHED["paper"][0].with_name("report.md")
     assert (tmp_path / "report.md").read_bytes() == page.read_bytes()
     assert len(known(PAPER, tmp_path, PUBLISHED["paper"])) == len(PAPER.runs()) == 1320
-
-
-def test_what_the_docs_say_of_the_real_model_s_table_are_its_records():
-    docs, readme = (
-        path.read_text(encoding="utf-8") for path in (ROOT / "docs/real-model.md", ROOT / "README.md")
-    )
-    scores: dict = {}
-    for one in read_records(PUBLISHED["constraints"][0]):
-        scores.setdefault(one.cell, {})[one.seed] = 100 * one.after[SAMPLED]
-    for loss in ("dpo", "grpo", "kto"):
-        for cell in CELLS:
-            score = mean(scores[f"main-{loss}-{cell}"].values())
-            low, high = score.interval
-            name = f"{loss.upper()} {cell.replace('-hl', ' + humanline')}"
-            row = rf"\| {re.escape(name)} \|.*\| {score.value:.1f} \[{low:.1f}, {high:.1f}\] \|"
-            assert score.n == 5 and re.search(row, docs), name
-            assert cell == "online-hl" or f"{score.value:.1f}" in readme, name
-        plain, humanline = scores[f"main-{loss}-offline"], scores[f"main-{loss}-offline-hl"]
-        effect = mean([humanline[seed] - plain[seed] for seed in plain])
-        said = "{:.1f} [{:.1f}, {:.1f}]".format(effect.value, *effect.interval).replace("-", "−")
-        assert f"+{said}" in docs and said in readme
-
-
-def test_what_the_docs_say_of_one_seed_are_its_evaluations():
-    docs = (ROOT / "docs/real-model.md").read_text(encoding="utf-8")
-    path = PUBLISHED["constraints"][0].with_name("seed-1001.jsonl")
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    cells = [f"{loss}-{cell}" for loss in ("dpo", "grpo", "kto") for cell in CELLS]
-    assert [row["cell"] for row in rows] == ["before", *cells]
-    for row in rows:
-        loss, _, cell = row["cell"].partition("-")
-        name = f"{loss.upper()} {cell.replace('-hl', ' + humanline')}" if cell else loss
-        said = row["ifeval"]
-        rates = [said[f"{level}_{how}"] for level in ("prompt", "instruction") for how in ("strict", "loose")]
-        assert said["mean"] == pytest.approx(fmean(rates), abs=1e-6)
-        shown = f"{100 * said['mean']:.1f}"
-        if cell:
-            change, low, high = (100 * value for value in said["from_before"])
-            shown += f" ({change:+.1f} [{low:.1f}, {high:.1f}])"
-            assert change == pytest.approx(100 * (said["mean"] - rows[0]["ifeval"]["mean"]), abs=1e-3)
-        fluent = f"{row['fluency']:.2f} | {row['reward']:.2f} | {100 * row['meets_all_fluently']:.1f}"
-        wanted = f"| {name} | {100 * row['meets_all']:.1f} | {fluent} | {shown} |".replace("-", "−")
-        assert wanted in docs, name
-    before, offline, humanline, *others = [f"{row['reward']:.1f}" for row in rows]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"{before} ({offline}, with humanline {humanline})" in readme
-    assert f"({min(others)} to {max(others)})" in readme
 
 
 def test_the_real_model_s_settings_follow_from_its_tuning_and_its_spread_from_the_pilot(tmp_path):
