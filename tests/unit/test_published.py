@@ -1,0 +1,147 @@
+"""The study's numbers on the pages are those of its records, docs/study/*/runs.jsonl. The pages are frozen:
+they are written by hand, and this says what of them has to hold."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from statistics import fmean, median
+
+import pytest
+
+from reports.outcome import drifted
+from reports.statistics import SeedMean, mean
+
+ROOT = Path(__file__).parents[2]
+RECORDS = ROOT / "docs" / "study"
+SAMPLED, GREEDY = "eval_accuracy_sampled", "eval_accuracy_greedy"
+LOSSES, VARIANTS = ("dpo", "grpo", "kto"), ("offline", "offline-hl", "online", "online-hl")
+TUNED, ONLINE = "confirm-tuned-dpo", "confirm-online"
+HUMANLINE = (f"{TUNED}-k1", f"{ONLINE}-k1")
+"""Two tests share the runs of this cell; a run stands under one of them."""
+ROWS = [  # of docs/study.md: how a row begins, the cells that are subtracted, the smallest interesting effect
+    ("hl − plain DPO, rate 9e-5", ["confirm-low-rate-k1"], ["confirm-low-rate-plain"], 1.5),
+    ("the same, rate 3e-4", ["confirm-high-rate-k1"], ["confirm-high-rate-plain"], 5),
+    ("hl − plain DPO almost without", ["confirm-no-anchor-k1"], ["confirm-no-anchor-plain"], 1.5),
+    ("each tuned, DPO", HUMANLINE, [f"{TUNED}-plain"], 2),
+    ("each tuned, KTO", ["confirm-tuned-kto-k1"], ["confirm-tuned-kto-plain"], 1.5),
+    ("each tuned, GRPO", ["confirm-tuned-grpo-k1"], ["confirm-tuned-grpo-plain"], 1.5),
+    ("online − hl, DPO", [f"{ONLINE}-online"], HUMANLINE, 1.5),
+    ("sums: hl (k = 16)", ["confirm-sums-k16"], ["confirm-sums-plain"], 5),
+    ("sums, KTO: hl, k = 16", ["confirm-rare-sync-k16"], ["confirm-rare-sync-k1"], 5),
+]
+
+
+@cache
+def records(name):
+    """Cell -> seed -> record."""
+    found: dict = {}
+    for line in (RECORDS / name / "runs.jsonl").read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        found.setdefault(record["cell"], {})[record["seed"]] = record
+    return found
+
+
+def page(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def runs(name, cells):
+    return {seed: run for cell in cells for seed, run in records(name).get(cell, {}).items()}
+
+
+def apart(name, second, first, key=SAMPLED):
+    """The cells ``second`` minus the cells ``first``, in points, by seed."""
+    a, b = runs(name, first), runs(name, second)
+    return [100 * (b[seed]["after"][key] - a[seed]["after"][key]) for seed in sorted(a.keys() & b.keys())]
+
+
+def shown(effect: SeedMean, signed=False):
+    low, high = effect.interval
+    sign = "+" if signed and effect.value > 0 else ""
+    return f"{sign}{effect.value:.1f} [{low:.1f}, {high:.1f}]".replace("-", "−").replace("−0.0", "0.0")
+
+
+def larger(effect: SeedMean, smallest):
+    low, high = effect.interval
+    if low > smallest or high < -smallest:
+        return "yes"
+    return "no" if -smallest < low and high < smallest else "open"
+
+
+@pytest.mark.parametrize(("begins", "second", "first", "smallest"), ROWS, ids=[row[0] for row in ROWS])
+def test_the_study_s_table_is_of_its_records(begins, second, first, smallest):
+    (row,) = (line for line in page("docs/study.md").splitlines() if line.startswith(f"| {begins}"))
+    sampled = apart("evidence", second, first)
+    effect = mean(sampled)
+    ahead = sum(d > 0 for d in sampled)
+    cells = [
+        shown(effect, signed=True),
+        f"{smallest:g}: {larger(effect, smallest)}",
+        f"{median(sampled):+.1f}; {ahead}".replace("-", "−"),
+        shown(mean(apart("evidence", second, first, GREEDY)), signed=True),
+    ]
+    assert f"; {len(sampled)} | {' | '.join(cells)} |" in row
+    far = sum(
+        bool(drifted(run)) for run in [*runs("evidence", second).values(), *runs("evidence", first).values()]
+    )
+    assert row.endswith(f" {far} |" if far and begins != "each tuned, DPO" else " 14 |" if far else " – |")
+
+
+def test_what_the_study_says_of_failed_runs_is_of_its_records():
+    text = page("docs/study.md")
+    plain, humanline = runs("evidence", [f"{TUNED}-plain"]), runs("evidence", HUMANLINE)
+    failed = [seed for seed, run in plain.items() if run["after"][SAMPLED] < 0.78]
+    grew = sorted(
+        plain[seed]["after"]["eval_length_sampled"] - plain[seed]["before"]["eval_length_sampled"]
+        for seed in failed
+    )
+    carried = sum(humanline[seed]["after"][SAMPLED] - plain[seed]["after"][SAMPLED] for seed in failed)
+    assert f"{len(failed)} of its {len(plain)} runs end below 78" in text and len(failed) == 12
+    assert f"carry {100 * carried / len(plain):.2f} of the" in text
+    assert sum(g >= 10 for g in grew) == 10 and f"by {grew[0]:.1f} and {grew[1]:.1f}" in text
+    assert min(run["after"][SAMPLED] for run in humanline.values()) > 0.82
+    online = mean(apart("evidence", [f"{ONLINE}-online"], [f"{TUNED}-plain"]))
+    assert online.n == 22 and f"{shown(online)} by these fresh seeds" in text
+
+
+def test_what_the_docs_say_of_the_real_model_s_table_are_its_records():
+    docs = page("docs/real-model.md")
+    for loss in LOSSES:
+        for cell in VARIANTS:
+            score = mean(
+                [100 * run["after"][SAMPLED] for run in runs("constraints", [f"main-{loss}-{cell}"]).values()]
+            )
+            name = f"{loss.upper()} {cell.replace('-hl', ' + humanline')}"
+            assert score.n == 5
+            assert re.search(rf"\| {re.escape(name)} \|.*\| {re.escape(shown(score))} \|", docs), name
+        for second, first in (("offline-hl", "offline"), ("online", "offline"), ("online", "offline-hl")):
+            effect = mean(apart("constraints", [f"main-{loss}-{second}"], [f"main-{loss}-{first}"]))
+            assert shown(effect, signed=True) in docs, (loss, second, first)
+
+
+def test_what_the_docs_say_of_one_seed_are_its_evaluations():
+    docs = page("docs/real-model.md")
+    rows = [json.loads(line) for line in page("docs/study/constraints/seed-1001.jsonl").splitlines()]
+    assert [row["cell"] for row in rows] == ["before", *(f"{a}-{b}" for a in LOSSES for b in VARIANTS)]
+    for row in rows:
+        loss, _, cell = row["cell"].partition("-")
+        name = f"{loss.upper()} {cell.replace('-hl', ' + humanline')}" if cell else loss
+        said = row["ifeval"]
+        rates = [said[f"{level}_{how}"] for level in ("prompt", "instruction") for how in ("strict", "loose")]
+        assert said["mean"] == pytest.approx(fmean(rates), abs=1e-6)
+        figure = f"{100 * said['mean']:.1f}"
+        if cell:
+            change, low, high = (100 * value for value in said["from_before"])
+            figure += f" ({change:+.1f} [{low:.1f}, {high:.1f}])"
+            assert change == pytest.approx(100 * (said["mean"] - rows[0]["ifeval"]["mean"]), abs=1e-3)
+        fluent = f"{row['fluency']:.2f} | {row['reward']:.2f} | {100 * row['meets_all_fluently']:.1f}"
+        wanted = f"| {name} | {100 * row['meets_all']:.1f} | {fluent} | {figure} |".replace("-", "−")
+        assert wanted in docs, name
+    rewards = {row["cell"]: row["reward"] for row in rows}
+    for loss in LOSSES:
+        assert min(VARIANTS, key=lambda cell: rewards[f"{loss}-{cell}"]) == "offline-hl", (
+            "last of four, as is said"
+        )
