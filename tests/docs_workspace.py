@@ -5,7 +5,6 @@ directory.
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 import shutil
@@ -118,7 +117,6 @@ def write_all(here: Path) -> None:
     tasks(here / "tasks")
     (here / "my.yaml").write_text("partition: gpu\naccount: lab\ntime: '12:00:00'\n")
     write_other(here / "kitchen.yaml")
-    (here / "mine.yaml").write_text(json.dumps(PLAN))
 
 
 def models(here: Path) -> None:
@@ -182,10 +180,6 @@ def sets(here: Path) -> None:
     asked = {"prompt": "question", "chosen": "good", "rejected": "bad"}
     faq = [{theirs: pair[ours] for ours, theirs in asked.items()} for pair in pairs]
     (here / "faq.json").write_text(json.dumps(faq))
-    with gzip.open(here / "harmless.jsonl.gz", "wt") as file:
-        for a, b in sums:
-            said = f"\n\nHuman: {a} and {b}?\n\nAssistant: "
-            file.write(json.dumps({"chosen": f"{said}{a + b}", "rejected": f"{said}no"}) + "\n")
     (here / "alpaca_eval.json").write_text(
         json.dumps([{"instruction": f"Say {a}.", "output": str(a), "generator": "base"} for a in range(12)])
     )
@@ -294,22 +288,6 @@ def tasks(folder: Path) -> None:
     }
     for task in (mine, chosen):
         (folder / f"{task['task']}.yaml").write_text(json.dumps(task))
-
-
-SHORT = {"n_examples": 8, "n_eval_prompts": 4, "n_eval_examples": 4}
-ARMS = {"plain": {}, "k1": {"humanline": True, "sync_freq": 1}}
-ONE_STEP = {
-    "task": "adder",
-    "loss": "dpo",
-    "cells": ARMS,
-    "grid": {"lr": [1e-5, 2e-5], "loss.beta": [0.1]},
-    "seeds": [1],
-}
-PLAN = {
-    "seconds": {"adder": {"offline": 10, "online": 10}},
-    "parts": {"surface": {"hours": 1, "settings": SHORT, "blocks": {"surface-sums-dpo": ONE_STEP}}},
-}
-"""A plan of the study with four runs of one step."""
 
 
 if __name__ == "__main__":

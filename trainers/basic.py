@@ -1,6 +1,6 @@
 """The training loop, which every loss shares, offline and online, plain and humanline.
 
-Losses differ in three short methods of a subclass. Offline and online runs differ in where ``source`` gets
+Losses differ in a few methods of a subclass. Offline and online runs differ in where ``source`` gets
 its segments from, plain and humanline ones in the numbers of one ``Humanline``. The update itself does not
 ask which of them runs.
 """

@@ -42,7 +42,7 @@ def test_every_file_that_is_named_is_there(page):
 
 
 def test_the_folders_of_the_readme_are_those_of_the_tree():
-    part = (ROOT / "README.md").read_text().partition("## The folders")[2].partition("## From")[0]
+    part = (ROOT / "README.md").read_text().partition("## The folders")[2].partition("\n## ")[0]
     named = set(
         re.findall(r"(\w+)/", "\n".join(line for line in part.splitlines() if line.startswith("    ")))
     )

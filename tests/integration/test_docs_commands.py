@@ -28,14 +28,12 @@ NOT_RUN = {
     "pip install "
     "hydra-submitit-launcher==1.2.0": "would change the environment of the tests, from the package index",
     "pip install -r requirements/trackers.txt": "is installed in the environment of the tests",
-    "pip install -r requirements/small-gpus.txt": "would slow every program; make test has a folder for it",
     "pip install --require-hashes -r requirements/gpu.lock": "would fetch gigabytes for a GPU",
     "make smollm2": "would fetch a package; tests/unit/models/test_gguf.py converts files of its kind",
     "python -m tools.gguf FILE FOLDER": "wants a reader's file; tests/unit/models/test_gguf.py has one",
     "make real": "is half an hour of training; tests/unit/test_real_gates.py tries its parts",
     "make real-full": "is an hour of training",
     "make torch-oldest": "installs another torch, 5 GB; docs/gpus/torch-2.11.txt is its output",
-    "git checkout 9f3391e0": "would change the tree",
     "hf auth login": "would ask the hub for a token",
     "wandb sync runs/NAME/wandb/offline-run-*": "would upload; test_tracking.py reads the advice",
     "python -m jobs.serve loss=kto online=true sampler=vllm": (
@@ -72,12 +70,10 @@ RULES = [
     Rule(r"make run$", f"ARGS='{OFFLINE}'", environment=PICTURES),
     Rule(r"make test$", "ARGS='-n 0 tests/unit/common/test_progress.py'"),
     Rule(r"make test-quick$", "ARGS='--collect-only'"),
-    Rule(r"make check$", environment={STAND_INS: "mypy=this"}),  # types of the whole tree: minutes
     Rule(r"make torture$", "ARGS='--kills 0 --steps 2'"),
     Rule(r"make eval-tools$"),
     Rule(r"make docs$"),
     Rule(r"make venv( GPU=1| PYTHON=python3)?$", swapped={"GPU=1": "GPU=0"}),  # gigabytes for a GPU
-    Rule(r"make study", "MODE=mine.yaml ARGS='--jobs 1 --name a-study'", {"MODE=evidence": "MODE=mine.yaml"}),
     # Its server ends with a signal alone: what it would show is listed
     Rule(r"tensorboard ", "--inspect", {r"^tensorboard": "python -m tensorboard.main"}),
     # Programs that are only named
@@ -124,7 +120,6 @@ RULES = [
         {"in=constrained": "in=labelled", "out=labelled": "out=scored"},
     ),
     Rule(r"python label\.py ", "overwrite_out=true"),
-    Rule(r"python -m tools\.dialogue_parts "),
     # Evaluation
     Rule(r"python eval\.py .*kind=alpacaeval alpacaeval\.annotations"),
     Rule(r"python eval\.py .*kind=alpacaeval", f"limit=4 {JUDGED}"),
@@ -148,7 +143,6 @@ RULES = [
         r"python -m launch\.sweep sweeps/off_policy",
         f"{OFFLINE} n_eval_samples=1 --only '*-foreign-no_humanline-none-shapeppo-s1'",
     ),
-    Rule(r"python -m launch\.sweep sweeps/preferences", f"{EVERY} --only '*-offline-s1'"),
     Rule(r"python -m launch\.sweep .*--rate", "--only '*-kto-offline-s1'"),
     Rule(r"python -m launch\.sweep .*--local 4", f"{OFFLINE} --only '*-kto-*-s1'"),
     Rule(r"python -m launch\.sweep .*--local", SWEPT),
@@ -160,15 +154,8 @@ RULES = [
     Rule(r"python -m launch\.suite ", "--print"),  # its tasks and its judge come from the network
     Rule(r"python -m launch\.doctor "),
     Rule(r"python -m reports\.report "),
-    # The study, benchmarks
-    Rule(r"python -m study (evidence|paper|constraints) --report$"),
-    Rule(
-        r"python -m study ",
-        "--jobs 1 --name a-study",  # runs/mine is a run's
-        {r" (quick|paper|evidence|constraints)\b": " mine.yaml", r" --only \S+": ""},
-    ),
+    # Benchmarks
     Rule(r"python -m study\.prospect_figure ", "--prompts 4"),
-    Rule(r"python -m study\.curves "),
     # tests/unit/test_benchmarks.py and test_real_gates.py try their parts
     Rule(r"python -m benchmarks\.(quick|trl_compare|real|gpu)", "--help"),
     Rule(r"python -m pytest -m gpu", "--collect-only"),
@@ -183,7 +170,6 @@ MINE = (
 COPIES = "for name in NAME a b mine-s1 mine-s2; do cp -r runs/mine runs/$name; done; " + "; ".join(
     f"sed -i 's/^seed: 1/seed: {seed}/' runs/mine-s{seed - 1}/config.yaml" for seed in (2, 3)
 )
-JUDGED = "model=smollm2-135m-instruct data=hh data.path=parts/reward.jsonl data.eval_path=parts/test.jsonl"
 MADE = {
     r"runs/(mine|NAME|a|b)\b": ("runs/mine-s2", [MINE, COPIES]),
     r"runs/my-sft": (
@@ -193,14 +179,6 @@ MADE = {
     r"runs/my-reward": (
         "runs/my-reward/summary.json",
         [f"python train.py loss=bradley_terry exp_name=my-reward {OFFLINE}"],
-    ),
-    r"parts/|preferences|runs/judge": (
-        "parts/policy.jsonl",
-        ["python -m tools.dialogue_parts harmless.jsonl.gz parts"],
-    ),
-    r"runs/judge": (
-        "runs/judge/summary.json",
-        [f"python train.py loss=bradley_terry {JUDGED} exp_name=judge {OFFLINE}"],
     ),
     r"runs/adder-": (
         "runs/adder-dpo-humanline-s1",

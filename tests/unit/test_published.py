@@ -145,3 +145,42 @@ def test_what_the_docs_say_of_one_seed_are_its_evaluations():
         assert min(VARIANTS, key=lambda cell: rewards[f"{loss}-{cell}"]) == "offline-hl", (
             "last of four, as is said"
         )
+
+
+def test_what_the_readme_says_is_of_the_records():
+    text = " ".join(page("README.md").split())
+    tuned = {loss: [f"confirm-tuned-{loss}-k1"] for loss in LOSSES} | {"dpo": HUMANLINE}
+    sampled, greedy = (
+        {
+            loss: mean(apart("evidence", cells, [f"confirm-tuned-{loss}-plain"], key)).value
+            for loss, cells in tuned.items()
+        }
+        for key in (SAMPLED, GREEDY)
+    )
+    assert f"{sampled['dpo']:.1f} points ahead for DPO, {sampled['grpo']:.1f} for GRPO and" in text
+    assert f"{-sampled['kto']:.1f} behind for KTO" in text
+    assert f"{greedy['dpo']:+.1f}, {greedy['grpo']:+.1f} and −{-greedy['kto']:.1f} by greedy ones" in text
+    failed = sum(run["after"][SAMPLED] < 0.78 for run in runs("evidence", [f"{TUNED}-plain"]).values())
+    kept = runs("evidence", HUMANLINE)
+    assert f"None of its {len(kept)} DPO runs ends below 78 points; {failed} plain ones do" in text
+    assert round(-mean(apart("evidence", ["confirm-sums-k16"], ["confirm-sums-plain"])).value) == 12
+    gains = [
+        mean(apart("constraints", [f"main-{loss}-offline-hl"], [f"main-{loss}-offline"])).value
+        for loss in LOSSES
+    ]
+    assert f"{min(gains):.1f} to {max(gains):.1f} points more constraints" in text.replace("meets ", "")
+
+
+def test_what_the_readme_says_of_costs_is_of_the_gpus_records():
+    text = " ".join(page("README.md").split())
+    ratios = []
+    for name in ("h100", "h200"):
+        rates = {
+            check["name"]: float(check["text"].partition(" tokens/s")[0].replace(",", ""))
+            for check in json.loads(page(f"docs/gpus/{name}.json"))["checks"]
+            if " tokens/s" in check["text"]
+        }
+        ratios += [
+            rate / rates[f"{step} humanline"] for step, rate in rates.items() if f"{step} humanline" in rates
+        ]
+    assert len(ratios) == 7 and f"{min(ratios):.2f} to {max(ratios):.2f} of a plain one" in text
