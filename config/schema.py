@@ -77,14 +77,6 @@ class BetaConfig:
 
 
 @dataclass
-@yaml_defaults("config.yaml:muon")
-class MuonConfig:
-    lr: Auto[Annotated[Positive, "must be above 0, and finite"]]
-    momentum: SmallShare
-    adjust_lr: Literal["match_rms_adamw", "original"]
-
-
-@dataclass
 @yaml_defaults("config.yaml:retention")
 class RetentionConfig:
     """What an evaluation measures about the retention of the initial weights' behaviour."""
@@ -175,7 +167,7 @@ class Config:
     keep_checkpoints: Count
     keep_best: Off[Text]
     patience: Off[Count]
-    optimizer: Literal["AdamW", "Muon", "AdamW8bit"]
+    optimizer: Text
     lr: Annotated[Positive, "must be above 0, and finite"]
     beta1: SmallShare
     beta2: SmallShare
@@ -198,7 +190,6 @@ class Config:
     rounds: RoundsConfig = nested(RoundsConfig)
     humanline_sampling: BetaConfig = nested(BetaConfig)
     correction: CorrectionConfig = nested(CorrectionConfig)
-    muon: MuonConfig = nested(MuonConfig)
     retention: RetentionConfig = nested(RetentionConfig)
     plan: PlanConfig = nested(PlanConfig)
 
@@ -233,6 +224,8 @@ class Config:
         )
         elsewhere = "does not reach servers, which compute whatever comes together: use sampler.urls=off"
         need(self, not (self.deterministic and self.sampler.urls), "deterministic", elsewhere)
+        named = self.optimizer == "AdamW" or "." in self.optimizer
+        need(self, named, "optimizer", "must be AdamW, or the import path of a torch optimizer: module.Class")
         ends = self.n_epochs is not None or self.n_examples is not None
         need(self, ends, "n_epochs", "give n_epochs or n_examples")
 

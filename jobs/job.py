@@ -56,7 +56,6 @@ from models.pretrained import check_model, check_weights, export_dtype, load_tok
 from models.ranks import Ranks
 from models.reference import Reference
 from models.routing import routing_notice
-from optimizers.build import check_optimizer
 from reports.answers import example_lines
 from reports.data_tables import page as data_page
 from reports.model_card import write_model_card
@@ -70,6 +69,7 @@ from trainers.assembly import Offline, check_budget, make_loss, trainer_class
 from trainers.basic import BasicTrainer
 from trainers.corrections import check_correction
 from trainers.humanline import Humanline
+from trainers.optimizer import optimizer_class
 
 
 class Job:
@@ -90,7 +90,7 @@ class Job:
         disable_progress_bar()  # transformers draws a bar for every file; the run has its own bar
         self.say(f"{folder.name}: {config.variant} {config.loss['name']}, {world.size} x {world.device.type}")
         check_trackers(config.trackers)
-        check_optimizer(config)
+        optimizer_class(config.optimizer)  # refuses what is no optimizer
         on_main(lambda: check_push(config.push_to_hub))
         self.observers = Observers.of(config.callbacks, observers, world, make=not config.dry_run)
         self.loss, self.trainer_class = make_loss(config), trainer_class(config)

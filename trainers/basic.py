@@ -28,12 +28,12 @@ from models.distributed import World, clip_grad_norm, gather_objects, reduced_on
 from models.policy import Policy, causal_lm
 from models.reference import Reference, Scored
 from models.soft_reference import SoftReference
-from optimizers.build import lr_factor, make_optimizer, update
 from trainers.corrections import Behavior, Correction
 from trainers.drift import mean_log_ratio, reference_kl
 from trainers.humanline import Humanline
 from trainers.losses.base import LossResult, Mean, TokenScores
 from trainers.meters import Meters, Pending
+from trainers.optimizer import lr_factor, make_optimizer, update
 from trainers.routing import Add, RouterBalance
 from trainers.scorer import TokenScorer, rejection_key
 from trainers.syncing import Syncing

@@ -202,10 +202,10 @@ class StopHereError(Exception):
         ["humanline=true", "sync_mode=never"],
         ["humanline=true", "humanline_mode=sample"],
         ["sync_mode=kl", "sync_freq=4", "sync_kl=0.02"],
-        ["humanline=true", "sync_freq=3", "optimizer=Muon"],
-        ["sync_mode=reset", "sync_freq=3", "optimizer=Muon"],
+        ["humanline=true", "sync_freq=3", "optimizer=torch.optim.RMSprop"],
+        ["sync_mode=reset", "sync_freq=3", "optimizer=torch.optim.RMSprop"],
     ],
-    ids=["humanline", "hard", "soft", "never", "sample", "kl", "Muon", "Muon, reset"],
+    ids=["humanline", "hard", "soft", "never", "sample", "kl", "RMSprop", "RMSprop, reset"],
 )
 def test_resuming_changes_nothing(tmp_path, overrides):
     """Stopped before step 4, inside a horizon, and gone on with from the checkpoint by a trainer that starts

@@ -24,9 +24,8 @@ LAYERS = {
     "data": {"common", "config", "data"},
     "models": {"common", "config", "data", "models"},
     "trainers.losses": {"trainers.losses"},  # pure functions of tensors
-    "optimizers": {"common", "config", "models", "optimizers"},
-    "trainers": {"common", "config", "data", "models", "optimizers", "trainers"},
-    "memory": {"common", "config", "data", "models", "optimizers", "trainers", "memory"},
+    "trainers": {"common", "config", "data", "models", "trainers"},
+    "memory": {"common", "config", "data", "models", "trainers", "memory"},
     "reports": {"common", "config", "reports"},  # what people look at: made of files and numbers
     "rollouts": {"common", "config", "data", "models", "reports", "rollouts"},
     "jobs": {
@@ -34,7 +33,6 @@ LAYERS = {
         "config",
         "data",
         "models",
-        "optimizers",
         "trainers",
         "memory",
         "reports",

@@ -33,7 +33,6 @@ MORE = (
         "dry_run=true",
         "resume=true",
         "scheduler=cosine",
-        "optimizer=Muon",
         "push_to_hub=a/b",
         "model.use_peft=true",
     ),

@@ -161,13 +161,6 @@ def test_a_step_makes_the_host_wait_for_nothing(weights, loss, variant, packing)
     assert trainer.progress.step == segment.steps >= 2
 
 
-def test_muon_waits_for_nothing(weights):
-    trainer, segment = prepared(weights, "dpo", "optimizer=Muon")
-    with watched() as found:
-        trainer.step(segment)
-    assert found == []
-
-
 def test_a_sync_by_distance_waits_once_a_step(weights):
     trainer, segment = prepared(weights, "dpo", "sync_mode=kl", "sync_freq=3", "sync_kl=1e-9")
     for _ in range(segment.steps):

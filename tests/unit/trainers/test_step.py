@@ -20,11 +20,11 @@ from data.balance import part_tokens, share_tokens
 from data.batches import Segment, deal, size_of
 from models.distributed import local, start
 from models.reference import Reference, score, sequences_of
-from optimizers.build import lr_factor, make_optimizer, update
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
 from tests.tiny import random_groups, tiny_policy
 from trainers import basic
 from trainers.humanline import Humanline
+from trainers.optimizer import lr_factor, make_optimizer, update
 
 TABLE = {1: [0, 0, 1, 2, 3, 4], 2: [0, 0, 0, 2, 2, 4], 4: [0, 0, 0, 0, 0, 4]}
 """k -> the step whose weights the reference has in the loss of steps 0, 1, 2, ... (paper C.2.1)."""
@@ -167,6 +167,23 @@ def test_the_optimizer_has_every_number_of_the_config(tmp_path):
     assert set(numbers) == {(0.002, (0.8, 0.95), 1e-7, 0.03)}
     held = [id(p) for group in groups for p in group["params"]]
     assert sorted(held) == sorted(id(p) for p in policy.parameters()), "each weight in one group"
+
+
+@pytest.mark.parametrize("name", ["SGD", "RMSprop", "Adam"])
+def test_an_optimizer_by_its_import_path(tmp_path, name):
+    """It gets the numbers that it takes, and makes no step with a gradient that is not finite."""
+    config = engine_config(tmp_path, "dpo", f"optimizer=torch.optim.{name}", "beta1=0.8", "eps=1e-7")
+    trainer = make_trainer(config)
+    (group,) = trainer.optimizer.param_groups
+    assert (group["lr"], group["weight_decay"]) == (config.lr, config.weight_decay)
+    assert group.get("betas", (0.8, 0.999)) == (0.8, 0.999) and group.get("eps", 1e-7) == 1e-7
+    before = weights(trainer)
+    for skip, moved in ((1.0, False), (0.0, True)):
+        for p in trainer.policy.parameters():
+            p.grad = torch.full_like(p, torch.nan if skip else 1.0)
+        update(trainer.optimizer, 1e-2, torch.tensor(skip))
+        assert any(not torch.equal(before[n], w) for n, w in weights(trainer).items()) is moved
+        assert bool(trainer.optimizer.state) is (moved and name != "SGD")
 
 
 @pytest.mark.parametrize("steps", [1, 2, 10, 100])

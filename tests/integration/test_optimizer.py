@@ -1,0 +1,66 @@
+"""The real program with an optimizer that is named by its import path: killed and gone on with, refused a run
+of another optimizer, and refused before weights load where the path names none."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common.errors import ConfigError
+from tests import programs
+from tests.integration.test_runs import SMALL
+from tests.tiny import make_config
+from train import train
+
+METHOD = ("loss=dpo", "humanline=true", "sync_freq=2", "save_every=4", *SMALL)
+
+
+def command(folder, name: str, optimizer: str) -> list[str]:
+    places = (f"runs_dir={folder}", f"cache_dir={folder / 'cache'}", f"exp_name={name}")
+    return ["train.py", *METHOD, "resume=true", f"optimizer={optimizer}", *places]
+
+
+def weights(run):
+    return load_file(run / "model" / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["torch.optim.SGD", "torch.optim.RMSprop"], ids=["without state", "with state"]
+)
+def test_a_killed_run_ends_to_the_bit_where_it_would_have(tmp_path, optimizer):
+    done = programs.run(*command(tmp_path, "whole", optimizer))
+    assert done.returncode == 0, done.stdout + done.stderr
+    killed = programs.start(*command(tmp_path, "killed", optimizer))
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    programs.until(
+        lambda: killed.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") >= 3)
+    )
+    killed.send_signal(signal.SIGKILL)
+    assert killed.wait() == -9, killed.said()
+    done = programs.run(*command(tmp_path, "killed", optimizer))
+    assert done.returncode == 0 and "resumed before step" in done.stdout, done.stdout + done.stderr
+    begin = load_file("assets/adder/model/model.safetensors")
+    one, other = weights(tmp_path / "whole"), weights(tmp_path / "killed")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert any(not torch.equal(one[name], begin[name]) for name in one)
+    done = programs.run(*command(tmp_path, "whole", "AdamW"))
+    assert done.returncode != 0
+    assert f"optimizer=AdamW: was {optimizer} when the run in " in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("torch.optim.Nothing", r"optimizer=torch\.optim\.Nothing: cannot be imported"),
+        ("torch.nn.Linear", r"optimizer=torch\.nn\.Linear: is no subclass of torch\.optim\.Optimizer"),
+        ("torch.optim.LBFGS", r"optimizer=torch\.optim\.LBFGS: does not take weight_decay"),
+        ("Muon", r"optimizer=Muon: must be AdamW, or the import path of a torch optimizer"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused_before_weights_load(tmp_path, monkeypatch, path, said):
+    monkeypatch.setattr("jobs.job.load_sharded", lambda *_: pytest.fail("weights were loaded"))
+    with pytest.raises(ConfigError, match=said):
+        train(make_config(f"runs_dir={tmp_path}", *METHOD, f"optimizer={path}"), "refused")
