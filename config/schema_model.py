@@ -89,9 +89,6 @@ class ModelConfig:
         need(self, apart, "new_tokens", "must name each token once, and none without characters")
         frozen = "need a trained embedding, which adapters leave as it is: use model.use_peft=false"
         need(self, not (self.new_tokens and self.use_peft), "new_tokens", frozen)
-        dictionary = "cannot be added to a GGUF file: give the model as safetensors"
-        gguf = self.name_or_path.endswith(".gguf")
-        need(self, not (self.new_tokens and gguf), "new_tokens", dictionary)
         odd = [key for key in self.chat_template_kwargs or {} if not key.isidentifier()]
         require(not odd, "model.chat_template_kwargs", odd, "are no names that a chat template could read")
         trained = "a reward model's head is trained: no adapters"

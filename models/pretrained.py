@@ -37,7 +37,6 @@ from config.machine import speaks
 from config.schema_model import AUTO, ModelConfig
 from data.templates import chosen_template
 from models.distributed import return_freed_blocks
-from models.gguf import check_gguf, check_split, dequantised, is_gguf, source, split_as_stored
 from models.heads import RewardModel, ValuePolicy
 from models.new_tokens import add_tokens, grow, rows_for, with_rows
 from models.policy import Policy, causal_lm, decoder_blocks, output_head, set_up_layers
@@ -75,12 +74,12 @@ WRAPPERS: dict[str | None, type[Policy]] = {None: Policy, "value": ValuePolicy, 
 def model_config(config: ModelConfig) -> PretrainedConfig:
     """Return the architecture, without weights. Raises ConfigError if it cannot be loaded."""
     path = reachable(KEY, config.name_or_path, config.revision)
-    if not is_gguf(path) and (adapter := find_adapter_config_file(path, revision=config.revision)):
+    if adapter := find_adapter_config_file(path, revision=config.revision):
         get_tokenizer_config(path, revision=config.revision)  # into the cache, beside the adapter's
         refuse_adapter(KEY, config.name_or_path, Path(adapter).parent, config.revision)
     try:
         return AutoConfig.from_pretrained(
-            **source(path), revision=config.revision, trust_remote_code=config.trust_remote_code
+            path, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
     except Exception as error:  # a config of any content, which transformers takes as it is
         raise not_found(KEY, config.name_or_path, error) from error
@@ -218,7 +217,7 @@ def check_weights(config: ModelConfig, hf_config: PretrainedConfig) -> list[str]
     if config.use_peft:
         check_adapters(_empty(config, hf_config), config)
     said = about_new_tokens(config, hf_config)
-    if config.from_config or is_gguf(config.name_or_path):
+    if config.from_config:
         return said
     hf_config = _as_stored(config, hf_config)
     refuse_quantised(KEY, config.name_or_path, hf_config.to_dict())
@@ -402,13 +401,12 @@ def _read(config: ModelConfig, hf_config: PretrainedConfig, stored: torch.dtype 
     """Return the model with the weights of its files, on the CPU, as ``load_policy`` does. Raises
     ConfigError."""
     stored_tensors(config)  # names the file that is damaged
-    auto, path = _auto(config), source(resolve_model_path(config.name_or_path))
+    auto, path = _auto(config), resolve_model_path(config.name_or_path)
     load_options = {"config": _as_stored(config, hf_config), "revision": config.revision} | _how(
         config, stored
     )
     model: PreTrainedModel
-    model, _ = _loaded(config, lambda: auto.from_pretrained(**path, **load_options, **_LOADS))
-    model = dequantised(model)
+    model, _ = _loaded(config, lambda: auto.from_pretrained(path, **load_options, **_LOADS))
     if stored is None:
         check_finite(model, config)
     if is_untied(model):
@@ -497,16 +495,12 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     name = config.tokenizer_name_or_path or config.name_or_path
     revision = config.revision if own else None
     path = reachable(key, name, revision)
-    if is_gguf(path):
-        check_split(key, path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            **source(path), revision=revision, trust_remote_code=config.trust_remote_code
+            path, revision=revision, trust_remote_code=config.trust_remote_code
         )
     except Exception as error:  # tokenizers raises bare Exceptions for a file that it cannot read
         raise not_found(key, name, error) from error
-    if is_gguf(path):
-        split_as_stored(tokenizer, path)
     require(
         tokenizer.eos_token_id is not None,
         key,
@@ -534,9 +528,6 @@ def reachable(key: str, name: str, revision: str | None) -> str:
         "is a run that has no model yet: let it end (resume=true), or write its newest checkpoint's with "
         f"python export.py {quote(name)}",
     )
-    if is_gguf(path):
-        check_gguf(key, path)
-        return path
     require(
         Path(path).is_dir() or not path.startswith(SMOLLM2),
         key,

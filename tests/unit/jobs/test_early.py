@@ -42,7 +42,6 @@ def test_what_is_not_there_is_refused_before_torch_is_imported(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "old" / "run.json").write_text(sealed({"kind": "humanline run"}))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
-    (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(60))
     rows, chat = f"data=local data.path={tmp_path}/rows.jsonl", "model=instruct"
     said = {
         "exp_name=old": "exp_name=old: ",
@@ -74,13 +73,13 @@ def test_what_is_not_there_is_refused_before_torch_is_imported(tmp_path):
         f"{rows} {chat} model.chat_template=no.jinja": "model.chat_template=no.jinja: no such file",
         f"{rows} {chat} model.max_length=9999": "positions: give as many at most",
         f"{rows} {chat} model.use_peft=true model.peft.target_modules=[qq]": "the model has no qq; it has",
-        f"{rows} model=hub model.name_or_path={tmp_path}/broken.gguf": "is not a whole GGUF file",
+        f"{rows} model=hub model.name_or_path=x.gguf": "is one file; python -m tools.gguf x.gguf FOLDER",
         "data=mix data.mix=[{name:hh},{name:local,path:nope.jsonl}]": "data.path=nope.jsonl: no such file",
     }
     found = refusals([f"loss=dpo runs_dir={tmp_path} cache_dir={tmp_path} {line}" for line in said])
     wrong = [(line, text) for (line, want), text in zip(said.items(), found, strict=True) if want not in text]
     assert wrong == []
-    assert {path.name for path in tmp_path.iterdir()} == {"old", "empty", "file", "rows.jsonl", "broken.gguf"}
+    assert {path.name for path in tmp_path.iterdir()} == {"old", "empty", "file", "rows.jsonl"}
 
 
 def test_rows_that_cannot_be_read_are_refused_before_torch_is_imported(tmp_path):

@@ -1,5 +1,5 @@
-"""GGUF files as models: what is read equals transformers' reader and gguf's own arithmetic; what would not is
-refused by name."""
+"""GGUF files as folders: what is read equals transformers' reader and gguf's own arithmetic; what would not
+is refused by name."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from gguf import GGMLQuantizationType as Kind
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from common.errors import ConfigError
+from common.errors import ConfigError, UserError
 from config.schema_model import ModelConfig
-from models.export import export, full_state
-from models.pretrained import check_model, load_policy, load_tokenizer
+from models.pretrained import check_model, load_tokenizer
+from models.weight_files import check_named
 from tools.gguf import convert
 
 WIDTH, HEADS, KEYS, BLOCKS = 256, 4, 2, 2
@@ -87,16 +87,17 @@ def written(
     return path
 
 
-def settings(path: Path, **more: Any) -> ModelConfig:
-    given = {"dtype": "float32", "max_length": 32, "max_prompt_length": 16} | more
-    return ModelConfig(name="tiny", name_or_path=str(path), **given)
+def converted(path: Path, notes: dict[str, str] | None = None) -> Path:
+    folder = path.parent / path.stem
+    convert(path, folder, notes or {})
+    return folder
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0, Kind.Q4_K, Kind.Q6_K, Kind.F16])
 def test_each_tensor_is_transformers_and_the_formats_own(tmp_path: Path, family: str, kind: Kind) -> None:
     path = written(tmp_path / "tiny.gguf", family, kind)
-    model = load_policy(settings(path), torch.device("cpu")).model
+    model = AutoModelForCausalLM.from_pretrained(converted(path))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
     mine, every = model.state_dict(), theirs.state_dict()
     assert mine.keys() == every.keys() and all(torch.equal(mine[name], every[name]) for name in every)
@@ -106,75 +107,53 @@ def test_each_tensor_is_transformers_and_the_formats_own(tmp_path: Path, family:
         values = torch.from_numpy(gguf.dequantize(one.data, one.tensor_type).astype(np.float32))
         assert values.std() > 0 and torch.equal(mine[f"model.layers.1.{own}.weight"], values)
     assert model.config.rope_parameters["rope_theta"] == 5000.0
+    assert "quantization_config" not in (tmp_path / "tiny" / "config.json").read_text()
 
 
-def test_a_file_becomes_a_folder_that_is_the_same_model_each_time(tmp_path: Path) -> None:
-    """The export of a run, too: nothing in it says that the weights are quantised."""
-    path = written(tmp_path / "tiny.gguf", "llama", Kind.Q4_1)
-    convert(path, tmp_path / "one", {"README.md": "dequantised"})
-    convert(path, tmp_path / "two", {"README.md": "dequantised"})
-    names = sorted(file.name for file in (tmp_path / "one").iterdir())
-    assert "README.md" in names and "chat_template.jinja" in names
-    for name in names:
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-    of_file, of_folder = (
-        load_policy(settings(where), torch.device("cpu")).model.state_dict()
-        for where in (path, tmp_path / "one")
-    )
-    assert all(torch.equal(of_file[name], of_folder[name]) for name in of_file)
-    text = "In  2024,   12 cats"
-    assert load_tokenizer(settings(path)).encode(text) == AutoTokenizer.from_pretrained(
-        tmp_path / "one"
-    ).encode(text)
-    policy = load_policy(settings(path, use_peft=True), torch.device("cpu"))
-    export(full_state(policy), policy, load_tokenizer(settings(path)), tmp_path / "run", torch.float32)
-    assert "quantization_config" not in (tmp_path / "run" / "config.json").read_text()
-
-
-def test_texts_are_split_as_the_file_says(tmp_path: Path) -> None:
+def test_a_file_becomes_the_same_folder_each_time_with_texts_split_as_it_says(tmp_path: Path) -> None:
     """SmolLM's rule splits off digits first, so that spaces before one stay together; transformers takes
     GPT-2's."""
-    path = written(tmp_path / "tiny.gguf", "llama", Kind.Q8_0)
-    tokenizer = load_tokenizer(settings(path))
+    path = written(tmp_path / "tiny.gguf", "llama", Kind.Q4_1)
+    one = converted(path, {"README.md": "dequantised"})
+    two = converted(path.rename(tmp_path / "again.gguf"), {"README.md": "dequantised"})
+    names = sorted(file.name for file in one.iterdir())
+    assert "README.md" in names and "chat_template.jinja" in names
+    for name in names:
+        assert (one / name).read_bytes() == (two / name).read_bytes()
+    given = {"dtype": "float32", "max_length": 32, "max_prompt_length": 16}
+    config = ModelConfig(name="tiny", name_or_path=str(one), **given)
+    check_model(config)
+    tokenizer = load_tokenizer(config)
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("a  12")) == ["a", "ĠĠ", "1", "2"]
-    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="again.gguf")
     assert theirs.convert_ids_to_tokens(theirs.encode("a  12")) == ["a", "Ġ", "Ġ", "1", "2"]
-    other = written(tmp_path / "other.gguf", "llama", Kind.Q8_0, split="chameleon")
-    check_model(settings(other))
-    with pytest.raises(ConfigError, match=r"'chameleon'.*tokenizer_name_or_path"):
-        load_tokenizer(settings(other))
-    load_tokenizer(settings(other, tokenizer_name_or_path=str(path)))
 
 
 @pytest.mark.parametrize(
-    ("family", "kind", "more", "named"),
+    ("family", "more", "named"),
     [
-        ("gemma2", Kind.Q4_0, {}, "family gemma2"),
-        ("llama", Kind.Q5_1, {}, "type Q5_1"),
-        ("llama", Kind.Q4_0, {"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type=yarn"),
-        ("llama", Kind.Q4_0, {"llama.expert_count": 8}, "llama.expert_count=8"),
-        ("llama", Kind.Q4_0, {"llama.attention.key_length": 32}, "llama.attention.key_length=32"),
-        ("llama", Kind.Q4_0, {"rope_freqs.weight": np.ones(32, np.float32)}, "rope_freqs.weight"),
-        ("llama", Kind.Q4_0, {"blk.0.attn_q.bias": np.ones(WIDTH, np.float32)}, "blk.0.attn_q.bias"),
-        (
-            "qwen2",
-            Kind.Q4_0,
-            {"blk.1.attn_k.bias": None},
-            "lacks 1 tensors of a qwen2 model, such as blk.1.attn_k.bias",
-        ),
-        ("llama", Kind.Q4_0, {"llama.rope.scaling.type": "none", "llama.attention.key_length": 64}, None),
+        ("chatglm", {}, "architecture chatglm is not supported"),
+        ("llama", {"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type=yarn"),
+        ("llama", {"llama.expert_count": 8}, "llama.expert_count=8"),
+        ("llama", {"llama.attention.key_length": 32}, "llama.attention.key_length=32"),
+        ("llama", {"rope_freqs.weight": np.ones(32, np.float32)}, "holds 1051808 weights"),
+        ("llama", {"blk.0.attn_q.bias": np.ones(WIDTH, np.float32)}, "and transformers' model has"),
+        ("qwen2", {"blk.1.attn_k.bias": None}, "and transformers' model has"),
+        ("llama", {"tokenizer.ggml.pre": "chameleon"}, "splits texts by the rule 'chameleon'"),
+        ("llama", {"llama.rope.scaling.type": "none", "llama.attention.key_length": 64}, None),
     ],
 )
-def test_a_file_that_would_be_read_as_another_model_is_refused_by_name(
-    tmp_path: Path, family: str, kind: Kind, more: dict[str, Any], named: str | None
+def test_a_file_that_would_be_read_as_another_model_is_refused(
+    tmp_path: Path, family: str, more: dict[str, Any], named: str | None
 ) -> None:
-    path = written(tmp_path / "tiny.gguf", family, kind, more=more)
+    split = more.pop("tokenizer.ggml.pre", "smollm")
+    path = written(tmp_path / "tiny.gguf", family, Kind.Q4_0, split=split, more=more)
     if named is None:
-        check_model(settings(path))
+        converted(path)
         return
-    with pytest.raises(ConfigError) as refused:
-        check_model(settings(path))
-    assert named in str(refused.value) and "model.name_or_path" in str(refused.value)
+    with pytest.raises(UserError, match=named):
+        converted(path)
+    assert not (tmp_path / "tiny").exists()
 
 
 def test_a_file_that_is_cut_off_is_refused(tmp_path: Path) -> None:
@@ -182,10 +161,13 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for size in (0, 10, 1000, len(whole) // 2, len(whole) - 64):
         (cut := tmp_path / f"cut{size}.gguf").write_bytes(whole[:size])
-        with pytest.raises(ConfigError, match="not a whole GGUF file"):
-            check_model(settings(cut))
+        with pytest.raises(UserError, match="cannot be read as a GGUF file"):
+            converted(cut)
 
 
-def test_the_model_that_make_smollm2_makes_says_so_where_it_is_missing() -> None:
+def test_a_gguf_file_is_no_model_and_the_one_that_make_smollm2_makes_says_so_where_it_is_missing() -> None:
+    given = {"dtype": "float32", "max_length": 32, "max_prompt_length": 16}
+    with pytest.raises(ConfigError, match=r"is one file; python -m tools\.gguf x\.gguf FOLDER"):
+        check_named(ModelConfig(name="tiny", name_or_path="x.gguf", **given))
     with pytest.raises(ConfigError, match="make smollm2"):
-        check_model(settings(Path("assets/smollm2/none")))
+        check_model(ModelConfig(name="tiny", name_or_path="assets/smollm2/none", **given))
