@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from common.files import on_disk, read_json, regular_file
 from data.batches import dealing
-from models.checkpoint_reading import CheckpointError, Planner, Reader, reason
+from models.checkpoint_reading import CheckpointError, Planner, Reader
 from models.distributed import Group, World, any_rank, aside, from_main, gather_objects, patient
 
 T = TypeVar("T")
@@ -309,12 +309,24 @@ def everywhere(work: Callable[[], T], path: Path | None = None, group: Group | N
     return cast(T, value)
 
 
+def reason(error: BaseException) -> str:
+    """Return one line about a failed save or load; for torch's CheckpointException, the failure of the lowest
+    rank."""
+    failures: dict[int, tuple[BaseException, Any]] = getattr(error, "failures", {})
+    for rank, (cause, _) in sorted(failures.items()):
+        return f"rank {rank}: {reason(cause)}"
+    lines = str(error).strip().splitlines() or [""]
+    full = (
+        " (torch's file writer stops so where a file may not grow)" if "inline_container" in lines[0] else ""
+    )
+    return f"{type(error).__name__}: {lines[0]}{full}"
+
+
 def _fill(path: Path, saved: dict[str, Any], policy: nn.Module) -> None:
     """Fill ``saved`` from the checkpoint's shards, read as data, and the policy's weights from it. Raises
     CheckpointError on every rank."""
-    reader = everywhere(lambda: Reader(path), path)
     everywhere(
-        lambda: dcp.load(saved, storage_reader=reader, planner=Planner(), process_group=patient()), path
+        lambda: dcp.load(saved, storage_reader=Reader(path), planner=Planner(), process_group=patient()), path
     )
     set_model_state_dict(
         policy, saved["model"], options=StateDictOptions(ignore_frozen_params=True, strict=False)

@@ -311,9 +311,6 @@ TABLES = {
     "an encoding": lambda sound, made: table_with(
         sound, lambda t: setattr(place(t), "transform_descriptors", ["stream.zstd/1"])
     ),
-    "a key without end": lambda sound, made: b"\x80\x04})" + b"2\x86" * 60 + b"K\x01s.",
-    "keys without end": lambda sound, made: b"\x80\x04}()" + b"2\x86" * 60 + b"K\x01u.",
-    "a set of them": lambda sound, made: b"\x80\x04\x8f()" + b"2\x86" * 60 + b"\x90.",
     "no table": lambda sound, made: pickle.dumps({"a": 1}),
     "cut short": lambda sound, made: (sound / ".metadata").read_bytes()[:1000],
     "nothing": lambda sound, made: b"",
