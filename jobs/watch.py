@@ -32,7 +32,6 @@ from models.agreement import StopRequest
 from models.checkpoint import everywhere
 from models.checkpoint_reading import CheckpointError
 from models.distributed import any_rank, from_main, on_main
-from models.pulse import Pulse
 from models.watchdog import Watchdog
 from reports.answers import FILE as ANSWERS
 from reports.answers import copy_answers, keep_answers
@@ -75,10 +74,9 @@ class RunWatch:
         self.request = StopRequest() if trainer.world.size > 1 else None
         signals.kept = self.kept
         self._micro = 0
-        self._slowest: Metrics = {}
         self._undo: Callable[[], None] = lambda: None
         self._failed: Exception | None = None
-        self.watchdog, self.pulse = Watchdog(trainer.world, config.watchdog_seconds), Pulse(trainer.world)
+        self.watchdog = Watchdog(trainer.world, config.watchdog_seconds)
         checkpoint_arguments = (trainer.world, config.keep_checkpoints, config.async_save, self.ranking)
         self.checkpoints = RankedCheckpoints(folder / "checkpoints", *checkpoint_arguments)
         self.saving_seconds = 0.0
@@ -216,16 +214,7 @@ class RunWatch:
         self._micro = 0
         if self.diagnostics is not None:
             self._undo = self.diagnostics.mark()
-        self._compare_ranks()
         self._started = time.perf_counter()
-
-    def _compare_ranks(self) -> None:
-        """Say in this step's line which rank is slowest, once in some steps, and name one that stays slow."""
-        self._slowest = {}
-        if (slowest := self.pulse.beat()) is not None:
-            self._slowest = slowest.facts
-            if (news := self.pulse.news(slowest)) is not None and self.trainer.world.is_main:
-                self.bar.say(news)
 
     def _diagnose(self, first: bool = False, last: bool = False) -> None:
         """Write a line of diagnostics if one is due."""
@@ -346,7 +335,7 @@ class RunWatch:
             check_gathered_weights(self.trainer)
             self._unseen = False
         self._flush()
-        record.known |= self._evaluated | self._of_round(record) | self._slowest
+        record.known |= self._evaluated | self._of_round(record)
         self._evaluated = {}
         self._pending = (record, time.perf_counter() - self._started)
 

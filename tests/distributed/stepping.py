@@ -1,6 +1,5 @@
-"""A rank that marks and waits for the others, step after step, until a file says stop. Without a launcher
-rank 0 holds the store. A rank without a sign of life for SECONDS is named, long
-before one that is behind. Rank 1's device has more to do for the same work.
+"""A rank that marks and waits for the others, step after step, until a file says stop. A rank without
+a sign of life for SECONDS is named, long before one that is behind.
 
 RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29511 TORCHELASTIC_RUN_ID=x \\
     python -m tests.distributed.stepping SECONDS STOP
@@ -14,21 +13,17 @@ from pathlib import Path
 
 from models import watchdog
 from models.distributed import any_rank, start, stop
-from models.pulse import Pulse
 
 
 def main(seconds: float, until: Path) -> None:
     world, step = start(), 0
     watchdog.INTERVAL = seconds / 4
-    of_ranks, pulse = watchdog.Watchdog(world, 300.0), Pulse(world)
-    pulse.products += 9 * world.rank  # as on a device that is slower
+    of_ranks = watchdog.Watchdog(world, 300.0)
     print("started", flush=True)
     while not any_rank(until.exists()):
         step += 1
         of_ranks.mark(f"step {step}, under way")
         time.sleep(0.01)
-        if (found := pulse.beat()) is not None and (news := pulse.news(found)) is not None and world.is_main:
-            print(news, flush=True)
     of_ranks.close()
     stop()
 
