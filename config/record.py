@@ -25,8 +25,6 @@ MAY_CHANGE = (
 )
 """Settings that may differ when a run is resumed. They change what is measured or kept, which machines
 sample, how weights reach them or how long they stay gathered, but not what is trained."""
-LENGTH = ("n_epochs", "n_examples")
-"""Settings that determine the length of an offline run."""
 _SECTIONS = {"model", "data", "loss", "trainer", "runs_dir"}
 
 
@@ -93,17 +91,9 @@ def changes(folder: Path, config: Config) -> list[Change]:
     return changed(before, config) if before else []
 
 
-def may_be_longer(config: Config) -> bool:
-    """Return whether a run with these settings may be extended: its learning rate at the end is the one to
-    continue with."""
-    return not config.online and config.scheduler == "constant" and config.data.logprob_range is None
-
-
-def refused_changes(made: Iterable[Change], config: Config) -> list[Change]:
-    """Return those of ``made`` (by ``changes``) with which the run cannot be resumed. How far the run may
-    be extended is known only once the data are loaded (``jobs.lengths``)."""
-    longer = LENGTH if may_be_longer(config) else ()
-    return [other for other in made if other.key not in (*MAY_CHANGE, *longer)]
+def refused_changes(made: Iterable[Change]) -> list[Change]:
+    """Return those of ``made`` (by ``changes``) with which the run cannot be resumed."""
+    return [other for other in made if other.key not in MAY_CHANGE]
 
 
 def _record(folder: Path) -> str:

@@ -33,7 +33,6 @@ from jobs.evaluation import Evaluator
 from jobs.evaluation_sets import EvaluationSet, load_evaluation_sets
 from jobs.hub import check_push, push_or_say
 from jobs.initial_scores import initial_scores, scored_with
-from jobs.lengths import planned
 from jobs.likelihood import choose_groups, clippable_share, completion_means
 from jobs.observers import Observers
 from jobs.online import Online, make_online_plan, round_steps
@@ -119,7 +118,6 @@ class Job:
         if not config.online:
             self.trainer_class.check(config, self.plan.train)
             check_correction(config, self.plan.train)
-            self.make_longer()
         check_budget(config, self.plan.train, packing)
         if config.data.verifier is not None:
             import_function("data.verifier", config.data.verifier)
@@ -160,22 +158,7 @@ class Job:
         """Return the notice that humanline changes nothing in this run, or None (``jobs.idle_humanline``)."""
         if self.online is not None:
             return idle_humanline.notice(self.config, *round_steps(self.config, self.trainer_class))
-        return idle_humanline.notice(self.config, [part.steps for part in self.plan.parts], exact=True)
-
-    def make_longer(self) -> None:
-        """Plan the stretches of a resumed run that is extended beyond its planned length.
-
-        Raises ConfigError for a run that would be shorter than planned."""
-        config = self.config
-        if config.dry_run or not config.resume:
-            return
-        ends = on_main(lambda: planned(self.folder.path, config, self.plan.examples.count))
-        self.plan = replace(self.plan, ends=ends)
-        if ends:
-            self.say(
-                f"made longer: {', then '.join(map(str, ends))} examples in all; each stretch is shuffled "
-                "anew, behind the warm-up of the first"
-            )
+        return idle_humanline.notice(self.config, [self.plan.steps], exact=True)
 
     def say(self, text: str) -> None:
         if self.world.is_main:
@@ -198,7 +181,7 @@ class Job:
             config = self.config = planned_settings.apply(policy, self.say)
         inputs |= {WEIGHTS: fingerprint}
         on_main(lambda: self.check_initial_weights(inputs))
-        exists = on_main(lambda: self.folder.prepare(self.plan.ends))
+        exists = on_main(lambda: self.folder.prepare())
         if config.resume and not exists:
             self.say(f"resume=true: there is no run in {folder} to go on with, so a new one begins")
         self.memory = planned_settings.record
@@ -246,7 +229,7 @@ class Job:
         online = None if self.online is None else self.online.source(trainer, policy, run)
         try:
             with Ranks(self.world).ended_together(alike=(UserError, EnoughError)):
-                trainer.train(online or Offline(*self.plan.parts), run)
+                trainer.train(online or Offline(self.plan.train), run)
         except EnoughError as why:
             run.stop_early(str(why))
             return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 from common.errors import ConfigError, require
@@ -20,9 +19,8 @@ from data.rows import reasons
 from data.selection import places
 from data.sources import Loaded, load_splits
 from data.token_cache import TokenCache
-from data.types import Example, Group, Prompt
+from data.types import Group, Prompt
 from data.vocabulary import check_vocabulary
-from jobs.lengths import examples_of, stretches
 from models.distributed import on_main
 from models.pretrained import model_config
 from trainers.basic import BasicTrainer
@@ -39,27 +37,12 @@ class Plan:
     examples: Examples
     cuts: dict[str, int]
     """Kind of shortening -> number of times that it was applied to the training rows."""
-    ends: tuple[int, ...] = ()
-    """Total number of examples at the end of each stretch of an extended run (``jobs.lengths``), else ()."""
     prompts: tuple[Prompt, ...] = ()
     """Online: the prompts that are sampled, all that can be rendered."""
 
     @property
     def steps(self) -> int:
-        return sum(part.steps for part in self.parts)
-
-    @cached_property
-    def parts(self) -> tuple[Segment, ...]:
-        """The segments that are trained on, one per stretch."""
-        return stretches(self.train, self.ends)
-
-    def batch(self, step: int) -> list[Example]:
-        """Return the global batch of a step of the run. Raises IndexError past the last step."""
-        for part in self.parts:
-            if step < part.steps:
-                return part.batch(step)
-            step -= part.steps
-        raise IndexError(step)
+        return self.train.steps
 
 
 def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer) -> Plan:
@@ -208,8 +191,8 @@ def check_labels(config: Config, groups: ExampleGroups) -> None:
 def training_segment(config: Config, groups: ExampleGroups) -> Segment:
     """Return the segment of offline training on these groups: all epochs, up to ``n_examples`` examples."""
     count = int(columns_of(groups).sizes.sum())
-    units = examples_of(config.n_epochs, config.n_examples, count)
-    return Segment(groups, config.model.batch_size, units, config.seed)
+    units = (config.n_epochs or 10**9) * count
+    return Segment(groups, config.model.batch_size, min(units, config.n_examples or units), config.seed)
 
 
 def _tokenised(config: Config, groups: Groups, trainer: type[BasicTrainer], renderer: Renderer) -> Examples:

@@ -26,7 +26,7 @@ class PlannedBatches(Sequence[list[Example]]):
     def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
             return PlannedBatches(self.plan, self.steps[at])
-        return self.plan.batch(self.steps[at])
+        return self.plan.train.batch(self.steps[at])
 
 
 class OfRows(Mapping[str, Tensor]):

@@ -16,7 +16,6 @@ from common.lock import FileLock, LockedError
 from config.load import ABSENT, Change, dump, texts
 from config.record import (
     KIND,
-    LENGTH,
     LOCK,
     MARKER,
     RECORD,
@@ -88,14 +87,12 @@ class RunFolder:
                 flush=True,
             )
 
-    def prepare(self, ends: tuple[int, ...] = ()) -> bool:
+    def prepare(self) -> bool:
         """Prepare the folder for training, once weights and data are loaded.
 
-        With overwrite=true the run in it is deleted here. Then the settings are written, after the stretches
-        (``jobs.lengths``) of an extended run. Returns whether there is a run to resume.
+        With overwrite=true the run in it is deleted here. Then the settings are written. Returns whether
+        there is a run to resume.
         """
-        from jobs import lengths  # imports torch, which ``check`` does without
-
         with self._refusals():
             exists = started(self.path)
             if exists and self.config.overwrite:
@@ -103,7 +100,6 @@ class RunFolder:
                 exists = False
             if not exists:  # a failed start with other settings may have left the file
                 (self.path / SELECTION).unlink(missing_ok=True)
-            lengths.write(self.path, ends if exists else ())
         try:
             self.write(RECORD, dump(self.config))
         except ConfigError as error:
@@ -172,15 +168,12 @@ class RunFolder:
     def _check_changes(self) -> None:
         """Raise ConfigError for changed settings with which the run cannot be resumed."""
         path = self.path
-        refused = refused_changes(changes(path, self.config), self.config)
+        refused = refused_changes(changes(path, self.config))
         if not refused:
             return
         first, *others = refused
-        why = (
-            "; only a run with scheduler=constant can be made longer, offline and without data.logprob_range"
-            if first.key in LENGTH
-            else ""
-        )
+        further = f"; to train further, start another run from its model (model.name_or_path={path})"
+        why = further if first.key in ("n_epochs", "n_examples") else ""
         also = "".join(f"; {other.key}={other.now} was {other.before}" for other in others[:_NAMED])
         more = f"; and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
         raise ConfigError(

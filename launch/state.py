@@ -9,7 +9,7 @@ from typing import Any
 
 from common.errors import ConfigError, UserError
 from config.load import Change
-from config.record import LENGTH, changes, refused_changes, started
+from config.record import changes, refused_changes, started
 from config.schema import Config
 from launch.composing import Composer
 from launch.grid import CONFIG_DIR, Run
@@ -67,11 +67,8 @@ def inspect(run: Run, composer: Composer | None = None) -> State:
     folder = folder_of(config, run)
     begun = started(folder)
     differences = changes(folder, config) if begun else []
-    longer = [other for other in differences if other.key in LENGTH]
-    if others := [*refused_changes(differences, config), *filter(shorter, longer)]:
+    if others := refused_changes(differences):
         return State(run, config, CHANGED, told(others[0]), others[0])
-    if longer:
-        return State(run, config, PARTIAL, f"made longer, {told(longer[0])}")
     if (folder / "summary.json").exists():
         return State(run, config, FINISHED)
     last = last_line(folder)
@@ -81,11 +78,6 @@ def inspect(run: Run, composer: Composer | None = None) -> State:
 def told(other: Change) -> str:
     """Return a changed setting in words."""
     return f"{other.key}: {other.before} there, {other.now} here"
-
-
-def shorter(other: Change) -> bool:
-    """Whether the change would make an existing run shorter, judged by the settings alone."""
-    return isinstance(other.before, int) and isinstance(other.now, int) and other.now < other.before
 
 
 def last_line(folder: Path) -> dict[str, Any]:

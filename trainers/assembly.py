@@ -106,7 +106,7 @@ def check_budget(config: Config, plan: Segment, packed: bool) -> None:
 
 
 class Offline:
-    """Source of offline training: one segment, or one segment per stretch for a run that was extended."""
+    """Source of offline training: the given segments, of which a run has one."""
 
     def __init__(self, *segments: Segment) -> None:
         self.all = segments

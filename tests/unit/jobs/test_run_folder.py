@@ -81,12 +81,12 @@ def test_all_settings_that_are_others_are_said_with_both_values(at):
     assert "lr=0.0001 seed=1 warmup=0.1 goes on" in error.remedy
 
 
-def test_what_changes_nothing_that_is_trained_may_be_another_and_a_constant_schedule_longer(at):
+def test_what_changes_nothing_that_is_trained_may_be_another_but_not_the_length(at):
     begin(at())
-    assert overwritten(at(resume=True, eval_every=8, save_every=16, n_epochs=3))
-    begin(at(scheduler="linear"), "b")
-    error = refused(at(resume=True, scheduler="linear", n_epochs=3), "b")
-    assert error.key == "n_epochs" and "only a run with scheduler=constant can be made longer" in error.remedy
+    assert overwritten(at(resume=True, eval_every=8, save_every=16))
+    begin(at(), "b")
+    error = refused(at(resume=True, n_epochs=3), "b")
+    assert error.key == "n_epochs" and "start another run from its model (model.name_or_path=" in error.remedy
 
 
 # -- what may be deleted ---------------------------------------------------------------------------
