@@ -25,7 +25,7 @@ from config.typed import (
 )
 
 SELECTIVE, AUTO = "selective", "auto"
-"""Values of model.activation_checkpointing; that the memory plan, or a trial, decides."""
+"""Values of model.activation_checkpointing; that the memory plan decides."""
 EXAMPLES_EACH = "must be at least 1, or auto for microbatches of as many examples each"
 
 
@@ -72,7 +72,7 @@ class ModelConfig:
     logit_temperature: Annotated[Positive, "divides the logits: must be above 0, and finite"]
     activation_checkpointing: Literal[False, True, "selective", "auto"]
     reshard_after_forward: Auto[bool]
-    compile: Literal[False, True, "auto"]
+    compile: bool
     packing: Auto[bool]
     share_prompts: Auto[bool]
     router_aux_loss_coef: Off[Annotated[Positive, "must be above 0, and finite"]]
@@ -110,11 +110,6 @@ class ModelConfig:
             f"counts the passes of a step, and model.microbatch_tokens={self.microbatch_tokens} finds out "
             "how many: set one of them",
         )
-
-    @property
-    def compiled(self) -> bool:
-        """Whether layers are compiled without a trial."""
-        return self.compile is True
 
     @property
     def shards_again(self) -> bool:

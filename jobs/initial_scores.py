@@ -57,7 +57,7 @@ def scored_with(model: ModelConfig, weights: str, texts: str, world: World) -> d
         "device": world.device.type,
         "torch": torch.__version__,
         **({} if kernel is None else {"flash": kernel}),
-        **({"layers": "compiled"} if model.compiled else {}),
+        **({"layers": "compiled"} if model.compile else {}),
         **({} if temperature == 1 else {"logit_temperature": str(temperature)}),
     }
 

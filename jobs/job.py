@@ -27,7 +27,6 @@ from data.quality import DataReport
 from data.views import prompts_of
 from data.vocabulary import limit_tokens
 from jobs import idle_humanline
-from jobs.compiling import compiled_where_exact
 from jobs.diagnostics import Diagnostics
 from jobs.evaluation import Evaluator
 from jobs.evaluation_sets import EvaluationSet, load_evaluation_sets
@@ -187,7 +186,6 @@ class Job:
         self.memory = planned_settings.record
         on_main(lambda: self.folder.note("memory", self.memory))
         trainer = self.trainer_class(config, policy, self.loss, world)
-        config = self.config = trainer.config = compiled_where_exact(trainer, self.plan.train, self.say)
         parts = scored_with(config.model, fingerprint, self.renderer.fingerprint, world)
         evaluator = self.make_evaluator(trainer, policy)
         evaluator.prepare(parts)

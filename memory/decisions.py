@@ -140,7 +140,7 @@ class PlannedSettings:
         if self._config.model.activation_checkpointing == AUTO:
             decided["activation_checkpointing"] = way = plan["checkpointing"]
             say(checkpointing_in_words(way))
-            set_up_layers(policy, way, self._config.model.compiled)
+            set_up_layers(policy, way, self._config.model.compile)
         if plan["stays_gathered"] and plan.get("fits", True):
             say(f"{gathered_in_words()}: by the memory plan, there is room")
             decided["reshard_after_forward"] = False

@@ -94,12 +94,12 @@ def packs_rows(config: ModelConfig, hf_config: PretrainedConfig) -> tuple[bool, 
         return config.packing, said + _by_kernel(config, hf_config) * flash
     if not packable(hf_config, config.attn_implementation):
         return False, f"{hf_config.model_type} with {config.attn_implementation} has no packed attention here"
-    if config.compiled and not has_gpu():
+    if config.compile and not has_gpu():
         return False, "model.compile=true"
     if has_gpu():
         if config.dtype == "float32":
             return False, "model.dtype=float32: this GPU's kernel for uneven lengths takes bfloat16 alone"
-        fails = None if simulates_gpu() else flash_fails(heads_of(hf_config), compiled=config.compiled)
+        fails = None if simulates_gpu() else flash_fails(heads_of(hf_config), compiled=config.compile)
         if fails is not None:
             return False, f"this GPU has no working kernel for uneven lengths: {fails}"
     return True, "no padding is computed" + _by_kernel(config, hf_config)
@@ -109,7 +109,7 @@ def _by_kernel(config: ModelConfig, hf_config: PretrainedConfig) -> str:
     """Return words on the flash kernel that computes packed rows; "" without a GPU."""
     if not has_gpu() or simulates_gpu():
         return ""
-    declined = why_not_faster(heads_of(hf_config), config.compiled)
+    declined = why_not_faster(heads_of(hf_config), config.compile)
     return f", by {flash_kernel.in_use()}" + f" ({declined})" * bool(declined)
 
 
@@ -215,7 +215,7 @@ def why_not_shared(config: ModelConfig, hf_config: PretrainedConfig, packing: bo
     if config.head == "reward":
         return "a reward model reads a row's reward where its own tokens end"
     if has_gpu() and not simulates_gpu():
-        fails = flash_fails(heads_of(hf_config), True, config.compiled)
+        fails = flash_fails(heads_of(hf_config), True, config.compile)
         return None if fails is None else f"this GPU's kernel for uneven lengths cannot: {fails}"
     return None
 

@@ -428,8 +428,8 @@ def _finished(policy: Policy, config: ModelConfig) -> Policy:
     """Set up the policy's forward as the settings ask for it, and return the policy."""
     policy.temperature = config.logit_temperature
     policy.use_packed_attention()
-    if config.compiled or config.activation_checkpointing not in (False, AUTO):
-        set_up_layers(policy, config.activation_checkpointing, config.compiled)
+    if config.compile or config.activation_checkpointing not in (False, AUTO):
+        set_up_layers(policy, config.activation_checkpointing, config.compile)
     return policy
 
 
