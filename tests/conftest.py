@@ -59,18 +59,6 @@ def quick_vllm() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def with_torchao() -> Iterator[None]:
-    """Programs that a test starts have torchao, which the environment must not have."""
-    if not (programs.SMALL_GPUS / "torchao").is_dir():
-        pytest.skip(f"there is no torchao in {programs.SMALL_GPUS}, where make test installs it")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join((str(programs.ROOT), str(programs.SMALL_GPUS))))
-        patch.setattr(programs, "forked_from", programs.quick_torchao)
-        programs.use_quick_python(patch, programs.quick_torchao())
-        yield
-
-
 @pytest.fixture(scope="module", autouse=True)
 def charts_of_whole_runs(request: pytest.FixtureRequest) -> Iterator[None]:
     """A run's report takes as long to draw as the run to train. Where reports are not what is tested they

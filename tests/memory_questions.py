@@ -53,7 +53,6 @@ WAYS = {
     ],
 }
 NF4 = [*WAYS["LoRA"], "model.quantization=nf4"]
-"""Where torchao is."""
 
 
 def question(

@@ -26,13 +26,12 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.quick_python import FIRST, TORCHAO, VLLM, QuickPython
+from tests.quick_python import FIRST, VLLM, QuickPython
 
 if TYPE_CHECKING:  # ranks import this module too
     import pytest
 
 ROOT = Path(__file__).parent.parent
-SMALL_GPUS = ROOT / ".venv" / "small-gpus"
 HANG = 900.0
 """Seconds that only a hang takes, however busy the machine is."""
 NOTHING_DRAWN = {FIRST: "tests.blank_charts:blank_charts"}
@@ -181,23 +180,17 @@ def quick_vllm() -> Quick:
     return _forked("vllm", VLLM)
 
 
-@functools.cache
-def quick_torchao() -> Quick:
-    """The process that programs with torchao are forked from, itself forked from the other."""
-    return _forked("torchao", TORCHAO, (SMALL_GPUS,))
-
-
-def _forked(name: str, modules: tuple[str, ...], path: tuple[Path, ...] = ()) -> Quick:
+def _forked(name: str, modules: tuple[str, ...]) -> Quick:
     environment = {key: value for key, value in os.environ.items() if key != FIRST}
     python = quick_python().python
     if SHARED not in os.environ:
-        return QuickPython(_folder() / name, ROOT, environment, modules, path, python).ready()
+        return QuickPython(_folder() / name, ROOT, environment, modules, python).ready()
     folder = Path(os.environ[SHARED]) / name
     with contextlib.suppress(FileExistsError):
         folder.mkdir()  # only the first who needs it can
         os.mkfifo(folder / "open")
         never_closed = os.open(folder / "open", os.O_RDWR)  # it ends with the one that it is forked from
-        QuickPython(folder, ROOT, environment, modules, path, python, never_closed)
+        QuickPython(folder, ROOT, environment, modules, python, never_closed)
         os.close(never_closed)
     return Shared(folder)
 
@@ -218,7 +211,7 @@ class Shared:
 
 
 Quick = QuickPython | Shared
-FORKED = (quick_vllm, quick_torchao)
+FORKED = (quick_vllm,)
 
 
 def share() -> None:

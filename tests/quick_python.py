@@ -68,8 +68,6 @@ VLLM = (
     "vllm.model_executor.models.gpt2",
 )
 """What vLLM's engines and servers import besides."""
-TORCHAO = ("torchao.quantization",)
-"""What programs with torchao import besides."""
 PYTHON = sys.executable
 """The Python of the tests, also where ``sys.executable`` has been made one whose imports are done. What this
 one starts is its child, as it is not of such a one."""
@@ -121,12 +119,11 @@ class QuickPython:
         root: Path,
         environment: dict[str, str],
         more: tuple[str, ...] = (),
-        path: tuple[Path, ...] = (),
         python: str | Path = PYTHON,
         stdin: int = subprocess.PIPE,
     ) -> None:
         """``root``: a copy of the repository, whose modules are imported. ``environment``: what libraries
-        read while they are imported. ``more``: modules to import besides, for which ``path`` has folders.
+        read while they are imported. ``more``: modules to import besides.
         ``python``: who runs the process; where that is another's, it begins with what that one has imported.
         ``stdin``: what ends the process when it is closed, if not ``close`` does."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -143,7 +140,7 @@ class QuickPython:
         self._server = subprocess.Popen(
             [str(python), "-m", "tests.quick_python", str(self.address), str(self.python), *more],
             cwd=root,
-            env=environment | {"PYTHONPATH": os.pathsep.join(map(str, (root, *path)))},
+            env=environment | {"PYTHONPATH": str(root)},
             stdin=stdin,
             stdout=subprocess.PIPE,
             start_new_session=True,

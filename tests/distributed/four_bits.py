@@ -1,5 +1,4 @@
-"""What every rank runs: a base in 4 bits that one rank read, trained a little, written, and gone on with. It
-needs torchao."""
+"""What every rank runs: a base in 4 bits that one rank read, trained a little, written, and gone on with."""
 
 from __future__ import annotations
 

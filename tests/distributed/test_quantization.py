@@ -7,7 +7,7 @@ import torch
 from tests.programs import in_ranks
 
 
-def test_ranks_change_nothing_in_4_bits(with_torchao, tmp_path):
+def test_ranks_change_nothing_in_4_bits(tmp_path):
     """The bytes to the bit; what is trained on them but for rounding, as without."""
     found = {}
     for ranks, replicas in ((1, 1), (2, 1), (3, 1), (4, 2)):

@@ -157,7 +157,6 @@ def test_the_settings_of_a_loss_are_checked_by_its_source(tmp_path):
 def test_a_package_that_is_not_installed_is_refused_before_torch_is_imported(tmp_path):
     lines = {
         "peft": "model.use_peft=true",
-        "torchao": "model.use_peft=true model.quantization=nf4",
         "flash_attn": "model.attn_implementation=flash_attention_2",
         "vllm": "online=true sampler=vllm",
         "math_verify": "online=true reward=verifier",

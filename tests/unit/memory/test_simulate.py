@@ -146,28 +146,18 @@ FOUR_BITS = [question("deep", *NF4), question("wide", *NF4, "model.dtype=bfloat1
 
 
 @pytest.fixture(scope="module")
-def small_gpus(quick_python: None, with_torchao: None) -> Iterator[WorkerProcess]:
-    """A worker that has torchao."""
-    made = WorkerProcess("memory.plan", log=None, env={"OMP_NUM_THREADS": "1"})
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def taken_with_torchao(small_gpus: WorkerProcess) -> list[int]:
+def taken_in_4_bits() -> list[int]:
     """What the steps of FOUR_BITS took."""
     return real_peaks(FOUR_BITS)
 
 
-def test_a_base_in_4_bits_takes_what_was_planned(
-    small_gpus: WorkerProcess, taken_with_torchao: list[int]
-) -> None:
+def test_a_base_in_4_bits_takes_what_was_planned(worker: WorkerProcess, taken_in_4_bits: list[int]) -> None:
     """A frozen weight of a layer takes half a byte, a byte for each block of 64 (or 40) and 8 for each row;
     as many parameters are counted as it stands for."""
-    found = [answered(small_gpus, one) for one in FOUR_BITS]
-    plain = answered(small_gpus, question("deep", *WAYS["LoRA"]))
-    shared = answered(small_gpus, question("deep", *NF4, ranks=4))
-    for answer, taken in zip(found, taken_with_torchao, strict=True):
+    found = [answered(worker, one) for one in FOUR_BITS]
+    plain = answered(worker, question("deep", *WAYS["LoRA"]))
+    shared = answered(worker, question("deep", *NF4, ranks=4))
+    for answer, taken in zip(found, taken_in_4_bits, strict=True):
         assert peak(answer) == pytest.approx(taken, rel=0.05)
     assert found[0].parameters == plain.parameters
     rows_of_64, rows_of_160 = 2 * 64 + 2 * 32 + 2 * 160, 64

@@ -1,77 +1,247 @@
 """A base in 4 bits: its numbers, that the model is the one with the rounded weights, what is exported, what
-is refused. torchao is not in the environment of the tests: what needs it is checked in a process that has it
-(four_bits.py)."""
+is refused."""
 
 from __future__ import annotations
 
-import sys
+import copy
+import tempfile
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from common.errors import ConfigError
-from common.worker_process import WorkerProcess
+from config.schema_model import ModelConfig, PeftConfig
 from models import quantization
+from models.checkpoint_reading import read_table
+from models.distributed import shard, start
+from models.export import export, full_state, whole_weights
+from models.fingerprint import weights_fingerprint
+from models.policy import Policy, decoder_blocks
 from models.pretrained import check_model, load_policy
-from models.quantization import block_length
+from models.quantization import BLOCK, LEVELS, NF4Linear, block_length, pack, quantise, quantised, unpack
+from tests.integration import test_runs, test_two_models
 from tests.tiny import make_config, tiny_llama
+from tests.unit.models.test_families import FAMILIES, MIXTURES
+from tests.unit.models.test_families import tiny as tiny_family
 from tests.unit.models.test_lora import perturb
-from tests.unit.models.test_policy import CPU, batch, settings
-from train import train
+from tests.unit.models.test_policy import CPU, batch, settings, tokenizer
 
 SIZES = {"vocab_size": 61, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 128}
 
 
 LORA = {"use_peft": True, "quantization": "nf4"}
+WAYS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "checkpointed": {"activation_checkpointing": True},
+    "selective": {"activation_checkpointing": "selective"},
+    "some layers have adapters": {"target_modules": ["q_proj", "down_proj"]},
+}
+TABLE = NF4Linear(nn.Linear(64, 1).requires_grad_(False)).table
 
 
-@pytest.fixture(scope="module")
-def worker(quick_python: None, with_torchao: None) -> Iterator[WorkerProcess]:
-    made = WorkerProcess("tests.unit.models.four_bits", log=None, env={"OMP_NUM_THREADS": "1"})
-    yield made
-    made.close()
+@contextmanager
+def folder_of(model: Any) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        yield Path(folder)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "the_numbers_are_torchaos",
-        "zeros_stay_zeros_and_alike_scales_are_finite",
-        "a_weight_takes_half_a_byte_and_its_scale",
-        "the_fingerprint_is_another",
-        "every_architecture_is_right_or_refused",
-        "a_resumed_run_ends_where_it_would_have",
-    ],
-)
-def test_checked_where_torchao_is(worker: WorkerProcess, name: str) -> None:
-    worker.call("checked", name, timeout=300)
+def nf4_settings(path: Path, quantization: str | None, **more: Any) -> ModelConfig:
+    peft = {key: more.pop(key) for key in ("target_modules",) if key in more}
+    given = {"dtype": "float32", "max_length": 64, "max_prompt_length": 32} | more
+    lora = PeftConfig(lora_r=4, lora_alpha=12, **peft)
+    return ModelConfig(
+        name="m", name_or_path=str(path), use_peft=True, quantization=quantization, peft=lora, **given
+    )
 
 
-@pytest.mark.parametrize(
-    "way", ["float32", "bfloat16", "checkpointed", "selective", "some layers have adapters"]
-)
-def test_it_is_the_model_with_the_rounded_weights(worker: WorkerProcess, way: str) -> None:
-    worker.call("checked", "it_is_the_model_with_the_rounded_weights", way, timeout=300)
+def pair(path: Path, **more: Any) -> tuple[Policy, Policy]:
+    """The quantised policy, and one that has its weights as plain ones; adapters alike, and not at their
+    start."""
+    made = [load_policy(nf4_settings(path, way, **more), CPU) for way in ("nf4", None)]
+    for policy in made:
+        perturb(policy)
+    with torch.no_grad():
+        for name, layer in quantised(made[0].model).items():
+            linear = made[1].model.get_submodule(name.removesuffix(".packed"))
+            assert type(linear) is nn.Linear
+            linear.weight.copy_(layer.weight)
+    return made[0], made[1]
+
+
+def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+NUMBERS = {
+    (128, 128): 1771494671,
+    (128, 352): 2305055436,
+    (7, 48): 2184794429,
+    (64, 1536): 3507518036,
+    (1, 16): 3763706977,
+    (33, 64): 2167563029,
+}
+"""Rows and columns of drawn weights -> the checksum of their bytes, made by the NF4Tensor of torchao 0.18."""
+
+
+def test_the_numbers_are_torchaos() -> None:
+    """To the bit, and each is one of the 16 levels times something near its block's largest weight."""
+    torch.manual_seed(0)
+    for (rows, columns), wanted in NUMBERS.items():
+        weight = torch.randn(rows, columns) * 0.02
+        weight[0, :16] = 0
+        if rows > 5:
+            weight[2], weight[3] = 0.0, 0.5
+        packed, block = pack(weight), block_length(columns)
+        assert zlib.crc32(packed.numpy().tobytes()) == wanted
+        given = unpack(packed, TABLE, columns)
+        largest = weight.view(-1, block).abs().amax(-1, keepdim=True)
+        error = (given.view(-1, block) - weight.view(-1, block)).abs()
+        gap = max(b - a for a, b in pairwise(LEVELS))
+        spread = (largest - largest.mean()).abs().view(rows, -1).amax(-1).repeat_interleave(columns // block)
+        assert (error <= largest * gap / 2 + spread[:, None] / 127 + 1e-7).all()
+
+
+def test_zeros_stay_zeros_and_alike_scales_are_finite() -> None:
+    weight = torch.randn(8, 256)
+    weight[2], weight[5, 64:128] = 0.0, 0.0
+    given = unpack(pack(weight), TABLE, 256)
+    assert torch.equal(given == 0, (weight == 0) | (given == 0)) and not given[weight == 0].any()
+    for alike in (torch.full((4, 128), 0.5), torch.zeros(4, 128)):
+        assert torch.equal(unpack(pack(alike), TABLE, 128), alike)
+
+
+def test_a_weight_takes_half_a_byte_and_its_scale() -> None:
+    linear = nn.Linear(1536, 512, bias=False).requires_grad_(False)
+    layer = NF4Linear(linear)
+    assert layer.packed.dtype == torch.uint8
+    assert layer.packed.numel() == 512 * (1536 / 2 + 1536 / BLOCK + 8)
+    assert [p.shape for p in NF4Linear(linear.to("meta")).parameters()] == [layer.packed.shape]
+
+
+# -- the model -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_is_the_model_with_the_rounded_weights(way: str) -> None:
+    """Log-probabilities, entropies and the adapters' gradients, to the bit; sharded, as it trains."""
+    with folder_of(tiny_llama()) as path:
+        ours, plain = pair(path, **WAYS[way])
+        assert len(quantised(ours.model)) == 14  # 7 in each of 2 layers
+        for policy in (ours, plain):
+            dtype = torch.bfloat16 if way == "bfloat16" else torch.float32
+            shard(policy, decoder_blocks(policy), start(), dtype)
+        values = [policy(batch()) for policy in (ours, plain)]
+        assert torch.equal(values[0], values[1]) and values[0].any()
+        for value in values:
+            value.square().sum().backward()
+        gradients = [
+            {name: p.grad.full_tensor() for name, p in policy.named_parameters() if p.grad is not None}
+            for policy in (ours, plain)
+        ]
+        assert gradients[0] and all(g.any() for g in gradients[0].values())
+        assert_equal(*gradients)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_exported_is_what_was_trained(worker: WorkerProcess, dtype: str) -> None:
-    worker.call("checked", "what_is_exported_is_what_was_trained", dtype, timeout=300)
+def test_what_is_exported_is_what_was_trained(dtype: str) -> None:
+    """Adapters are merged into the rounded weights, gathered at once or one by one, and what transformers
+    loads of it scores as the policy did."""
+    with folder_of(tiny_llama(tied=False)) as path:
+        ours, plain = pair(path, dtype=dtype)
+        before = ours(batch()).detach()
+        wanted = copy.deepcopy(plain.model).merge_and_unload().state_dict()
+        state = full_state(ours)
+        assert_equal(state, full_state(plain))
+        one_by_one = [dict(whole_weights(policy, torch.float32)) for policy in (ours, plain)]
+        assert_equal(*one_by_one)
+        assert state.keys() == wanted.keys() == one_by_one[0].keys()
+        if dtype == "float32":
+            for name, value in wanted.items():
+                torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-6)
+            export(state, ours, tokenizer(), path / "out", torch.float32)
+            loaded = AutoModelForCausalLM.from_pretrained(path / "out")
+            torch.testing.assert_close(Policy(loaded)(batch()), before, rtol=1e-4, atol=1e-4)
+
+
+def test_the_fingerprint_is_another() -> None:
+    """So that no cached score of the one is taken for the other's; and it is the same each time."""
+    with folder_of(tiny_llama()) as path:
+        found = [
+            weights_fingerprint(load_policy(nf4_settings(path, way), CPU).named_parameters())
+            for way in (None, "nf4", "nf4")
+        ]
+        assert found[0] != found[1] == found[2]
+
+
+def test_every_architecture_is_right_or_refused() -> None:
+    """Those that the tests know: the refused have experts, which are no linear layers."""
+    for family in sorted(FAMILIES.keys() - {"mamba2"}):  # peft has no adapters for its layers
+        kernel = {"attn_implementation": FAMILIES[family]._attn_implementation or "sdpa"}
+        with folder_of(tiny_family(family).model) as path:
+            if family in MIXTURES:
+                with pytest.raises(ConfigError, match=r"model\.quantization=nf4: .* linear layers.*use off"):
+                    check_model(nf4_settings(path, "nf4", **kernel))
+                continue
+            ours, plain = pair(path, **kernel)
+            assert torch.equal(ours(batch()), plain(batch())), family
+
+
+# -- runs ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("loss", "k"), [("dpo", None), ("kto", 1), ("grpo", 3)])
-def test_the_reference_is_that_of_a_second_model(worker: WorkerProcess, loss: str, k: int | None) -> None:
-    worker.call("checked", "the_reference_is_that_of_a_second_model", loss, k, timeout=300)
+def test_the_reference_is_that_of_a_second_model(loss: str, k: int | None) -> None:
+    """As for a base that is not quantised: losses of every step and the final weights to the bit, the first
+    of them against a policy that is its own reference."""
+    plain = test_two_models.make_policy
+
+    def make_policy(lora: bool) -> Policy:
+        policy = plain(lora)
+        quantise(decoder_blocks(policy))
+        return policy
+
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setattr(test_two_models, "make_policy", make_policy)
+        test_two_models.test_bit_identical_to_a_second_model(Path(folder), loss, k, True)
+
+
+def test_a_resumed_run_ends_where_it_would_have() -> None:
+    variant = (
+        "dpo",
+        "humanline=true",
+        "model.use_peft=true",
+        "model.peft.lora_r=4",
+        "model.quantization=nf4",
+    )
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        here = Path(folder)
+        whole = test_runs.undisturbed_runs(here, here / "cache")
+        test_runs.test_k_steps_and_the_rest_are_n_steps(here, here / "cache", patch, whole, variant)
+        run = whole(f"loss={variant[0]}", *test_runs.EVERY, *variant[1:])
+        (newest, *_) = sorted((run / "checkpoints").iterdir(), reverse=True)
+        names = read_table(newest).state_dict_metadata
+        assert names and all("lora_" in name for name in names if name.startswith("model."))
 
 
 def any_bytes(weight: torch.Tensor) -> torch.Tensor:
-    """Packed weights of some layer, all levels and several scales among them, without torchao."""
+    """Packed weights of some layer, all levels and several scales among them."""
     rows, columns = weight.shape
     block = block_length(columns)
-    assert block is not None
     ranges = torch.tensor([1280.0, 0.1]).expand(rows, 2).contiguous().view(torch.uint8)
     rest = torch.randint(0, 256, (rows, columns // block + columns // 2), dtype=torch.uint8)
     return torch.cat((ranges, rest), dim=1)
@@ -81,7 +251,6 @@ def test_compiled_layers_agree_with_plain_ones(tmp_path, monkeypatch):
     """Values and the adapters' gradients. C++ is made of plain layers' graphs alone, in test_policy.py."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(torch._dynamo.config, "assume_static_by_default", False)
-    monkeypatch.setattr(quantization, "torchao_nf4", lambda: None)
     monkeypatch.setattr(quantization, "pack", any_bytes)
     tiny_llama().save_pretrained(tmp_path)
     found = []
@@ -98,23 +267,6 @@ def test_compiled_layers_agree_with_plain_ones(tmp_path, monkeypatch):
 
 
 # -- what is refused -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("torchao", "torchao.quantization"):
-        monkeypatch.setitem(sys.modules, name, None)
-
-
-def test_without_torchao_it_is_refused_before_weights_are_loaded(without_torchao, tmp_path):
-    config = make_config("model.use_peft=true", "model.quantization=nf4", f"runs_dir={tmp_path}", "loss=dpo")
-    with pytest.raises(
-        ConfigError,
-        match=r"model\.quantization=nf4: needs torchao, .*/small-gpus\.txt, or use model\.",
-    ):
-        train(config, "run")
-    assert not list(tmp_path.rglob("*.safetensors"))
-    check_model(make_config("model.use_peft=true").model)
 
 
 @pytest.mark.parametrize(
@@ -139,18 +291,14 @@ def test_settings_that_cannot_be_are_refused(given, said):
     ],
     ids=["odd rows", "short blocks", "transposed weights"],
 )
-def test_a_model_that_cannot_be_quantised_is_refused_before_weights_are_loaded(
-    tmp_path, monkeypatch, found, said
-):
-    """There is a folder with a config.json alone. torchao is not asked: only whether it is there."""
-    monkeypatch.setattr(quantization, "torchao_nf4", lambda: None)
+def test_a_model_that_cannot_be_quantised_is_refused_before_weights_are_loaded(tmp_path, found, said):
+    """There is a folder with a config.json alone."""
     found.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=rf"model\.quantization=nf4: .*{said}.*use off"):
         check_model(settings(tmp_path, **LORA))
 
 
-def test_a_model_that_is_stored_quantised_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(quantization, "torchao_nf4", lambda: None)
+def test_a_model_that_is_stored_quantised_is_refused(tmp_path):
     found = LlamaConfig(**SIZES, hidden_size=32, intermediate_size=64)
     found.quantization_config = {"quant_method": "fp8"}
     found.save_pretrained(tmp_path)
@@ -158,8 +306,6 @@ def test_a_model_that_is_stored_quantised_is_refused(tmp_path, monkeypatch):
         check_model(settings(tmp_path, **LORA))
 
 
-@pytest.mark.parametrize(
-    ("columns", "block"), [(64, 64), (1536, 64), (352, 44), (48, 48), (16, 16), (74, None), (37, None)]
-)
+@pytest.mark.parametrize(("columns", "block"), [(64, 64), (1536, 64), (352, 44), (48, 48), (16, 16)])
 def test_blocks_lie_within_rows(columns, block):
     assert block_length(columns) == block
