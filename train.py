@@ -36,8 +36,8 @@ __all__ = ["compose", "train"]
 def train(config: Config, name: str, observers: Sequence[Any] = ()) -> dict[str, Any]:
     """Do one run, from settings to an exported model, and return its summary.
 
-    The calling program may continue afterwards. ``observers``: objects with some of the methods of
-    ``jobs.observers.Observer``; they follow the run in addition to the ones that ``callbacks`` names. Raises
+    The calling program may continue afterwards. ``observers``: objects with some of the methods
+    ``jobs.observers.METHODS``; they follow the run in addition to the ones that ``callbacks`` names. Raises
     UserError for every problem that the user can fix.
     """
     signals = Signals()

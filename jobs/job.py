@@ -35,8 +35,8 @@ from jobs.initial_scores import initial_scores, scored_with
 from jobs.likelihood import choose_groups, clippable_share, completion_means
 from jobs.observers import Observers
 from jobs.online import Online, make_online_plan, round_steps
-from jobs.patience import EnoughError
 from jobs.plan import first_example, make_plan, training_segment, without_texts
+from jobs.ranking import EnoughError
 from jobs.retention import InitialKL, load_second_task
 from jobs.row_scores import CompletionSums, OfRows, PlannedBatches
 from jobs.run_folder import RunFolder

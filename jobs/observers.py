@@ -27,43 +27,15 @@ from models.distributed import World, any_rank, on_main
 from reports.metrics import plain
 from rollouts.inputs import target_of
 
-Asks = str | bool | None
-"""Return value of an observer: the reason for a stop, or True; None or False to let the run continue."""
-
-
-class Observer:
-    """The methods that an observer may have, all of them optional.
-
-    Any class with some of these methods is an observer; it need not inherit from this one."""
-
-    def on_start(self, run_dir: Path, config: dict[str, Any], step: int) -> None:
-        """Called when training begins or resumes, before ``step``.
-
-        ``config``: all settings as plain data, without secrets."""
-
-    def on_step(self, record: dict[str, Any]) -> Asks:
-        """Called with a line of metrics.jsonl while the next step runs.
-
-        A requested stop takes effect before the step after that one."""
-        return None
-
-    def on_evaluation(self, step: int, values: dict[str, Any]) -> Asks:
-        """Called with the ``eval_*`` metrics of the weights before ``step``.
-
-        A requested stop takes effect before that step."""
-        return None
-
-    def on_round(self, index: int, values: dict[str, Any]) -> Asks:
-        """Called online with the metrics of a round's samples when training on the round starts.
-
-        A requested stop takes effect before the round's next step."""
-        return None
-
-    def on_end(self, summary: dict[str, Any]) -> None:
-        """Called when the run is done, with the contents of summary.json."""
-
-
-METHODS = ("on_start", "on_step", "on_evaluation", "on_round", "on_end")
+METHODS = {
+    "on_start": ("run_dir", "config", "step"),
+    "on_step": ("record",),
+    "on_evaluation": ("step", "values"),
+    "on_round": ("index", "values"),
+    "on_end": ("summary",),
+}
+"""Method that an observer may have -> its arguments (docs/extend.md). All but the first and the last may
+return the reason for a stop, or True."""
 
 
 class Observers:
@@ -86,30 +58,30 @@ class Observers:
 
         ``make``: whether rank 0 creates the former; a dry run only checks them. Raises ConfigError on every
         rank."""
+        objects = {f"observers[{i}]": observer for i, observer in enumerate(given)}
         for name, tree in callbacks.items():
             check_callback(name, tree)
-        for i, observer in enumerate(given):
-            check_observer(f"observers[{i}]", observer)
+        for name, observer in objects.items():
+            check_observer(name, observer)
         made: dict[str, Any] = {}
         if make:
             on_main(
                 lambda: made.update({f"callbacks.{name}": _made(name, t) for name, t in callbacks.items()})
             )
-        if world.is_main:
-            made |= {f"observers[{i}]": observer for i, observer in enumerate(given)}
-        return cls(made, bool(callbacks) or len(given) > 0)
+        return cls(made | (objects if world.is_main else {}), bool(callbacks) or len(given) > 0)
 
     def start(self, run_dir: Path, config: dict[str, Any], step: int) -> None:
         self._tell("on_start", run_dir, scrub(config), step)
 
     def step(self, record: dict[str, Any]) -> None:
-        self._ask(record["step"] + 2, "on_step", plain(record))
+        """Tell a line of metrics.jsonl; a stop takes effect before the step after the one that runs now."""
+        self._tell("on_step", plain(record), stop_at=record["step"] + 2)
 
     def evaluation(self, step: int, values: Mapping[str, Any]) -> None:
-        self._ask(step, "on_evaluation", step, plain(dict(values)))
+        self._tell("on_evaluation", step, plain(dict(values)), stop_at=step)
 
     def round(self, index: int, step: int, values: Mapping[str, Any]) -> None:
-        self._ask(step, "on_round", index, plain(dict(values)))
+        self._tell("on_round", index, plain(dict(values)), stop_at=step)
 
     def end(self, summary: dict[str, Any]) -> None:
         self._tell("on_end", plain(summary))
@@ -132,92 +104,67 @@ class Observers:
         if state is not None and self.present:
             self._stop = (int(state[0]), str(state[1]))
 
-    def _ask(self, stop_at: int, method: str, *arguments: Any) -> None:
-        for name, asked in self._tell(method, *arguments):
-            if asked and self._stop is None:
-                self._stop = (stop_at, f"{name} asked for it{f': {asked}' if isinstance(asked, str) else ''}")
-
-    def _tell(self, method: str, *arguments: Any) -> list[tuple[str, Any]]:
-        """Call the method of each observer that has it; return (observer name, return value) pairs."""
-        said = []
+    def _tell(self, method: str, *arguments: Any, stop_at: int | None = None) -> None:
+        """Call the method of each observer that has it. The first that asks for a stop gets it before step
+        ``stop_at``."""
         for name, observer in list(self._members.items()):
-            call = getattr(observer, method, None)
-            if call is None:
-                continue
             try:
                 with _own_random_numbers():
-                    asked = call(*copy.deepcopy(arguments))
+                    asked = getattr(observer, method, lambda *_: None)(*copy.deepcopy(arguments))
                 if not isinstance(asked, str | bool | np.bool_ | None):
                     raise TypeError(f"it returned {asked!r}, which is neither the reason for a stop nor True")
-                said.append((name, asked))
             except Exception as error:
                 del self._members[name]
-                print(f"warning: {_failure(name, method, error)}", file=sys.stderr, flush=True)
-        return said
+                said = f"{name}: {method} failed, {_where(error)}; the run goes on without it"
+                print(f"warning: {said}", file=sys.stderr, flush=True)
+                continue
+            if asked and stop_at is not None and self._stop is None:
+                self._stop = (stop_at, f"{name} asked for it{f': {asked}' if isinstance(asked, str) else ''}")
 
 
 def check_callback(name: str, tree: Any) -> None:
-    """Raise ConfigError for a callback that cannot be created from its settings.
-
-    The reasons are: no ``_target_``, a key that it does not accept or lacks, or no method of an observer."""
+    """Raise ConfigError for a callback that cannot be created from its settings: no ``_target_``, a key that
+    it does not accept or lacks, or no method of an observer."""
     key = f"callbacks.{name}"
     cls = import_function(f"{key}._target_", target_of(name, tree))
-    takes = {
-        word: p
-        for word, p in inspect.signature(cls).parameters.items()
-        if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_KEYWORD)
-    }
-    check_keys(key, tree, takes)
+    named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    kinds = (*named, inspect.Parameter.VAR_KEYWORD)
+    check_keys(key, tree, {w: p for w, p in inspect.signature(cls).parameters.items() if p.kind in kinds})
     if inspect.isclass(cls):
         check_observer(f"{key}._target_", cls)
 
 
 def check_observer(key: str, observer: Any) -> None:
-    """Raise ConfigError for an object or class that is not a valid observer.
-
-    The reasons are: none of the methods, an ``on_`` method that nothing would call, or a method that does not
-    accept its arguments."""
+    """Raise ConfigError for an object or class that is not a valid observer: none of the methods, an ``on_``
+    method that nothing would call, or a method that does not accept its arguments."""
     value = observer.__qualname__ if inspect.isclass(observer) else type(observer).__qualname__
     own = [word for word in dir(observer) if word.startswith("on_")]
     known = f"an observer has some of {', '.join(METHODS)} (docs/extend.md)"
-    for word in own:
-        require(word in METHODS, key, value, f"nothing calls its {word}; {known}")
     require(own != [], key, value, f"is no observer: {known}")
     for word in own:
-        method = getattr(observer, word)
+        require(word in METHODS, key, value, f"nothing calls its {word}; {known}")
+        method, wanted = getattr(observer, word), METHODS[word]
         require(callable(method), key, value, f"its {word} is not a method; {known}")
-        wanted = list(inspect.signature(getattr(Observer, word)).parameters)[1:]
-        told = [None] * (len(wanted) + (1 if _unbound(observer, word) else 0))
+        bound = isinstance(inspect.getattr_static(observer, word), staticmethod | classmethod)
+        unbound = inspect.isclass(observer) and not bound  # such a method still takes ``self``
         try:
-            inspect.signature(method).bind(*told)
+            inspect.signature(method).bind(*wanted, *["self"] * unbound)
         except TypeError as error:
             raise ConfigError(key, value, f"its {word} takes ({', '.join(wanted)}): {error}") from error
-
-
-def _unbound(observer: Any, word: str) -> bool:
-    """Return whether ``observer`` is a class whose method still takes ``self``."""
-    return inspect.isclass(observer) and not isinstance(
-        inspect.getattr_static(observer, word), staticmethod | classmethod
-    )
 
 
 def _made(name: str, tree: Mapping[str, Any]) -> Any:
     key = f"callbacks.{name}"
     make: Callable[..., Any] = import_function(f"{key}._target_", tree["_target_"])
-    given = {word: value for word, value in tree.items() if word != "_target_"}
     try:
         with _own_random_numbers():
-            observer = make(**given)
+            observer = make(**{word: value for word, value in tree.items() if word != "_target_"})
     except UserError:
         raise
     except Exception as error:
         raise ConfigError(key, tree["_target_"], f"could not be made: {_where(error)}") from error
     check_observer(f"{key}._target_", observer)
     return observer
-
-
-def _failure(name: str, method: str, error: Exception) -> str:
-    return f"{name}: {method} failed, {_where(error)}; the run goes on without it"
 
 
 def _where(error: Exception) -> str:

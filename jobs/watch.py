@@ -18,16 +18,13 @@ from common.progress import pause_together, phase, progress
 from config.schema import Config
 from data.batches import Segment, dealing
 from data.types import Microbatch
+from jobs.checks import check_first_scores, check_gathered_weights, without_signal, write_batch
 from jobs.diagnostics import Diagnostics
 from jobs.evaluation import Evaluator, Metrics
-from jobs.gate import check_first_scores, check_gathered_weights
 from jobs.observers import Observers
-from jobs.patience import EnoughError, Patience
-from jobs.ranking import RankedCheckpoints, Ranking
+from jobs.ranking import EnoughError, Patience, RankedCheckpoints, Ranking
 from jobs.same_data import DATA, INPUTS, hub_commits
 from jobs.signals import Signals
-from jobs.skipped import write_batch
-from jobs.without_signal import without_signal
 from models.agreement import StopRequest
 from models.checkpoint import everywhere
 from models.checkpoint_reading import CheckpointError

@@ -14,7 +14,7 @@ import torch
 
 from common.errors import ConfigError
 from config.cli import compose
-from jobs.observers import METHODS, Observer, Observers, check_observer
+from jobs.observers import METHODS, Observers
 from models.distributed import start
 from tests.integration.test_evaluation_sets import numbers
 from train import train
@@ -208,8 +208,6 @@ def test_objects_are_checked_as_classes_are(folder):
     ):
         with pytest.raises(ConfigError, match=rf"observers\[1\]=\w+: .*{message}"):
             train(config_of(folder), "refused", observers=[Recorder(), observer])
-    check_observer("x", Observer())
-    check_observer("x", Observer)
     assert all(hasattr(Recorder, method) for method in METHODS)
 
 

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from common.errors import ConfigError
-from jobs.patience import Patience
+from jobs.ranking import Patience
 from reports.report import final_table
 from tests.tiny import make_config
 from train import train

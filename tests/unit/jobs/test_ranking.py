@@ -8,8 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from jobs.patience import Patience
-from jobs.ranking import RankedCheckpoints, Ranking
+from jobs.ranking import Patience, RankedCheckpoints, Ranking
 from jobs.watch import RunWatch
 from models.distributed import start
 from trainers.basic import Progress

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from jobs.without_signal import without_signal
+from jobs.checks import without_signal
 from reports.outcome import outcome, symptoms, told
 from reports.report import final_table
 from tests.tiny import make_config

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.errors import StoppedError
-from jobs.gate import check_first_scores
+from jobs.checks import check_first_scores
 from jobs.initial_scores import initial_scores
 from tests.engine import engine_config, make_segment, make_trainer
 from tests.tiny import tiny_policy
