@@ -61,7 +61,7 @@ def fingerprints(target: Target, prompts: Sequence[Prompt] = (), **more: str) ->
     They cover the weights' files and the model's config (or the file of answers), the prompts with their
     reference answers, the code's commit, and the versions of the libraries. ``more``: further entries of a
     kind."""
-    from models.architecture import architecture_digest
+    from models.fingerprint import architecture_digest
     from rollouts.weights import weights_digest
 
     digests: dict[str, Any] = {}

@@ -23,8 +23,8 @@ from common.progress import SOON, Bar, progress
 from config.schema_model import ModelConfig
 from data.batches import Size, cut, dealing, microbatch
 from data.types import Example, Microbatch, Sequence
-from models.architecture import architecture_digest
 from models.distributed import World, barrier, gather_objects
+from models.fingerprint import architecture_digest
 from models.reference import Reference
 from models.score_cache import ScoreCache, ScoreTable
 from trainers.basic import BasicTrainer

@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from config.schema_model import ModelConfig
-from models.distributed import local, reshard
+from models.distributed import local, local_part, reshard
 from models.export import whole_folder
 from models.policy import Policy
 from models.pretrained import empty_policy
-from models.shards import local_part
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

@@ -20,14 +20,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from common.errors import UserError
 from common.versions import refusal
 from common.worker_process import run_workers_on
 from config.machine import refuse_left_over
 from models.deterministic import compute_as_torch_does, compute_deterministically
-from models.shards import local_part, rows_of
 
 TIMEOUT = timedelta(minutes=10)
 """How long a collective between devices may take: a rank that is dead or hangs ends the others after it."""
@@ -283,6 +283,20 @@ def rounded(policy: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         with torch.no_grad():
             for p, master in zip(params, masters, strict=True):
                 p.copy_(master)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of ``tensor``."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def rows_of(tensor: DTensor) -> slice:
+    """Return which rows of the whole tensor are this rank's part."""
+    assert not any(isinstance(p, Shard) and p.dim for p in tensor.placements), (
+        "FSDP shards the first dimension"
+    )
+    shape, first = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return slice(first[0], first[0] + shape[0])
 
 
 def local(tensor: Tensor) -> Tensor:

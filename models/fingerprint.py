@@ -1,17 +1,24 @@
-"""A digest of a model's weights, whatever files they came from and however they are sharded."""
+"""Digests of a model: of its weights, whatever files they came from and however they are sharded, and of what
+decides its outputs besides, its config and the code that comes with it."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from models.distributed import gather_objects
-from models.shards import rows_of
+from common.files import files_digest
+from config.schema_model import ModelConfig
+from models.distributed import gather_objects, rows_of
+from models.pretrained import model_config
+from models.weight_files import resolve_model_path
 
 _STEP, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
 """Odd factors, modulo 2^64, of a position and of the two multiplications (Steele et al., 2014, SplitMix64)"""
@@ -75,3 +82,33 @@ def _mixed_sum(tensor: Tensor, start: int) -> Tensor:
 def _signed(number: int) -> int:
     """Return the int64 that equals ``number`` modulo 2^64."""
     return (number + 2**63) % 2**64 - 2**63
+
+
+WITHOUT_EFFECT = frozenset(
+    {"_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype", "architectures"}
+)
+"""Fields of a config, of a model within it too, that change no output: where it came from and what wrote it,
+the dtype in which its files are stored (``model.dtype`` decides), and the name of the class."""
+
+
+def architecture_digest(config: ModelConfig) -> str:
+    """Return the digest of the model's config (rotary base, experts per token, windows, norms), 64 hex
+    digits. The weights may be equal where it is not.
+
+    With ``model.trust_remote_code`` it covers the model's own code too: a folder's files, or the hub's
+    commit. Raises ConfigError if the config cannot be loaded."""
+    hf_config = model_config(config)
+    parts: dict[str, Any] = {"config": _plain(hf_config.to_dict())}
+    if config.trust_remote_code:
+        code = sorted(Path(resolve_model_path(config.name_or_path)).glob("*.py"))
+        parts["code"] = [getattr(hf_config, "_commit_hash", None), files_digest(code)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Return a config's content without the fields that have no effect, with names that JSON can sort."""
+    if isinstance(value, dict):
+        return {str(key): _plain(child) for key, child in value.items() if key not in WITHOUT_EFFECT}
+    if isinstance(value, (list, tuple)):
+        return [_plain(child) for child in value]
+    return value

@@ -13,8 +13,8 @@ from common.progress import progress
 from config.schema import Config
 from data.chat import Renderer
 from data.types import Prompt
-from models.architecture import architecture_digest
 from models.distributed import World, on_main
+from models.fingerprint import architecture_digest
 from rollouts.answer_cache import AnswerCache
 from rollouts.samplers import Sample, SamplingSettings
 from rollouts.sampling import make_sampling

@@ -57,7 +57,7 @@ def test_a_killed_run_ends_to_the_bit_where_it_would_have(tmp_path, optimizer):
         ("torch.optim.Nothing", r"optimizer=torch\.optim\.Nothing: cannot be imported"),
         ("torch.nn.Linear", r"optimizer=torch\.nn\.Linear: is no subclass of torch\.optim\.Optimizer"),
         ("torch.optim.LBFGS", r"optimizer=torch\.optim\.LBFGS: does not take weight_decay"),
-        ("Muon", r"optimizer=Muon: must be AdamW, or the import path of a torch optimizer"),
+        ("Lion", r"optimizer=Lion: must be AdamW, or the import path of a torch optimizer"),
     ],
 )
 def test_what_is_no_optimizer_is_refused_before_weights_load(tmp_path, monkeypatch, path, said):
