@@ -37,7 +37,8 @@ from models.distributed import local, start
 from models.fingerprint import weights_fingerprint
 from models.logprobs import chunked_logprobs
 from models.policy import Policy, decoder_blocks, set_up_layers
-from optimizers.build import make_optimizer, update
+from models.quantization import NF4Linear
+from trainers.optimizer import make_optimizer, update
 
 GPU = [
     pytest.mark.gpu,
@@ -277,9 +278,6 @@ def updated(given: Policy, where: str, skips: tuple[int, ...] = (1,)) -> list[Te
 @on_each
 def test_weights_in_4_bits_give_what_float64_gives(device: str) -> None:
     """The weights that 4 bits stand for, near those given; and the product with them and its gradient."""
-    pytest.importorskip("torchao")
-    from models.quantization import NF4Linear
-
     torch.manual_seed(0)
     linear = nn.Linear(256, 128, bias=False).to(device)
     layer = NF4Linear(copy.deepcopy(linear)).to(device)
