@@ -162,7 +162,7 @@ class Correction:
         weights = self.weights(scores, micro, "examples")
         if weights is None:
             return result
-        assert result.examples is not None, "the trainer's yaml says that its losses are of examples"
+        assert result.examples is not None, "the trainer's class says that its losses are of examples"
         return replace(result, total=(weights * result.examples).sum())
 
     def metrics(self, scores: TokenScores, micro: Microbatch) -> dict[str, Mean]:
