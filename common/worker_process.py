@@ -5,8 +5,7 @@ The worker is started by ``python -m module`` and not by ``multiprocessing``: it
 process group and log, and the owner's main module is not imported a second time. Every failure in the worker
 reaches the owner as a WorkerError. For an exception, the error has the worker's traceback, and the worker
 lives on. If the worker dies or does not answer in time, the error has the end of its log, and the rest of its
-process group is killed. ``python -m common.worker_process OWNER MODULE …`` runs another program, which
-answers no requests, so that it ends with its owner as well.
+process group is killed.
 
 Every request has a number, which its reply repeats. A reply with another number is an error. A process that
 the worker's code forks cannot use the pipe. If the handler returns in the forked process too, that process
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import runpy
 import signal
 import socket
 import struct
@@ -33,7 +31,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from common.errors import StoppedError
 from common.files import open_own
@@ -253,16 +251,8 @@ class WorkerProcess:
         return WorkerError(f"the process {self.module} {how}{status}; {said}:\n{self.last_words()}")
 
 
-class Answering(Protocol):
-    """The part of ``WorkerProcess`` that a caller with an open request uses."""
-
-    def ready(self, seconds: float, part: Callable[[Any], None] | None = None) -> bool: ...
-
-    def receive(self, timeout: float, begun: float | None = None) -> Any: ...
-
-
 def replies_of(
-    workers: Sequence[Answering], timeout: float, part: Callable[[int, Any], None] | None = None
+    workers: Sequence[WorkerProcess], timeout: float, part: Callable[[int, Any], None] | None = None
 ) -> list[Any]:
     """Return the replies of all ``workers`` to the requests already sent to them, in the order of
     ``workers``. ``part`` is called with (index of the worker, value) for each partial result, as it arrives.
@@ -365,18 +355,6 @@ def live_while(owner: int, end: Callable[[], None]) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def run_with(owner: int, module: str, arguments: Sequence[str]) -> None:
-    """Run ``python -m module arguments`` in this process, the leader of its group, which is killed as soon as
-    ``owner``, its parent, has ended."""
-    live_while(owner, _kill_group)
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
 def _kill_group() -> None:
     """Kill this process and all processes that it started."""
     os.killpg(os.getpgid(0), signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    run_with(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

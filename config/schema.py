@@ -222,8 +222,6 @@ class Config:
             "cannot go with resume=true: overwrite=true deletes the run, resume=true goes on with it; give "
             "one",
         )
-        elsewhere = "does not reach servers, which compute whatever comes together: use sampler.urls=off"
-        need(self, not (self.deterministic and self.sampler.urls), "deterministic", elsewhere)
         named = self.optimizer == "AdamW" or "." in self.optimizer
         need(self, named, "optimizer", "must be AdamW, or the import path of a torch optimizer: module.Class")
         ends = self.n_epochs is not None or self.n_examples is not None

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from common.errors import ConfigError
 from config.typed import (
     Auto,
     Count,
     ExportDtype,
     NotNegative,
-    Off,
     Positive,
     PositiveShare,
     Text,
@@ -54,7 +52,6 @@ class SamplerConfig:
     timeout: Seconds
     weight_transfer: Literal["auto", "shared_memory", "ipc", "nccl", "disk"]
     adapters: Literal["auto", "merged", "alone"]
-    urls: Off[list[Text]]
     options: dict[str, Any]
 
     def __post_init__(self) -> None:
@@ -63,7 +60,6 @@ class SamplerConfig:
         embedded = "needs sampler=vllm; the embedded sampler is the policy itself: leave it at auto"
         need(self, self.adapters != "alone" or self.separate, "adapters", embedded)
         self._check_devices()
-        self._check_urls()
         need(
             self,
             self.weight_transfer != "ipc" or self.shares_devices,
@@ -76,21 +72,6 @@ class SamplerConfig:
             "weight_transfer",
             "needs an engine with GPUs of its own: name them in sampler.devices, or use ipc or auto",
         )
-
-    def _check_urls(self) -> None:
-        if self.urls is None:
-            return
-        need(self, self.separate, "urls", "needs sampler=vllm")
-        for url in self.urls:
-            scheme, _, host = url.partition("://")
-            if not ((scheme in ("http", "https") and host) or url.startswith("unix:/")):
-                said = "is no address of a server: write it as http://host:port, or unix:/path of a socket"
-                raise ConfigError("sampler.urls", url, said)
-        different = len({url.rstrip("/") for url in self.urls}) == len(self.urls) > 0
-        need(self, different, "urls", "must name at least one server, and none twice")
-        own = "is of engines that a run starts itself; with sampler.urls leave it at auto"
-        need(self, self.devices is None, "devices", own)
-        need(self, self.data_parallel in (AUTO, 1), "data_parallel", own)
 
     def _check_devices(self) -> None:
         if self.devices is None:
@@ -116,4 +97,4 @@ class SamplerConfig:
     def shares_devices(self) -> bool:
         """Whether the engine runs on the trainer's own GPUs and therefore must free its memory while the
         trainer trains."""
-        return self.devices is None and self.urls is None
+        return self.devices is None

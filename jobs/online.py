@@ -132,7 +132,7 @@ class Online:
             or not config.sampler.shares_devices,
             "rounds.lag",
             config.rounds.lag,
-            "samples while the trainer trains, so vLLM needs other GPUs: sampler.devices or sampler.urls",
+            "samples while the trainer trains, so vLLM needs other GPUs: sampler.devices",
         )
         self.sampling = make_sampling(config, renderer, world, folder / "logs")
         unwrap(from_main(catch(self._make_reward) if world.is_main else None))

@@ -4,7 +4,7 @@ cards."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from common.progress import SOON, progress
@@ -76,8 +76,6 @@ def cell_plans(states: Sequence[State], job: Job) -> list[CellPlan]:
 
 def planned(worker: WorkerProcess, config: Config, job: Job) -> tuple[str, tuple[str, ...]]:
     """Return (the plan in words, the parts that do not fit)."""
-    if job.sampler_nodes:  # no sampling engine shares the trainer's GPUs
-        config = replace(config, sampler=replace(config.sampler, urls=["http://sampler:8000"]))
     try:
         said: Mapping[str, Any] = worker.call(
             "of_settings", config, job.world_size, job.card, timeout=SECONDS

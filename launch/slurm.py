@@ -46,8 +46,6 @@ class Job:
     ranks_per_node: int | None = None
     """Training processes a node; None: one a GPU (one in all without GPUs). With fewer ranks than GPUs, the
     last GPUs are left to a sampler."""
-    sampler_nodes: int = 0
-    """Additional nodes that run vLLM servers, which the run samples with (``sampler.urls``)."""
     card: str | None = None
     """The GPU, for the memory plan; None: not known, and no plan is made."""
     cpus_per_rank: int = 8
@@ -88,7 +86,6 @@ class Job:
             "nodes": 1,
             "gpus_per_node": 0,
             "ranks_per_node": 1,
-            "sampler_nodes": 0,
             "cpus_per_rank": 1,
             "signal_lead": 10,
             "max_requeues": 0,
@@ -123,11 +120,6 @@ class Job:
     def ranks(self) -> int:
         """Training processes on one node."""
         return self.ranks_per_node or max(1, self.gpus_per_node)
-
-    @property
-    def all_nodes(self) -> int:
-        """Number of nodes that train or sample."""
-        return self.nodes + self.sampler_nodes
 
     @property
     def interpreter(self) -> str:
@@ -338,8 +330,6 @@ def describe(job: Job) -> str:
         else f"{job.ranks * job.cpus_per_rank} CPUs"
     )
     given: list[Any] = [f"{job.nodes} x {devices} a run", f"{job.world_size} ranks", f"limit {job.time}"]
-    if job.sampler_nodes:
-        given.insert(1, f"{job.sampler_nodes} more for vLLM servers")
     return ", ".join(
         [*given, *(f"{key} {value}" for key in ("partition", "account", "qos") if (value := vars(job)[key]))]
     )

@@ -26,7 +26,6 @@ from common.errors import ConfigError, require
 from common.options import options_of
 from common.progress import SOON, progress, pulse
 from config.cli import answered
-from config.schema import Config
 from launch.composing import Composer
 from launch.estimate import PEAK, SHARE_OF_PEAK, dry_run, hours_at, hours_of, usual_rate
 from launch.grid import Run, Sweep, parse_overrides, read_sweep
@@ -162,7 +161,6 @@ def act(options: argparse.Namespace) -> int:
     states = [inspect(run, composer) for run in progress(runs, "settings", unit="run", delay=SOON)]
     for state in states if options.local is None else ():
         check_ranks(state.config, state.run, job.world_size)
-        check_servers(state.config, state.run, job)
     waiting = queued(logs) if (logs / "submitted.jsonl").exists() and options.local is None else {}
     hours = hours_of(states)
     if options.rate is not None:
@@ -184,17 +182,6 @@ def act(options: argparse.Namespace) -> int:
     elif options.submit:
         hand_over(sweep, todo, job, logs)
     return 0
-
-
-def check_servers(config: Config, run: Run, job: Job) -> None:
-    """Raise ConfigError for a run that would leave the nodes of ``slurm.sampler_nodes`` idle."""
-    require(
-        not job.sampler_nodes or (config.online and config.sampler.separate and config.sampler.urls is None),
-        f"{run.name}: slurm.sampler_nodes",
-        job.sampler_nodes,
-        "starts vLLM servers that this run does not sample with: give it online=true sampler=vllm and no "
-        "sampler.urls, or slurm.sampler_nodes=0",
-    )
 
 
 def dry_hours(states: Sequence[State], rate: float, job: Job) -> dict[str, float]:
@@ -250,7 +237,7 @@ def plan(
         else ""
     )
     if job is not None and job.gpus_per_node and known:
-        total += f", {sum(known) * job.all_nodes * job.gpus_per_node:.1f} GPU hours"
+        total += f", {sum(known) * job.nodes * job.gpus_per_node:.1f} GPU hours"
     lines += [
         "",
         f"{sweep.name}: {len(states)} runs: " + ", ".join(f"{n} {kind}" for kind, n in counts.items()),

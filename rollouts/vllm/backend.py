@@ -3,7 +3,7 @@ reading weights from a folder.
 
 vLLM imports this module in each of its workers, before they make their backends, if its
 ``worker_extension_cls`` is ``rollouts.vllm.backend.WorkerExtension``. So the backend is known there by its
-name, both in an engine that this project starts and in a server (``vllm serve --worker-extension-cls …``).
+name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -26,9 +25,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
-
-from rollouts.vllm.messages import SHAPE
 
 HEAD = "lm_head.weight"
 BACKEND = "shared_memory"
@@ -111,32 +107,11 @@ class WorkerExtension:
     """Methods mixed into each of the engine's own workers (vLLM's ``worker_extension_cls``). Each one is
     called by ``collective_rpc`` and returns values that JSON can represent."""
 
-    _weight_update_active: bool
-
     def has_own_head(self) -> list[bool]:
         """Return whether the model has an output head by that name, even if it is tied to the embeddings.
         Gemma's has none: its embeddings are also its head."""
         names = self.get_model().named_parameters(remove_duplicate=False)  # type: ignore[attr-defined]
         return [any(name == HEAD for name, _ in names)]
-
-    def model_shape(self) -> dict[str, Any]:
-        """Return the sizes of the model (``SHAPE``) from its config."""
-        config = self.model_config.hf_text_config  # type: ignore[attr-defined]
-        return {name: getattr(config, name, None) for name in SHAPE}
-
-    def drop_weight_update(self) -> bool:
-        """Give up a weight update that a trainer began and did not finish, because it was killed or failed,
-        and return whether there was one.
-
-        vLLM 0.32 begins no other update before this one is finished. It also counts what arrived of a layer
-        then as a part of the next update, so that a layer could end up with weights of both."""
-        config, engine = self.vllm_config, self.weight_transfer_engine  # type: ignore[attr-defined]
-        with set_current_vllm_config(config):
-            dropped = drop_update(self.get_model(), self.model_config)  # type: ignore[attr-defined]
-        dropped, self._weight_update_active = dropped or self._weight_update_active, False
-        if engine is not None:
-            engine.reset_weight_update_target()
-        return dropped
 
     def read_weights(self, folder: str) -> None:
         """Load the safetensors files of a Hugging Face folder in place. Raises FileNotFoundError if there are
@@ -145,21 +120,6 @@ class WorkerExtension:
         (has_head,) = self.has_own_head()
         tensors = checkpoint_tensors(Path(folder), add_head=tied and has_head)
         self.reload_weights(weights_iterator=tensors)  # type: ignore[attr-defined]
-
-
-def drop_update(model: torch.nn.Module, model_config: Any) -> bool:
-    """End a layerwise reload that was not finished, and return whether there was one.
-
-    A layer of which all weights had arrived keeps them, any other gets back those from before the reload.
-    What arrived of it is dropped unread, because it may lie in memory of a process that is gone. So the
-    weights are of no version until another reload is finished."""
-    infos = [info for layer in model.modules() if (info := LAYERWISE_INFO.get(layer)) is not None]
-    begun = [info for info in infos if info.can_load()]
-    for info in begun:
-        info.loaded_weights, info.load_numel = [], 0
-    if begun:
-        finalize_layerwise_reload(model, model_config)
-    return bool(begun)
 
 
 def checkpoint_tensors(folder: Path, add_head: bool) -> Iterator[tuple[str, torch.Tensor]]:

@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import time
 from functools import partial
-from itertools import compress
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from common.files import write_whole
@@ -30,13 +27,9 @@ from rollouts.probe import Probe, check_probe
 from rollouts.samplers import Answered, Sample, SamplingSettings
 from rollouts.vllm.adapters import MERGED
 from rollouts.vllm.sampler import VllmSampler
-from rollouts.vllm.server import AnswerError
 from rollouts.vllm.transfer import HEAD, DeferredErrors, Transfer, WeightSource, chosen, make_transfer
 
 PROBE_ROWS = 16
-COMPARED, COMPARED_TOKENS = 8, 256
-"""Samples of a round (or a few more, to be as many of each engine), and first tokens of each, whose
-log-probabilities are compared with the trainer's."""
 _PROBE = "probe.json"
 _COARSENESS = ("float32", "float16", "bfloat16")
 
@@ -73,12 +66,10 @@ class VllmEngine:
         probe: list[Sequence],
         trained_in: str,
         base: Path | None = None,
-        compares: bool = False,
     ) -> None:
         """``probe``: rows on which engine and trainer must agree. ``trained_in``: the trainer's compute
         dtype. ``base``: for a LoRA policy whose adapters are sent alone, the folder of the model under them;
-        None: whole models are sent. ``compares``: whether some samples are scored by the trainer too, which
-        must still have the weights that they come from."""
+        None: whole models are sent."""
         self.sampler, self.policy, self.renderer, self.world = sampler, policy, renderer, world
         self.probe, self.trained_in = probe, trained_in
         self.base = base
@@ -95,8 +86,6 @@ class VllmEngine:
         self._transfer: Transfer | None = None
         self.ranks = Ranks(world)
         self._send_all = self.ranks.collective(self._send)
-        self.compares = compares
-        self._score_all = self.ranks.collective(self._scores)
         self.sampler.transfers_by(None if self.backend == "disk" else self.backend)
 
     # -- weights -----------------------------------------------------------------------------------
@@ -277,7 +266,6 @@ class VllmEngine:
             self._source,
             self.world,
             workers=self.sampler.engine_workers,
-            address=self.sampler.address if self.world.is_main else "",
         )
         self._client.check()
         return made
@@ -310,37 +298,12 @@ class VllmEngine:
         answered: Answered | None = None,
     ) -> list[list[Sample]]:
         try:
-            answers = self.sampler.sample(prompts, n, settings, seed, answered)
+            return self.sampler.sample(prompts, n, settings, seed, answered)
         except WorkerError as error:
-            if self._restarted or self.sampler.running or isinstance(error, AnswerError):  # no engine failed
+            if self._restarted or self.sampler.running:  # no engine failed
                 raise
             self._restart(error)
-            answers = self.sampler.sample(prompts, n, settings, seed, answered)
-        if self.compares:
-            self._compare(prompts, answers)
-        return answers
-
-    def _compare(self, prompts: list[Prompt], answers: list[list[Sample]]) -> None:
-        """Raise AnswerError unless the log-probabilities of some samples, from every engine, are the
-        trainer's."""
-        every = [
-            (p, one) for p, samples in zip(prompts, answers, strict=True) for one in samples if one.logprobs
-        ]
-        if not every:
-            return
-        engines = self.sampler.engines  # each has answered prompts in a row
-        n = min(engines * math.ceil(COMPARED / engines), len(every))
-        chosen = [every[i * len(every) // n] for i in range(n)]
-        cut = [(self.renderer.prompt_ids(p), one.token_ids[:COMPARED_TOKENS], one) for p, one in chosen]
-        ours = self._score_all([Sequence(p, np.array(ids, np.int32)) for p, ids, _ in cut])
-        own = [[not math.isnan(value) for value in one.logprobs[:COMPARED_TOKENS]] for _, _, one in cut]
-        theirs = [list(compress(one.logprobs, mine)) for (_, _, one), mine in zip(cut, own, strict=True)]
-        try:
-            dtype = self._coarser
-            check_probe(theirs, [list(compress(o, mine)) for o, mine in zip(ours, own, strict=True)], dtype)
-        except WorkerError as error:
-            where = ", ".join(self.sampler.config.urls or ())
-            raise AnswerError(f"{where}: the samples are not the policy's own: {error}") from error
+            return self.sampler.sample(prompts, n, settings, seed, answered)
 
     def _restart(self, error: WorkerError) -> None:
         self._restarted = True

@@ -7,9 +7,6 @@ from typing import Any
 
 TokenRow = list[int]
 
-SHAPE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-"""Config fields that are equal for two models that can take each other's weights."""
-
 
 @dataclass(frozen=True)
 class EngineOptions:

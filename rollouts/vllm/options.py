@@ -29,8 +29,7 @@ WITHOUT_GPU = {"TORCH_COMPILE_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "
 
 Such engines are eager (``enforce_eager``). vLLM nevertheless compiles a function which counts the tokens
 that are likelier than a sampled one: seconds of a compiler at each start for a number that nobody reads here,
-and an error where there is no compiler. And its servers would keep the model in a third process, which uses
-up a core for a second after everything that it is asked, only to wait."""
+and an error where there is no compiler."""
 
 
 def with_engines(config: SamplerConfig, gpus: int, ranks: int | None) -> SamplerConfig:
@@ -39,7 +38,7 @@ def with_engines(config: SamplerConfig, gpus: int, ranks: int | None) -> Sampler
     Every GPU samples where that is ``auto``. Raises ConfigError for engines that need more GPUs than there
     are, or than have a rank where engines share them."""
     there = gpus if ranks is None or not config.shares_devices else min(gpus, ranks)
-    if not gpus or config.devices or config.urls:
+    if not gpus or config.devices:
         return replace(config, data_parallel=config.copies)
     size, auto = config.tensor_parallel, max(1, there // config.tensor_parallel)
     if config.data_parallel == AUTO:

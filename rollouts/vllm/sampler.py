@@ -34,7 +34,6 @@ from rollouts.samplers import Answered, Continuation, Parts, Sample, SamplingSet
 from rollouts.vllm.adapters import highest_rank
 from rollouts.vllm.messages import Generated, GenerateRequest, TokenRow
 from rollouts.vllm.options import engine_environment, engine_options
-from rollouts.vllm.server import ServerEngine, address_towards, alive, host_of
 
 WORKER = "rollouts.vllm.worker"
 
@@ -69,22 +68,9 @@ class VllmSampler:
         self.version: int | None = None
         """version of the weights that samples would come from; None before the first load and while asleep"""
         self._options = engine_options(config, max_length, dtype, temperature)
-        self._workers: list[WorkerProcess | ServerEngine] = []
+        self._workers: list[WorkerProcess] = []
         self._connected = False
-        self._urls = list(config.urls or ())
-        self._vocabulary: int | None = None
-        self._key: str | None = None
-        self._sizes = [config.tensor_parallel] * (len(self._urls) or config.copies)
-
-    @property
-    def address(self) -> str:
-        """This machine's address, as the engines see it."""
-        return address_towards(host_of(self._urls[0]) if self._urls else None)
-
-    def servers_are(self, workers: list[int], vocabulary: int, key: str | None) -> None:
-        """Set the number of workers of each server in ``sampler.urls``, the number of tokens of the model,
-        and the key that opens the servers."""
-        self._sizes, self._vocabulary, self._key = list(workers), vocabulary, key
+        self._sizes = [config.tensor_parallel] * config.copies
 
     @property
     def dtype(self) -> str:
@@ -150,25 +136,10 @@ class VllmSampler:
     def _start(self, folder: str | None, version: str) -> None:
         self._connected = False
         with self._closed_on_failure():
-            if self._urls:
-                self._leave_the_dead()
-                self._workers += [ServerEngine(url, self._vocabulary, self._key) for url in self._urls]
-            else:
-                for replica in range(len(self._sizes)):
-                    self._workers.append(self._worker(replica))
+            for replica in range(len(self._sizes)):
+                self._workers.append(self._worker(replica))
         start = (self._options, folder, version)
         self._ask("start", [start] * len(self._workers), self.config.start_timeout)
-
-    def _leave_the_dead(self) -> None:
-        """Continue with the servers that answer. Raises WorkerError if none does."""
-        well = [alive(url) for url in self._urls]
-        if not any(well):
-            raise WorkerError(f"none of sampler.urls={','.join(self._urls)} answers")
-        for url, answers in zip(self._urls, well, strict=True):
-            if not answers:
-                print(f"{url} does not answer: the others sample in its place", flush=True)
-        self._sizes = [size for size, answers in zip(self._sizes, well, strict=True) if answers]
-        self._urls = [url for url, answers in zip(self._urls, well, strict=True) if answers]
 
     def own_head(self) -> bool:
         """Return whether the engines need the output head by name, even if it is tied to the embeddings."""

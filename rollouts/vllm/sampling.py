@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 
 from common.errors import require
 from common.versions import warning
@@ -22,19 +20,13 @@ from data.types import Prompt
 from models.distributed import World, from_main
 from models.policy import Policy
 from models.ranks import Ranks, catch, unwrap
-from models.weight_files import resolve_model_path
-from rollouts.rewards.endpoint import UNIX
 from rollouts.samplers import SamplingSettings
 from rollouts.sampling import refuse_options
 from rollouts.stop_strings import stop_strings_of
-from rollouts.vllm.adapters import KEY, base_of_adapters, with_adapters
+from rollouts.vllm.adapters import base_of_adapters
 from rollouts.vllm.engine import VllmEngine, probe_rows
-from rollouts.vllm.key import key_file, key_in
-from rollouts.vllm.messages import SHAPE
-from rollouts.vllm.options import engine_options, with_engines
+from rollouts.vllm.options import with_engines
 from rollouts.vllm.sampler import VllmSampler, require_installed, says_logprobs
-from rollouts.vllm.server import check_servers, serve_command, without_adapters
-from rollouts.vllm.transfer import chosen
 from rollouts.weights import model_folder
 
 PARTS, IN_FLIGHT, ON_A_CPU = 20, 512, 64
@@ -52,44 +44,13 @@ class VllmSampling:
     def __init__(self, config: Config, renderer: Renderer, world: World, log_dir: Path) -> None:
         refuse_options(config)
         check_logprobs(config)
-        if world.is_main and not config.sampler.urls and (untested := warning("vllm")) is not None:
+        if world.is_main and (untested := warning("vllm")) is not None:
             print(f"warning: {untested}; the probe compares what it computes", flush=True)
         self.config, self.renderer, self.world, self.log_dir = config, renderer, world, log_dir
         self._with_engines(trains=world.size > 1)  # a single process may have no trainer
         on_main = catch(partial(base_of_adapters, config)) if world.is_main else None
         self._base: Path | None = unwrap(from_main(on_main))
-        self._servers: tuple[list[int], int, str | None] | None = None
-        if config.sampler.urls:
-            asked = unwrap(from_main(catch(self._ask_servers) if world.is_main else None))
-            self._servers, self._base = asked
         self.stops = stop_strings_of(config, renderer)
-
-    def _ask_servers(self) -> tuple[tuple[list[int], int, str | None], Path | None]:
-        """Return ((number of workers of each server, number of tokens of the model, key), folder of the model
-        under adapters that are sent alone). Raises ConfigError unless the servers suit this run."""
-        model, wanted = self.config.model, self.config.sampler.adapters
-        options = engine_options(self.config.sampler, model.max_length, model.dtype, model.logit_temperature)
-        backend, path = chosen(self.config.sampler, self.world.device), resolve_model_path(model.name_or_path)
-        if self._base is not None:
-            options = with_adapters(options, model)
-            backend = "disk" if wanted == "alone" else backend
-        theirs = AutoConfig.from_pretrained(path, revision=model.revision).get_text_config()
-        shape = {name: getattr(theirs, name) for name in SHAPE if hasattr(theirs, name)}
-        cpu = self.world.device.type == "cpu"
-        urls = list(self.config.sampler.urls or ())
-        file = key_file(self.config.cache_dir)
-        key = None if all(url.startswith(UNIX) for url in urls) else key_in(file)
-
-        def command(url: str) -> list[str]:
-            return serve_command(url, str(path), options, backend, cpu, str(file))
-
-        sizes = check_servers(urls, options, backend, shape, command, key)
-        said = None if self._base is None else without_adapters(urls, options, command, key)
-        if said is not None:
-            remedy = f"{said}; start a server there: {shlex.join(command(urls[0]))}"
-            require(wanted != "alone", KEY, wanted, remedy)
-            print(f"{said}: whole models go there, with the adapters merged ({KEY})", flush=True)
-        return (sizes, theirs.vocab_size, key), self._base if said is None else None
 
     def _with_engines(self, trains: bool) -> SamplerConfig:
         """Return the sampler's settings with the number of its engines. ``trains``: whether ranks of this
@@ -100,7 +61,7 @@ class VllmSampling:
     def sampler(self, trains: bool = True) -> VllmSampler:
         """Return the sampler, with its engines not started yet."""
         model = self.config.model
-        made = VllmSampler(
+        return VllmSampler(
             self._with_engines(trains),
             self.renderer,
             max_length=model.max_length,
@@ -109,9 +70,6 @@ class VllmSampling:
             temperature=model.logit_temperature,
             stops=self.stops,
         )
-        if self._servers is not None:
-            made.servers_are(*self._servers)
-        return made
 
     def engine(self, policy: Policy, prompts: list[Prompt]) -> VllmEngine:
         probe = probe_rows(prompts, self.renderer)
@@ -120,7 +78,7 @@ class VllmSampling:
         if self.world.is_main and self.world.device.type == "cuda" and sampler.config.shares_devices:
             said = f"{sampler.engine_workers} of {self.world.size} GPUs sample"
             far = self.world.size > int(os.environ.get("LOCAL_WORLD_SIZE") or self.world.size)
-            more = ": engines start on the first node; sampler.urls names servers on others" * far
+            more = ": engines start on the first node" * far
             print(f"{said}, by {sampler.engines} engine(s){more}", flush=True)
         return VllmEngine(
             sampler,
@@ -130,7 +88,6 @@ class VllmSampling:
             probe,
             dtype,
             self._base,
-            compares=self._servers is not None and self.config.rounds.lag == 0,
         )
 
     @contextmanager
@@ -147,8 +104,8 @@ class VllmSampling:
             yield OneProcess(vllm, self.world)
 
     def part(self, prompts: int, n: int) -> int:
-        here = self.world.device.type == "cpu" and not self.config.sampler.urls  # servers may have GPUs
-        return max(math.ceil(prompts / PARTS), math.ceil((ON_A_CPU if here else IN_FLIGHT) / n))
+        at_once = ON_A_CPU if self.world.device.type == "cpu" else IN_FLIGHT
+        return max(math.ceil(prompts / PARTS), math.ceil(at_once / n))
 
 
 def refuse_other_weights(config: Config) -> None:

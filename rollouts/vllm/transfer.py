@@ -206,18 +206,15 @@ def _write(descriptor: int, tensor: Tensor, offset: int) -> None:
         content, offset = content[written:], offset + written
 
 
-def make_transfer(
-    backend: str, client: Client, source: WeightSource, world: World, *, workers: int, address: str
-) -> Transfer:
+def make_transfer(backend: str, client: Client, source: WeightSource, world: World, workers: int) -> Transfer:
     """Return the transfer to engines that have just been started. Every rank calls it. ``workers``: number of
-    workers of all engines together. ``address``: this machine's address as the engines see it. Raises
-    WorkerError if the client does, and what vLLM raises."""
+    workers of all engines together. Raises WorkerError if the client does, and what vLLM raises."""
     if backend == "shared_memory":
         return SharedMemory(client, source, world)
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory  # seconds to import
 
     largest = source.largest() if backend == "ipc" else 0
-    info = trainer_info(backend, world.rank, workers, address, largest)
+    info = trainer_info(backend, world.rank, workers, largest)
     if backend == "nccl":
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
 
@@ -260,7 +257,7 @@ def stoppable(engine: Any) -> Any:
     return Stoppable
 
 
-def trainer_info(backend: str, rank: int, workers: int, address: str, largest: int = 0) -> Any:
+def trainer_info(backend: str, rank: int, workers: int, largest: int = 0) -> Any:
     """Return the settings of vLLM's trainer engine for ``backend``. Weights are sent in parts of bounded size
     (``packed``). ``largest``: bytes of the largest weight, which must fit in one part of ``ipc``."""
     if backend == "ipc":
@@ -272,7 +269,7 @@ def trainer_info(backend: str, rank: int, workers: int, address: str, largest: i
 
     return NCCLTrainerInitInfo(
         rank=rank,
-        master_address=address,
+        master_address="127.0.0.1" if rank == 0 else "",
         master_port=free_port() if rank == 0 else 0,
         world_size=1 + workers,
         packed=True,

@@ -36,9 +36,6 @@ NOT_RUN = {
     "make torch-oldest": "installs another torch, 5 GB; docs/gpus/torch-2.11.txt is its output",
     "hf auth login": "would ask the hub for a token",
     "wandb sync runs/NAME/wandb/offline-run-*": "would upload; test_tracking.py reads the advice",
-    "python -m jobs.serve loss=kto online=true sampler=vllm": (
-        "stands by until it is ended; tests/integration/test_vllm_servers.py does"
-    ),
     "python export.py runs/NAME --push-to-hub org/name": "would upload; tests/integration/test_hub.py does",
 }
 EVERY = "n_eval_examples=2 n_eval_prompts=1 wandb.enabled=false diagnostics=false"

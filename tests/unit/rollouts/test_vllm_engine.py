@@ -8,7 +8,6 @@ import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from rollouts.vllm import engine as vllm_engine
 from rollouts.vllm import sampler as vllm_sampler
 from rollouts.vllm import transfer
 from rollouts.vllm.engine import TransferError, VllmEngine, probe_rows
-from rollouts.vllm.server import AnswerError
 from tests.programs import writers
 from tests.tiny import tiny_llama, tiny_policy
 from tests.unit.rollouts.test_vllm_sampler import PROMPTS, RENDERER, make
@@ -210,53 +208,6 @@ def test_an_engine_that_dies_asleep_or_while_the_trainer_trains_is_replaced(tmp_
         kill(engine)
     assert "SIGKILL" in capsys.readouterr().out
     engine.close()
-
-
-@pytest.mark.parametrize(("gap", "ok"), [(0.0, True), (1e-5, True), (3.0, False), (float("nan"), False)])
-def test_samples_that_are_not_the_policys_are_refused_at_once(tmp_path, monkeypatch, gap, ok):
-    """By those of all engines, which a second try would not mend."""
-    monkeypatch.setattr(vllm_sampler, "WORKER", "tests.slow_engine")
-    engine = engine_of(tmp_path)
-    engine.compares = True
-    engine.publish(tmp_path / "weights", 0, False)
-    scored = []
-
-    def scores(policy, sequences):
-        scored.extend(sequences.rows)
-        return torch.full((len(sequences.rows), 9), gap - 0.5)
-
-    monkeypatch.setattr(vllm_engine, "score", scores)
-    if ok:
-        assert len(engine.sample(PROMPTS, 1, SETTINGS, seed=1)) == len(PROMPTS)
-    else:
-        with pytest.raises(AnswerError, match=r"the samples are not the policy's own.*differ by"):
-            engine.sample(PROMPTS, 1, SETTINGS, seed=1)
-    engine.close()
-    assert len(scored) == min(len(PROMPTS), vllm_engine.COMPARED)
-
-
-@pytest.mark.parametrize(("engines", "prompts"), [(1, 3), (3, 5), (2, 64), (3, 100), (7, 13), (12, 30)])
-def test_samples_of_every_engine_are_compared(monkeypatch, engines, prompts):
-    """As ``VllmSampler.draw`` hands them out."""
-    monkeypatch.setattr(vllm_engine, "check_probe", lambda *_: None)
-    bounds = [prompts * k // engines for k in range(engines + 1)]
-    of = [k for k in range(engines) for _ in range(bounds[k], bounds[k + 1])]
-    compared: list[int] = []
-
-    def scores(rows):
-        compared.extend(of[int(row.prompt_ids[0])] for row in rows)
-        return [[0.0] for _ in rows]
-
-    engine = SimpleNamespace(
-        sampler=SimpleNamespace(engines=engines),
-        renderer=SimpleNamespace(prompt_ids=lambda prompt: [prompt]),
-        _score_all=scores,
-        _coarser="float32",
-    )
-    answers = [[SimpleNamespace(token_ids=[1], logprobs=[0.0])] for _ in of]
-    VllmEngine._compare(engine, list(range(prompts)), answers)
-    assert set(compared) == set(range(engines))
-    assert len(compared) == min(prompts, engines * -(-vllm_engine.COMPARED // engines))
 
 
 def test_adapters_go_over_alone_once_a_round(tmp_path, capsys):

@@ -81,14 +81,9 @@ def test_log_probabilities_that_the_engine_cannot_say_are_not_made_up(tmp_path):
     assert drawn == [(-0.5,), (), ()]
 
 
-@pytest.mark.parametrize(
-    ("device", "words", "parts"),
-    [("cpu", [], 4), ("cuda", [], 32), ("cpu", ["sampler.urls=[http://h:1]"], 32)],
-)
-def test_a_part_keeps_what_samples_busy(device, words, parts):
-    """A trainer on a CPU may ask servers on GPUs."""
-    world = SimpleNamespace(device=torch.device(device))
-    sampling = SimpleNamespace(config=make_config("sampler=vllm", *words), world=world)
+@pytest.mark.parametrize(("device", "parts"), [("cpu", 4), ("cuda", 32)])
+def test_a_part_keeps_what_samples_busy(device, parts):
+    sampling = SimpleNamespace(world=SimpleNamespace(device=torch.device(device)))
     assert VllmSampling.part(sampling, 60, 16) == parts and VllmSampling.part(sampling, 4000, 16) == 200
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.errors import ConfigError, UserError
+from common.errors import UserError
 from models import deterministic
 from models.distributed import start, stop
 from rollouts.decoding import Decoder
 from rollouts.samplers import uniforms
-from tests.tiny import make_config, tiny_policy
+from tests.tiny import tiny_policy
 from tests.unit.trainers.test_host_waits import prepared, weights  # noqa: F401 (a fixture)
 from trainers.losses.base import running_sum
 
@@ -79,5 +79,3 @@ def test_what_would_undo_it_is_refused(monkeypatch):
     with pytest.raises(UserError, match="NCCL_ALGO=Ring or Tree, not NVLS: unset it"):
         deterministic.compute_deterministically(gpu=True)
     assert not torch.are_deterministic_algorithms_enabled()
-    with pytest.raises(ConfigError, match=r"deterministic=True.*sampler\.urls=off"):
-        make_config("online=true", "sampler=vllm", "sampler.urls=[http://node:8000]", "deterministic=true")
