@@ -21,7 +21,7 @@ LOCK = "run.lock"
 KIND = "humanline run"
 MAY_CHANGE = (
     *("eval_every", "rounds.compress", "rounds.keep_weights"),
-    *("sampler.data_parallel", "sampler.adapters", "model.reshard_after_forward"),
+    *("sampler.data_parallel", "model.reshard_after_forward"),
 )
 """Settings that may differ when a run is resumed. They change what is measured or kept, which machines
 sample, how weights reach them or how long they stay gathered, but not what is trained."""

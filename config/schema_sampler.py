@@ -50,15 +50,12 @@ class SamplerConfig:
     enforce_eager: bool
     start_timeout: Seconds
     timeout: Seconds
-    weight_transfer: Literal["auto", "shared_memory", "ipc", "nccl", "disk"]
-    adapters: Literal["auto", "merged", "alone"]
+    weight_transfer: Literal["auto", "ipc", "nccl", "disk"]
     options: dict[str, Any]
 
     def __post_init__(self) -> None:
         apart = all(self.stop) and len(set(self.stop)) == len(self.stop)
         need(self, apart, "stop", "must name each string once, and none without characters")
-        embedded = "needs sampler=vllm; the embedded sampler is the policy itself: leave it at auto"
-        need(self, self.adapters != "alone" or self.separate, "adapters", embedded)
         self._check_devices()
         need(
             self,

@@ -3,10 +3,7 @@ the process)."""
 
 import os
 from collections.abc import Callable, Generator
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from common.worker_process import serve
 from rollouts.vllm.messages import EngineOptions, Generated, GenerateRequest, TokenRow
@@ -16,20 +13,14 @@ class FakeEngine:
     def __init__(self) -> None:
         self.version = ""
         self.weights: dict[str, bytes] = {}
-        self.takes_adapters = False
         self.connected = False
 
     def start(self, options: EngineOptions, folder: str | None, version: str) -> tuple[str, None]:
-        self.takes_adapters = options.lora_rank > 0
-        if self.takes_adapters and folder and folder.endswith("without"):
-            raise ValueError("this model does not support LoRA yet")
-        return (self.version, None) if folder is None or self.takes_adapters else self.load(folder, version)
+        return (self.version, None) if folder is None else self.load(folder, version)
 
     def load(self, folder: str, version: str) -> tuple[str, None]:
         if folder.endswith("broken"):
             raise FileNotFoundError(folder)
-        if self.takes_adapters != any(Path(folder).glob("adapter_*")):
-            raise ValueError(f"{folder} is of the other kind")
         self.version = self.version if folder.endswith("ignored") else version
         return version, None
 
@@ -47,11 +38,9 @@ class FakeEngine:
         return self.version, None
 
     def update_weights(self, info: dict[str, Any]) -> tuple[str, None]:
-        memory = Path(info["path"]).read_bytes()
-        parts = zip(info["names"], info["dtype_names"], info["shapes"], info["offsets"], strict=True)
-        for name, dtype, shape, offset in parts:
-            size = torch.empty(shape, dtype=getattr(torch, dtype), device="meta").nbytes
-            self.weights[name] = memory[offset : offset + size]
+        if info["lost"]:
+            raise FileNotFoundError("No such file")
+        self.weights[info["name"]] = info["content"]
         return self.version, None
 
     def finish_weight_update(self, version: str) -> tuple[str, None]:

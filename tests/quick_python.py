@@ -59,7 +59,6 @@ HEAVY = (
 )
 VLLM = (
     "rollouts.vllm.worker",
-    "rollouts.vllm.places",
     "vllm.entrypoints.openai.api_server",
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.attention.backends.cpu_attn",

@@ -16,16 +16,14 @@ from common.worker_process import WorkerError
 from data.batches import collate
 from data.chat import Renderer
 from data.types import Prompt, Sequence
-from models.adapters import adapter_state, export_adapters, perturbed
 from models.distributed import World, gather_objects
 from models.export import config_json, whole_weights
-from models.policy import Policy, causal_lm, is_adapted
+from models.policy import Policy, causal_lm
 from models.ranks import Ranks, catch
 from models.reference import score
 from rollouts.engines import Facts, write_weights
 from rollouts.probe import Probe, check_probe
 from rollouts.samplers import Answered, Sample, SamplingSettings
-from rollouts.vllm.adapters import MERGED
 from rollouts.vllm.sampler import VllmSampler
 from rollouts.vllm.transfer import HEAD, DeferredErrors, Transfer, WeightSource, chosen, make_transfer
 
@@ -65,18 +63,15 @@ class VllmEngine:
         world: World,
         probe: list[Sequence],
         trained_in: str,
-        base: Path | None = None,
     ) -> None:
         """``probe``: rows on which engine and trainer must agree. ``trained_in``: the trainer's compute
-        dtype. ``base``: for a LoRA policy whose adapters are sent alone, the folder of the model under them;
-        None: whole models are sent."""
+        dtype."""
         self.sampler, self.policy, self.renderer, self.world = sampler, policy, renderer, world
         self.probe, self.trained_in = probe, trained_in
-        self.base = base
-        self.backend = chosen(sampler.config, world.device) if base is None else "disk"
+        self.backend = chosen(sampler.config, world.device)
         self._probed: Probe | None = None
         self._said: list[list[float]] = []
-        self._version, self._worked, self._tried = 0, False, False
+        self._version, self._worked = 0, False
         self._proving, self._writing = 0.0, 0.0
         """seconds spent on the probe, and on writing files, in this hand-over"""
         self._kept: Path | None = None
@@ -115,7 +110,6 @@ class VllmEngine:
                 "weight_transfer": self.backend,
                 "sampler_engines": self.sampler.engines,
                 "sampler_workers": self.sampler.engine_workers,
-                **self._adapter_facts(),
                 "write_seconds": self._writing,
                 "load_seconds": time.monotonic() - start - self._writing - self._proving,
                 "probe_seconds": start - scoring + self._proving,
@@ -138,78 +132,38 @@ class VllmEngine:
         assert self._probed is not None, "rank 0 has compared engine and trainer"
         return {"probe_largest": self._probed.largest, "probe_mean": self._probed.mean}
 
-    def _adapter_facts(self) -> Facts:
-        if not is_adapted(self.policy.model):
-            return {}
-        return {"adapters": "merged" if self.base is None else "alone"}
-
     def _hand_over(self, folder: Path, keep: bool) -> None:
-        """Send the weights and prove that they arrived. At the first hand-over of adapters alone, adapters
-        with noise go ahead, because fresh adapters change nothing and could not show whether they are read.
-        Every rank calls it. Raises TransferError."""
-        if self.base is not None and not self._tried:
-            with perturbed(self.policy):
-                said = self._scored()
-                self._write(folder, said)
-            self.ranks.run_on_main(lambda: self._give_adapters(said))
-            self._tried, self._kept = True, None
+        """Send the weights and prove that they arrived. Every rank calls it. Raises TransferError."""
         if (keep or self.backend == "disk") and self._kept is None:
-            self._write(folder, self._said)
+            self._write(folder)
         self.ranks.run_on_main(self._give)
 
     def _another_way(self, error: TransferError) -> bool:
         """Switch to another way of sending weights if the first try failed, and return whether there is one.
         It is used from then on. Every rank calls it."""
-        config = self.sampler.config
-        if self._worked:
+        if self._worked or self.backend == "disk" or self.sampler.config.weight_transfer != "auto":
             return False
-        if self.base is not None and config.adapters != "auto":
-            raise TransferError(f"{error}\n{MERGED}") from error
-        if self.base is not None:
-            self.base, self._kept = None, None
-            self.backend = chosen(config, self.world.device)
-            said = "the model goes over with its adapters merged instead (sampler.adapters)"
-        elif self.backend != "disk" and config.weight_transfer == "auto":
-            self.backend = "disk"
-            said = "weights go through a folder on disk instead (sampler.weight_transfer)"
-        else:
-            return False
+        self.backend = "disk"
         if self.world.is_main:
-            print(f"{error}\n{said}", flush=True)
+            print(
+                f"{error}\nweights go through a folder on disk instead (sampler.weight_transfer)", flush=True
+            )
         self.sampler.close()
         self._probed = None
-        self.sampler.transfers_by(None if self.backend == "disk" else self.backend)
+        self.sampler.transfers_by(None)
         return True
 
-    def _write(self, folder: Path, said: list[list[float]]) -> None:
+    def _write(self, folder: Path) -> None:
         """Write the current weights to ``folder``, with the trainer's log-probabilities of the probe. Every
         rank calls it."""
         start, dtype = time.monotonic(), getattr(torch, self.sampler.dtype)
-        if (base := self.base) is None:
-            write_weights(self.ranks, self.policy, self.renderer.tokenizer, folder, dtype)
-        else:
-            with self.ranks.ended_together():
-                state = adapter_state(self.policy)
-            self.ranks.run_on_main(lambda: export_adapters(state, self.policy, base, folder, dtype))
-        self.ranks.run_on_main(lambda: write_whole(folder / _PROBE, json.dumps(said)))
+        write_weights(self.ranks, self.policy, self.renderer.tokenizer, folder, dtype)
+        self.ranks.run_on_main(lambda: write_whole(folder / _PROBE, json.dumps(self._said)))
         self._kept, self._writing = folder, self._writing + time.monotonic() - start
-
-    def _give_adapters(self, said: list[list[float]]) -> None:
-        """Load the adapters that were written, and compare the engines' probe with ``said``. Called on rank
-        0, inside ``ranks.run_on_main``."""
-        assert self._kept is not None
-        try:
-            self.sampler.load(self._kept, self._version)
-            self._prove(said)
-        except (WorkerError, RuntimeError, ValueError, OSError) as error:
-            raise self._failed("the adapters alone could not be handed over", error) from error
 
     def _give(self) -> None:
         """Send the current weights, or those that were kept. Called on rank 0, inside
         ``ranks.run_on_main``."""
-        if self.base is not None:
-            self._give_adapters(self._said)
-            return
         if self.backend == "disk":
             assert self._kept is not None
             try:

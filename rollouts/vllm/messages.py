@@ -28,11 +28,6 @@ class EngineOptions:
     """vLLM's backend of weight transfer; None: weights come only from folders"""
     model_config: str = ""
     """config.json of a model that is started without weights"""
-    lora_rank: int = 0
-    """highest rank of adapters that are sent alone, onto the model that the engine starts with; 0: whole
-    models are sent"""
-    lora_modules: tuple[str, ...] = ()
-    """names of the layers that have adapters"""
     cpu_kv_cache_gb: float = 1.0
     """size of the KV cache without a GPU, GiB; the engine fills all of it with zeros when it starts"""
 

@@ -29,9 +29,7 @@ from common.worker_process import WorkerError, WorkerProcess, replies_of
 from config.schema_sampler import SamplerConfig
 from data.chat import Renderer
 from data.types import Prompt, Sequence
-from models.adapters import AdapterFolder, adapter_folder
 from rollouts.samplers import Answered, Continuation, Parts, Sample, SamplingSettings, rows_of
-from rollouts.vllm.adapters import highest_rank
 from rollouts.vllm.messages import Generated, GenerateRequest, TokenRow
 from rollouts.vllm.options import engine_environment, engine_options
 
@@ -98,36 +96,20 @@ class VllmSampler:
         self._options = replace(self._options, transfer=backend)
 
     def load(self, folder: Path, version: int) -> None:
-        """Load the weights of a Hugging Face folder (config.json, *.safetensors), or the adapters of a PEFT
-        folder (adapter_config.json), in place, waking up first if asleep.
-
-        The engines start at the first call, at the first after a failure, and when the kind of folder
-        changes. For adapters they start on the model under them. Raises WorkerError; no engine is left then.
-        """
-        path, adapters = str(folder.resolve()), adapter_folder(folder)
-        self._must_take(adapters)
-        if adapters is not None and not self._workers:
-            self.version = None
-            self._start(adapters.base, "")
+        """Load the weights of a Hugging Face folder (config.json, *.safetensors) in place, waking up first if
+        asleep. The engines start at the first call, and at the first after a failure. Raises WorkerError; no
+        engine is left then."""
+        path = str(folder.resolve())
         self.version = version
         if self._workers:
             self._ask_all("load", path, str(version))
         else:
             self._start(path, str(version))
 
-    def _must_take(self, adapters: AdapterFolder | None) -> None:
-        """Require engines for such adapters, or for whole models (None), and close any others."""
-        rank, modules = (highest_rank(adapters.rank), adapters.modules) if adapters else (0, ())
-        wanted = replace(self._options, lora_rank=rank, lora_modules=modules)
-        if wanted != self._options:
-            self.close()
-            self._options = wanted
-
     def start(self, model_config: str) -> bool:
         """Ensure that there are engines that can be sent weights. Returns True if they are not connected to
         the trainer, as after any start, and ``init_weight_transfer_engine`` must come first.
         ``model_config``: the text of the model's config.json. Raises WorkerError; no engine is left then."""
-        self._must_take(None)
         if not self._workers:
             self.version, self._options = None, replace(self._options, model_config=model_config)
             self._start(None, "")

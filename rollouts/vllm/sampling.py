@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,13 +16,12 @@ from config.schema import Config
 from config.schema_sampler import SamplerConfig
 from data.chat import Renderer
 from data.types import Prompt
-from models.distributed import World, from_main
+from models.distributed import World
 from models.policy import Policy
-from models.ranks import Ranks, catch, unwrap
+from models.ranks import Ranks
 from rollouts.samplers import SamplingSettings
 from rollouts.sampling import refuse_options
 from rollouts.stop_strings import stop_strings_of
-from rollouts.vllm.adapters import base_of_adapters
 from rollouts.vllm.engine import VllmEngine, probe_rows
 from rollouts.vllm.options import with_engines
 from rollouts.vllm.sampler import VllmSampler, require_installed, says_logprobs
@@ -48,8 +46,6 @@ class VllmSampling:
             print(f"warning: {untested}; the probe compares what it computes", flush=True)
         self.config, self.renderer, self.world, self.log_dir = config, renderer, world, log_dir
         self._with_engines(trains=world.size > 1)  # a single process may have no trainer
-        on_main = catch(partial(base_of_adapters, config)) if world.is_main else None
-        self._base: Path | None = unwrap(from_main(on_main))
         self.stops = stop_strings_of(config, renderer)
 
     def _with_engines(self, trains: bool) -> SamplerConfig:
@@ -80,15 +76,7 @@ class VllmSampling:
             far = self.world.size > int(os.environ.get("LOCAL_WORLD_SIZE") or self.world.size)
             more = ": engines start on the first node" * far
             print(f"{said}, by {sampler.engines} engine(s){more}", flush=True)
-        return VllmEngine(
-            sampler,
-            policy,
-            self.renderer,
-            self.world,
-            probe,
-            dtype,
-            self._base,
-        )
+        return VllmEngine(sampler, policy, self.renderer, self.world, probe, dtype)
 
     @contextmanager
     def opened(self) -> Iterator[OneProcess]:

@@ -1,15 +1,12 @@
-"""The trainer's side of vLLM's weight transfer, which moves a round's weights from memory to the engines and
-never to a disk.
+"""The trainer's side of vLLM's weight transfer, which moves a round's weights from GPU memory to the engines
+and never to a disk.
 
 ``ipc`` (the engine runs on the trainer's own GPUs) and ``nccl`` (it has its own GPUs) are vLLM's own trainer
-engines. ``shared_memory`` is this project's, for one machine and without a GPU; vLLM's side of it is
-``rollouts.vllm.backend``. All of them reach the engines through vLLM's four calls (``VLLMWeightSyncClient``).
+engines. They reach the engines through vLLM's four calls (``VLLMWeightSyncClient``).
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,10 +20,6 @@ from config.schema_sampler import SamplerConfig
 from models.distributed import World
 
 HEAD = "lm_head.weight"
-PART_BYTES = 512 * 1024**2
-"""Weights are shared in parts of this many bytes, or of one tensor if that is larger. A hand-over needs this
-much memory besides the model's two copies."""
-_ALIGNED = 64
 
 
 class Client(Protocol):
@@ -137,80 +130,9 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-class SharedMemory:
-    """Sends weights in memory that this process shares with the engines on its machine."""
-
-    def __init__(self, client: Client, source: WeightSource, world: World) -> None:
-        self.client, self.source, self.world = client, source, world
-        client.init_weight_transfer_engine({})
-
-    def send_weights(self) -> None:
-        self.client.start_weight_update()
-        for part in parts(self.source, PART_BYTES):
-            if self.world.is_main:
-                with shared(part) as info:
-                    self.client.update_weights(info)
-        self.client.finish_weight_update()
-
-    def shutdown(self) -> None:
-        """Does nothing: the memory of a part is freed once the part is sent."""
-
-
-def parts(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Split ``weights`` into lists of at most ``most`` bytes, or of one tensor that is larger."""
-    part: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in weights:
-        if part and size + tensor.nbytes > most:
-            yield part
-            part, size = [], 0
-        part.append((name, tensor))
-        size += tensor.nbytes
-    if part:
-        yield part
-
-
-@contextlib.contextmanager
-def shared(part: list[tuple[str, Tensor]]) -> Iterator[dict[str, Any]]:
-    """Put these weights into memory that has a path while the context lasts, and yield the update info of
-    ``rollouts.vllm.backend`` for them. The memory has no name in any file system: it is freed with the
-    processes that hold it."""
-    offsets, size = [], 0
-    for _, tensor in part:
-        offsets.append(size)
-        size += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
-    size = max(size, 1)
-    descriptor = os.memfd_create("humanline-weights")
-    try:
-        os.ftruncate(descriptor, size)
-        for (_, tensor), offset in zip(part, offsets, strict=True):
-            _write(descriptor, tensor, offset)
-        yield {
-            "path": f"/proc/{os.getpid()}/fd/{descriptor}",
-            "size": size,
-            "names": [name for name, _ in part],
-            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in part],
-            "shapes": [list(tensor.shape) for _, tensor in part],
-            "offsets": offsets,
-        }
-    finally:
-        os.close(descriptor)
-
-
-def _write(descriptor: int, tensor: Tensor, offset: int) -> None:
-    """Write by system calls and not through a mapping, whose pages would be created one by one. This takes a
-    third of the time."""
-    content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-    while content:
-        written = os.pwrite(descriptor, content, offset)
-        content, offset = content[written:], offset + written
-
-
 def make_transfer(backend: str, client: Client, source: WeightSource, world: World, workers: int) -> Transfer:
     """Return the transfer to engines that have just been started. Every rank calls it. ``workers``: number of
     workers of all engines together. Raises WorkerError if the client does, and what vLLM raises."""
-    if backend == "shared_memory":
-        return SharedMemory(client, source, world)
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory  # seconds to import
 
     largest = source.largest() if backend == "ipc" else 0
@@ -282,4 +204,4 @@ def chosen(config: SamplerConfig, device: torch.device) -> str:
         return config.weight_transfer
     if device.type != "cpu":
         return "ipc" if config.shares_devices else "nccl"
-    return "shared_memory" if hasattr(os, "memfd_create") else "disk"
+    return "disk"

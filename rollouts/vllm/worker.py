@@ -18,7 +18,6 @@ import vllm
 import vllm.envs as envs
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.config import WeightTransferConfig
-from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
 from common.worker_process import serve
@@ -34,7 +33,6 @@ from rollouts.vllm.messages import (
 from rollouts.vllm.options import KV_CACHE, WITHOUT_GPU, one_compiles, shape_folder
 
 T = TypeVar("T")
-ADAPTERS = "adapters"
 NONE = ""
 """The weight version while not all weights are there."""
 
@@ -46,16 +44,12 @@ class OfflineEngine:
     def __init__(self) -> None:
         self._llm: LLM | None = None
         self._asleep = False
-        self._takes_adapters = False
-        self._adapters: LoRARequest | None = None
-        """the adapters that every request names if adapters are sent alone"""
 
     def start(self, options: EngineOptions, folder: str | None, version: str) -> tuple[str, None]:
         """Create the engine with the weights in ``folder``; None: from ``options.model_config`` alone, so
         that weights can be sent to it. An engine that compiles is made from the config alone in any case,
         since a round's folder is another one at each start (``shape_folder``)."""
-        self._takes_adapters = options.lora_rank > 0
-        if folder and (self._takes_adapters or options.enforce_eager or current_platform.is_cpu()):
+        if folder and (options.enforce_eager or current_platform.is_cpu()):
             self._llm = self._made(options, folder, "auto")
         else:
             model_config = (Path(folder) / "config.json").read_text() if folder else options.model_config
@@ -94,19 +88,11 @@ class OfflineEngine:
             worker_extension_cls=EXTENSION,
             weight_transfer_config=WeightTransferConfig(options.transfer) if options.transfer else None,
             enable_chunked_prefill=not cpu,
-            **_lora(options),
         )  # for a chunked prompt vLLM rewinds the random generator, impossible on a CPU
 
     def load(self, folder: str, version: str) -> tuple[str, None]:
-        """Load the weights or adapters in ``folder`` in place, waking up first if asleep."""
-        llm = self._begin()
-        if self._takes_adapters:
-            llm.llm_engine.add_lora(LoRARequest(ADAPTERS, 1, folder, load_inplace=True))
-            # Requests go without load_inplace, with which the folder would be read again at every engine
-            # step.
-            self._adapters = LoRARequest(ADAPTERS, 1, folder)
-        else:
-            llm.collective_rpc("read_weights", args=(folder,))
+        """Load the weights in ``folder`` in place, waking up first if asleep."""
+        self._begin().collective_rpc("read_weights", args=(folder,))
         return self._end(version)
 
     def own_head(self) -> tuple[str, bool]:
@@ -152,10 +138,9 @@ class OfflineEngine:
 
     def sleep(self) -> tuple[str, None]:
         """Release the GPU memory of weights and KV cache. The weights are discarded, since the trainer sends
-        the next ones anyway (level 2). The model under adapters is kept in the host's memory instead (level
-        1). This has no effect on a CPU."""
+        the next ones anyway (level 2). This has no effect on a CPU."""
         llm = self._started()
-        llm.sleep(level=1 if self._takes_adapters else 2)
+        llm.sleep(level=2)
         llm.update_weight_version(NONE)
         self._asleep = True
         return self._said(None)
@@ -170,7 +155,6 @@ class OfflineEngine:
             [{"prompt_token_ids": request.prompt} for request in requests],
             [SamplingParams(**sampling_params(request), watermarking=False) for request in requests],
             use_tqdm=False,
-            lora_request=self._adapters,
         )
         # vLLM adds random characters to the name that enqueue returns, but not to the output's request_id
         places = {name.partition("-")[0]: place for place, name in enumerate(names)}
@@ -189,7 +173,6 @@ class OfflineEngine:
             [{"prompt_token_ids": row} for row in rows],
             params,
             use_tqdm=False,
-            lora_request=self._adapters,
         )
         return self._said(
             [
@@ -219,16 +202,6 @@ def _drawn(output: RequestOutput) -> Generated:
     assert sample.logprobs is not None
     values = tuple(step[token].logprob for token, step in zip(sample.token_ids, sample.logprobs, strict=True))
     return Generated(tuple(sample.token_ids), finished, values)
-
-
-def _lora(options: EngineOptions) -> dict[str, Any]:
-    """Return the options that make room for adapters where they are needed, and in no other layer. The output
-    head in particular must have none: with adapters there, vLLM 0.32 cannot compute log-probabilities of
-    several prompts at once on a CPU (an einsum's sizes differ)."""
-    if not options.lora_rank:
-        return {}
-    modules = list(options.lora_modules)
-    return {"enable_lora": True, "max_lora_rank": options.lora_rank, "lora_target_modules": modules}
 
 
 def main() -> None:

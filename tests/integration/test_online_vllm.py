@@ -59,7 +59,7 @@ def test_two_rounds_with_a_kill_between_sampling_and_scoring(resumed):
         assert abs(first["engine_gap"]) < 1e-3 < abs(last["engine_gap"])
     for folder in rounds(run):
         assert folder.record["probe_largest"] < 1e-3
-        assert folder.record["weight_transfer"] == "shared_memory"
+        assert folder.record["weight_transfer"] == "disk"
         assert not (folder.path / "weights").exists()
         assert all(c.token_ids for group in folder.groups() for c in group.completions)
     assert rounds(run)[0].record["weights"] != rounds(run)[1].record["weights"]

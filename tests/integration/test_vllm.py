@@ -18,14 +18,11 @@ from common.worker_process import ROOT, WorkerError
 from config.schema_sampler import SamplerConfig
 from data.chat import Renderer
 from data.types import Prompt, Sequence, Turn
-from models.distributed import start
 from rollouts import stop_strings
 from rollouts.probe import check_probe
 from rollouts.samplers import SamplingSettings
 from rollouts.stop_strings import StopStrings
-from rollouts.vllm import transfer
 from rollouts.vllm.sampler import VllmSampler, installed
-from rollouts.vllm.transfer import HEAD, DeferredErrors, SharedMemory, WeightSource
 from tests.programs import until, writers
 from tests.tiny_tokenizers import tiny_tokenizer
 
@@ -163,7 +160,6 @@ def sampler(world: World, owner: subprocess.Popen) -> Iterator[VllmSampler]:
     with VllmSampler(
         config, RENDERER, max_length=MAX_LENGTH, dtype="float32", log_dir=world.folder
     ) as sampler:
-        sampler.transfers_by("shared_memory")
         sampler.load(world.written(), world.version)
         yield sampler
 
@@ -228,52 +224,6 @@ def test_older_weights_under_a_new_version_are_caught(sampler, world):
         check_probe(sampler.logprobs(rows)[0], world.logprobs(rows), "bfloat16", now)
     sampler.load(world.written(), world.version)
     check_probe(sampler.logprobs(rows)[0], world.logprobs(rows), "bfloat16", now)
-
-
-def written_by(pid: int) -> int:
-    """Bytes that a process has written to disks."""
-    lines = Path(f"/proc/{pid}/io").read_text().splitlines()
-    return int(dict(line.split(": ") for line in lines)["write_bytes"])
-
-
-def on_memory(path: Path) -> bool:
-    """Whether a path is in a file system that is on no disk."""
-    return (
-        os.stat(path).st_dev == os.stat("/dev/shm").st_dev
-        or "tmpfs"
-        in subprocess.run(["df", "--output=fstype", path], capture_output=True, text=True, check=True).stdout
-    )
-
-
-@pytest.mark.parametrize("part_bytes", [10**9, 5000])
-def test_weights_from_memory_are_those_from_a_folder_and_nothing_is_written(
-    sampler, world, monkeypatch, part_bytes
-):
-    """Also where the parts cut through a layer, of which vLLM then keeps the first tensors."""
-    monkeypatch.setattr(transfer, "PART_BYTES", part_bytes)
-    idle = written_by(os.getpid())
-    folder = world.publish(70 + part_bytes % 2)
-    weights = (folder / "model.safetensors").stat().st_size
-    assert written_by(os.getpid()) - idle >= weights or on_memory(folder), "a folder is written to a disk"
-    sampler.load(folder, world.version)
-    wanted = sampler.logprobs(ROWS), sampler.sample(PROMPTS, 2, PAPERS, seed=1)
-    older = World(world.folder)
-    older.version = world.version + 1
-    older.publish(60)
-    for model, same in ((older.model, False), (world.model, True)):
-        source = WeightSource(model.state_dict().items)
-        assert sampler.own_head() and HEAD in dict(source)
-        pids = (os.getpid(), *writers(sampler._workers[0].log))
-        before = [written_by(pid) for pid in pids]
-        world.version += 1
-        patient = DeferredErrors(sampler, str(world.version))
-        SharedMemory(patient, source, start()).send_weights()
-        patient.check()
-        assert len(pids) == 2
-        assert all(written_by(pid) - was < weights / 10 for pid, was in zip(pids, before, strict=True))
-        assert sampler.version == world.version
-        found = sampler.logprobs(ROWS), sampler.sample(PROMPTS, 2, PAPERS, seed=1)
-        assert (found == wanted) == same
 
 
 def test_a_sample_ends_at_a_stop_token_or_at_the_limit_and_says_which(sampler):

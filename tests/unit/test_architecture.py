@@ -56,7 +56,6 @@ CONFINED = {
     "vllm": (
         "rollouts.vllm.worker",
         "rollouts.vllm.backend",
-        "rollouts.vllm.places",
         "rollouts.vllm.transfer",
     ),
 }

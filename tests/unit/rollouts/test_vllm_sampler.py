@@ -201,7 +201,6 @@ def test_engines_share_no_gpu_and_count_within_those_that_the_run_sees():
         ({"devices": [4, 5, 6, 7], "tensor_parallel": 2}, 8, 4, 2),
         ({"data_parallel": 3}, 8, 4, 3),
         ({"data_parallel": 3}, 0, 1, 3),
-        ({"urls": ["http://node:8000"]}, 8, 8, 1),
         ({"data_parallel": 5}, 8, 4, None),
         ({"data_parallel": 9}, 8, None, None),
         ({"data_parallel": 3, "tensor_parallel": 2}, 8, 5, None),
@@ -310,9 +309,6 @@ def test_without_vllm_the_message_says_what_to_install(tmp_path, monkeypatch):
         ("timeout", 0.0),
         ("weight_transfer", "post"),
         ("weight_transfer", "nccl"),
-        ("urls", ["node:8000"]),
-        ("urls", []),
-        ("urls", ["http://node:8000", "http://node:8000/"]),
     ],
 )
 def test_values_out_of_range_are_refused_by_their_key(key, value):
@@ -321,14 +317,6 @@ def test_values_out_of_range_are_refused_by_their_key(key, value):
 
 
 @pytest.mark.parametrize(("key", "value"), [("devices", [0]), ("data_parallel", 2)])
-def test_servers_are_not_started_so_nothing_is_said_of_how(key, value):
-    with pytest.raises(ConfigError, match=rf"^sampler\.{key}=.*with sampler\.urls leave it at"):
-        SamplerConfig(name="vllm", separate=True, urls=["http://node:8000"], **{key: value})
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("devices", [0]), ("data_parallel", 2), ("urls", ["http://node:8000"])]
-)
 def test_the_embedded_sampler_has_no_engines(key, value):
     with pytest.raises(ConfigError, match=rf"^sampler\.{key}=.*sampler=vllm"):
         SamplerConfig(name="embedded", **{key: value})
