@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 import time
+from typing import Any
 
 from models.distributed import World, launchers_store
 
@@ -30,7 +31,7 @@ class Watchdog:
         self._interval = min(seconds / 4, INTERVAL)
         self._store = launchers_store("watchdog")
         self._stop, self._mark = threading.Event(), "has begun"
-        self._signs = [(-1.0, "has not begun", "has not begun", math.inf)] * world.size
+        self._signs: list[tuple[Any, ...]] = [(-1.0, "has not begun", "has not begun", math.inf)] * world.size
         """Of each rank its last sign's time there, process and mark, and when it was seen here, seconds."""
         self._thread = threading.Thread(target=self._watch, daemon=True)
         if world.size > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ def make_optimizer(policy: nn.Module, config: Config) -> torch.optim.Optimizer:
     params = [p for p in policy.parameters() if p.requires_grad]
     narrow = {p.dtype for p in params} - {torch.float32}
     assert not narrow, f"master weights must be float32, found {narrow}"
-    cls = optimizer_class(config.optimizer)
+    cls: Any = optimizer_class(config.optimizer)
     numbers = {
         "lr": config.lr,
         "weight_decay": config.weight_decay,
@@ -42,9 +43,10 @@ def make_optimizer(policy: nn.Module, config: Config) -> torch.optim.Optimizer:
     takes = inspect.signature(cls).parameters
     own = {"fused": True} if config.optimizer == "AdamW" else {}
     try:
-        return cls(params, **{key: value for key, value in numbers.items() if key in takes}, **own)
+        made: torch.optim.Optimizer = cls(params, **{k: n for k, n in numbers.items() if k in takes}, **own)
     except (TypeError, ValueError) as error:
         raise ConfigError("optimizer", config.optimizer, f"cannot be built: {error}") from error
+    return made
 
 
 def lr_factor(begin: float, end: float, config: Config) -> float:
