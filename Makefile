@@ -67,8 +67,8 @@ real: smollm2    ## gates on a real model: step 0 of each cell, training on a se
 real-full: smollm2  ## make real with every loss and variant on the set that must be learned (an hour)
 	@OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive} $(PY) -m benchmarks.real --full $(ARGS)
 
-study: venv      ## the paper's comparisons in miniature: MODE=quick (default, minutes), MODE=paper (hours) or MODE=evidence (days; both go on where they were)
-	@$(PY) -m study $(or $(MODE),quick) $(ARGS)
+study: venv
+	@$(PY) -m config.removed make $@
 
 $(INSTALLED): requirements.txt requirements/cpu.txt
 	@tools/venv.sh $(REQUIREMENTS)

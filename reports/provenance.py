@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 from pathlib import Path
@@ -23,24 +22,6 @@ def versions() -> dict[str, str]:
     """Return package -> installed version, with Python's; packages that are not installed are left out."""
     packages = {package: found for package in PACKAGES if (found := installed(package)) is not None}
     return {"python": platform.python_version(), **packages}
-
-
-def machine() -> dict[str, str]:
-    """Return what the bits of a run on a CPU depend on besides its settings: the processor with its widest
-    vectors (``avx512f``, ``avx2``) and its instructions for bfloat16 (``avx512_bf16``, ``amx_bf16``), the
-    threads, and the versions that compute."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    flags = next((line.split() for line in lines if line.startswith("flags")), [])
-    widest = [flag for flag in ("avx512f", "avx2") if flag in flags][:1]
-    used = ", ".join(widest + [flag for flag in ("avx512_bf16", "amx_bf16") if flag in flags])
-    threads = os.environ.get("OMP_NUM_THREADS") or str(os.cpu_count())
-    own = {name: value for name, value in versions().items() if name in ("python", "torch", "transformers")}
-    processor = names[0] if names else platform.machine()
-    return {"cpu": f"{processor} ({used})" if used else processor, "threads": threads, **own}
 
 
 def git_commit(folder: Path) -> str | None:

@@ -151,8 +151,8 @@ RULES = [
     Rule(r"python -m launch\.suite ", "--print"),  # its tasks and its judge come from the network
     Rule(r"python -m launch\.doctor "),
     Rule(r"python -m reports\.report "),
+    Rule(r"python -m tools\.prospect_figure ", "--prompts 4"),
     # Benchmarks
-    Rule(r"python -m study\.prospect_figure ", "--prompts 4"),
     # tests/unit/test_benchmarks.py and test_real_gates.py try their parts
     Rule(r"python -m benchmarks\.(quick|trl_compare|real|gpu)", "--help"),
     Rule(r"python -m pytest -m gpu", "--collect-only"),

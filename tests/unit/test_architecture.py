@@ -46,7 +46,6 @@ LAYERS = {
         "reports",
         "launch",
     },  # knows the schema, the command line, what runs leave
-    "study": {"common", "config", "data", "models", "reports", "rollouts", "launch", "train", "study"},
 }
 # Third-party packages that stay where they are; entry points are the .py files of the root.
 CONFINED = {

@@ -1,8 +1,8 @@
 """Figure 2 of the paper from a run, which shows how people would perceive the outputs of its policy and how
 close its training data come to that.
 
-    python -m study.prospect_figure runs/NAME                # to runs/NAME/figure2.png
-    python -m study.prospect_figure runs/NAME --prompts 512 --to figure.pdf
+    python -m tools.prospect_figure runs/NAME                # to runs/NAME/figure2.png
+    python -m tools.prospect_figure runs/NAME --prompts 512 --to figure.pdf
 
 An outcome is the surprisal of a token, log pi_theta - log pi_ref in nats, under the run's exported model and
 its initial one. The horizontal axis is the share of the policy's own tokens with at most a given surprisal,
@@ -38,8 +38,8 @@ from models.policy import Policy
 from models.pretrained import load_policy, load_tokenizer
 from models.reference import score
 from reports.charts import BLUE, GREEN, ORANGE, STYLE
+from reports.prospect import Array, decision_weights
 from rollouts.samplers import EmbeddedSampler, SamplingSettings
-from study.prospect import Array, decision_weights
 
 ROWS = 32
 """Number of rows scored at once."""
@@ -176,7 +176,7 @@ def plain(model: ModelConfig) -> ModelConfig:
 
 
 def main() -> None:
-    parser = options_of("python -m study.prospect_figure", __doc__)
+    parser = options_of("python -m tools.prospect_figure", __doc__)
     parser.add_argument("run", type=Path, help="the folder of a finished run")
     parser.add_argument(
         "--prompts", type=int, default=256, help="prompts of the training data that are sampled and scored"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from study.prospect import capacity, decision_weights, subjective_expected_utility, value
+from reports.prospect import capacity, decision_weights, subjective_expected_utility, value
 
 objective = partial(capacity, gamma=1.0)
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from common.errors import ConfigError
-from study.prospect import GAINS
-from study.prospect_figure import cumulative, draw, of_run, perceived
+from reports.prospect import GAINS
+from tools.prospect_figure import cumulative, draw, of_run, perceived
 
 RANDOM = np.random.default_rng(0)
 OWN = RANDOM.normal(size=2000)
