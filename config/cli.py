@@ -64,9 +64,9 @@ _PLACE = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.E
 OTHER_THING = (*_PLACE, errno.EINVAL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
 """Errors of a file that may not be read or written, or in whose place something else stands (a folder)."""
 INTERRUPTED = "interrupted; what is done is kept, the same command goes on"
-EMBEDDED = ("adder", "instruct")
-"""The embedded tasks; the first one is the default. The names of their files in config/data and config/model
-begin with these words."""
+EMBEDDED = "adder"
+"""The embedded task, which is the default. The names of its files in config/data and config/model begin with
+this word."""
 
 
 def settings(cfg: DictConfig, stage: object = None) -> tuple[Config, str]:
@@ -105,28 +105,15 @@ def _loaded(cfg: DictConfig, overrides: Sequence[str]) -> Config:
 
 def refuse_default_data(config: Config, overrides: Sequence[str]) -> None:
     """Raise ConfigError if another model is chosen with the default task's data and ``data=`` was not given:
-    a forgotten ``data=`` must not train that model on sums. Also raise it if the default model meets the data
-    of another embedded task."""
+    a forgotten ``data=`` must not train that model on sums."""
     chosen = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
-    model, data = chosen.get("model", EMBEDDED[0]), config.data.name
-    own = next((task for task in EMBEDDED if model.startswith(task)), None)
-    remedy = (
-        "give data=local data.path=FILE, data=hub data.path=org/name or a published set, or type data=adder"
-        if own is None
-        else f"give data={own}, which is that model's, or another set"
-    )
+    model, data = chosen.get("model", EMBEDDED), config.data.name
     require(
-        "data" in chosen or data != EMBEDDED[0] or own == data,
+        "data" in chosen or data != EMBEDDED or model.startswith(EMBEDDED),
         "data",
         data,
-        f"is the default, the sums of the embedded task, and model={model} is another model; {remedy}",
-    )
-    task = next((task for task in EMBEDDED[1:] if data.startswith(task)), None)
-    require(
-        task is None or "model" in chosen or config.model.name != EMBEDDED[0],
-        "model",
-        config.model.name,
-        f"is the default and reads sums alone; type model={task}, or a model of your own",
+        f"is the default, the sums of the embedded task, and model={model} is another model; give data=local "
+        "data.path=FILE, data=hub data.path=org/name or a published set, or type data=adder",
     )
 
 

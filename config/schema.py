@@ -84,15 +84,6 @@ class RetentionConfig:
     kl: bool
     prompts: Auto[Count]
     tokens: Auto[Count]
-    data: Text | None
-    path: Text | None
-    eval_path: Text | None
-    verifier: Text | None
-
-    def __post_init__(self) -> None:
-        for key in ("path", "eval_path", "verifier"):
-            second = self.data is not None or getattr(self, key) is None
-            need(self, second, key, "belongs to a second task: name it in retention.data")
 
     def counts(self, device: str) -> tuple[int, int]:
         """Return (how many held-out prompts the initial weights answer at most, the tokens of an answer at

@@ -8,7 +8,6 @@ from pydantic import AfterValidator
 
 from common.errors import require
 from config.files import of_project
-from config.schema_instruct import StoriesConfig
 from config.typed import All, NotNegative, Positive, Share, SmallShare, Text, dataclass, must, yaml_defaults
 
 OfProject = Annotated[Text, AfterValidator(of_project)]
@@ -68,11 +67,8 @@ class DataConfig:
     frac_unique_undesirable: Kept
     logprob_range: All[Annotated[list[float], must(_is_range, RANGE)]]
     mix: list[MixPart] | None
-    instruct: StoriesConfig | None
 
     def __post_init__(self) -> None:
-        stories = self.instruct is None or self.source.startswith("data.instruct.")
-        require(stories, "data.instruct", self.name, "is for data=instruct")
         mixes = self.source == "data.mix.mixed"
         example = "name the sets, as in 'data.mix=[{name: hh, weight: 0.7}, {name: shp, weight: 0.3}]'"
         require(bool(self.mix) == mixes, "data.mix", self.mix, example if mixes else "is for data=mix")

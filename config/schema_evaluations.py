@@ -16,7 +16,7 @@ OF_ROWS = ("loss", "reward_chosen", "reward_rejected", "reward_margin", "reward_
 OF_ANSWERS = ("accuracy_sampled", "accuracy_greedy", "length_sampled")
 MEASURED = (*OF_ROWS, *OF_ANSWERS)
 """Measures of every set, including the unnamed one: ``eval_<measure>``, ``eval_<name>_<measure>``."""
-_ONLY_UNNAMED = ("kl_initial", "retained_sampled", "retained_greedy")
+_ONLY_UNNAMED = ("kl_initial",)
 RANKED = ("loss", "reward_margin", "reward_accuracy", "accuracy_sampled", "accuracy_greedy")
 """Measures that ``keep_best`` may name."""
 KEYS = (
@@ -114,7 +114,7 @@ def _settings(name: str, given: Any, own: DataConfig) -> DataConfig:
     files = settings.get("source") in _OF_FILES
     if given.get("path") is not None and not files:
         # The settings of a task for its own files do not apply to another file.
-        settings |= {"source": _OF_FILES[0], "instruct": None, "mix": given.get("mix")}
+        settings |= {"source": _OF_FILES[0], "mix": given.get("mix")}
     require(
         given.get("split") is None or given.get("path") is not None or files,
         f"{key}.split",

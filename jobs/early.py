@@ -11,7 +11,6 @@ from common.files import check_writable
 from config.schema import Config
 from config.schema_evaluations import evaluation_sets, of_set
 from data.kinds import check_kind
-from data.second_task import second_task
 from data.sources import check_found
 from jobs.run_folder import RunFolder
 from reports.trackers import check_trackers
@@ -43,8 +42,6 @@ def check_early(config: Config, name: str) -> None:
     check_trackers(config.trackers)
     check_ranks(config, (config.dry_run and config.plan.ranks) or int(os.environ.get("WORLD_SIZE") or 1))
     check_loss(config)
-    if config.retention.data is not None:
-        second_task(config.retention, early=True)
     online = {"sampler", "reward"} if config.online else set()
     uses = {"model", "data", "optimizer", "callbacks", "humanline_rule", "trainer", "correction"} | online
     check_inputs(config, uses, columns_reach=config.reward_gets_columns)

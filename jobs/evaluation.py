@@ -36,9 +36,9 @@ class Evaluator:
     """Evaluates the trainer's policy on held-out examples.
 
     ``held_out``: one epoch of the held-out examples, or None where there are none. ``accuracy`` samples
-    answers and checks them, or is None where nothing can be checked; ``retained`` does the same on a second
-    task. ``initial_kl`` measures the KL divergence from the initial weights, or is None. ``dtype`` is the
-    dtype of the exported model: the weights are evaluated in the precision in which they will be used.
+    answers and checks them, or is None where nothing can be checked. ``initial_kl`` measures the KL
+    divergence from the initial weights, or is None. ``dtype`` is the dtype of the exported model: the weights
+    are evaluated in the precision in which they will be used.
     ``named``: evaluators of further sets, by name. ``shown``: answers to be read where nothing checks them.
     """
 
@@ -48,15 +48,13 @@ class Evaluator:
         held_out: Segment | None,
         accuracy: Accuracy | None,
         dtype: torch.dtype,
-        retained: Accuracy | None = None,
         initial_kl: InitialKL | None = None,
         named: Mapping[str, Evaluator] | None = None,
         shown: Shown | None = None,
     ) -> None:
         self.shown = shown
         self.named = dict(named or {})
-        self.trainer, self.accuracy = trainer, accuracy
-        self.retained, self.initial_kl = retained, initial_kl
+        self.trainer, self.accuracy, self.initial_kl = trainer, accuracy, initial_kl
         # Weights that the forward casts to the export dtype anyway need no rounding first.
         self.dtype = torch.float32 if dtype == getattr(torch, trainer.config.model.dtype) else dtype
         self.groups = () if held_out is None else held_out.groups
@@ -74,7 +72,7 @@ class Evaluator:
         for other in self.named.values():
             other.prepare(parts)
         parts = parts | {"rounded to": str(self.dtype)}
-        for measured in (self.accuracy, self.retained, self.shown):
+        for measured in (self.accuracy, self.shown):
             if measured is not None:
                 measured.use_cache(Path(self.trainer.config.cache_dir), parts)
         if self.initial_kl is not None:
@@ -98,17 +96,14 @@ class Evaluator:
         They are ``eval_loss``, ``eval_reward_{chosen,rejected,margin,accuracy}`` and ``eval_drift`` (nats per
         token), or without a reference the loss's own metrics. Where answers can be checked:
         ``eval_accuracy_{sampled,greedy}`` and ``eval_length_sampled`` (tokens per answer). On the initial
-        weights' answers: ``eval_kl_initial`` (nats per token). On a second task:
-        ``eval_retained_{sampled,greedy}``. Metrics of a named set have its name after ``eval_``.
+        weights' answers: ``eval_kl_initial`` (nats per token). Metrics of a named set have its name after
+        ``eval_``.
 
         ``initial``: the policy has the initial weights, whose answers an earlier run may have cached."""
         with rounded(self.trainer.policy, self.dtype):
             out: Metrics = self._scores() if self.batches else {}
             if self.accuracy is not None:
                 out |= self.accuracy(initial)
-            if self.retained is not None:
-                retained = self.retained(initial)
-                out |= {f"retained_{kind}": retained[f"accuracy_{kind}"] for kind in ("sampled", "greedy")}
             if self.initial_kl is not None:
                 out["kl_initial"] = self.initial_kl()
         metrics = {f"eval_{name}": value for name, value in out.items()}

@@ -37,7 +37,7 @@ from jobs.observers import Observers
 from jobs.online import Online, make_online_plan, round_steps
 from jobs.plan import first_example, make_plan, training_segment, without_texts
 from jobs.ranking import EnoughError
-from jobs.retention import InitialKL, load_second_task
+from jobs.retention import InitialKL
 from jobs.row_scores import CompletionSums, OfRows, PlannedBatches
 from jobs.run_folder import RunFolder
 from jobs.same_data import WEIGHTS, check_inputs, check_names, data_inputs, hub_commits
@@ -121,7 +121,6 @@ class Job:
         if config.data.verifier is not None:
             import_function("data.verifier", config.data.verifier)
             self.stops = stop_strings_of(config, self.renderer)
-        self.second_task = load_second_task(config, self.renderer)
         self.evaluation_sets = load_evaluation_sets(
             config, self.trainer_class, self.renderer, self.plan.loaded.groups
         )
@@ -169,7 +168,7 @@ class Job:
         """Train, export and report; return the summary."""
         world, folder = self.world, self.folder.path
         prompts = None if self.online is None else self.online.contexts
-        of_data = (self.config, self.plan, prompts, self.evaluation_sets, (self.second_task or (None, ()))[1])
+        of_data = (self.config, self.plan, prompts, self.evaluation_sets)
         inputs = on_main(lambda: data_inputs(*of_data))
         on_main(lambda: check_inputs(folder, self.config, inputs))
         planned_settings = PlannedSettings(
@@ -244,13 +243,7 @@ class Job:
     def make_evaluator(self, trainer: BasicTrainer, policy: Policy) -> Evaluator:
         config, held_out = self.config, self.plan.evaluation.groups
         accuracy = make_accuracy(config, policy, self.renderer, held_out, self.world, stops=self.stops)
-        retained = initial_kl = None
-        if self.second_task is not None:
-            task, groups = self.second_task
-            retained = make_accuracy(
-                config, policy, self.renderer, groups, self.world, task, section="retention"
-            )
-        shown = None
+        initial_kl = shown = None
         if held_out and config.model.head != "reward":
             prompts, tokens = on_main(self.own_counts)
             tokens = min(tokens, config.model.max_length - config.model.max_prompt_length)
@@ -268,7 +261,7 @@ class Job:
             one.name: Evaluator(trainer, one.held_out, self.accuracy_on(one, policy), dtype)
             for one in self.evaluation_sets
         }
-        return Evaluator(trainer, self.plan.held_out, accuracy, dtype, retained, initial_kl, named, shown)
+        return Evaluator(trainer, self.plan.held_out, accuracy, dtype, initial_kl, named, shown)
 
     def own_counts(self) -> tuple[int, int]:
         """Return how many prompts the initial weights answer, and by how many tokens, at most: as the run was

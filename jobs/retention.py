@@ -1,5 +1,5 @@
 """Measure how much of the initial model the policy retains, by the KL divergence on the initial model's own
-answers and by accuracy on a second task.
+answers.
 
 KL(pi_0 || pi_theta) on the task's prompts correlates with forgetting on other tasks (Shenfeld et al. 2025,
 RL's Razor, arXiv 2509.04259). Its samples come from pi_0, so they are drawn once and serve every evaluation.
@@ -14,16 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.errors import require
-from common.imports import import_function
 from common.progress import interruptible
-from config.schema import Config
-from config.schema_data import DataConfig
 from data.batches import cut, microbatch
 from data.chat import Renderer
 from data.group_store import Groups
-from data.second_task import second_task
-from data.types import Example, Group, Microbatch, Sequence
+from data.types import Example, Microbatch, Sequence
 from data.views import prompts_of
 from jobs.initial_scores import initial_scores
 from models.distributed import sum_over_ranks
@@ -32,25 +27,6 @@ from rollouts.answers import Answers
 from rollouts.rounds import usable_prompts
 from rollouts.samplers import EmbeddedSampler, SamplingSettings
 from trainers.basic import BasicTrainer
-
-
-def load_second_task(config: Config, renderer: Renderer) -> tuple[DataConfig, list[Group]] | None:
-    """Return the settings of the second task and its held-out groups whose prompts can be rendered.
-
-    None where no task is named. Raises ConfigError and DataError (``data.second_task``)."""
-    if config.retention.data is None:
-        return None
-    task, groups = second_task(config.retention)
-    import_function("retention.verifier", task.verifier or "")
-    usable, reasons = usable_prompts(prompts_of(groups), renderer)
-    known = {prompt.id for prompt in usable}
-    require(
-        usable != [],
-        "retention.data",
-        task.name,
-        f"has no prompt that can be rendered: {', '.join(reasons)}",
-    )
-    return task, [group for group in groups if group.prompt.id in known]
 
 
 class InitialKL:

@@ -42,7 +42,6 @@ def data_inputs(
     plan: Plan,
     prompts: PromptSchedule | None,
     sets: Sequence[EvaluationSet],
-    second_task: Sequence[Group],
 ) -> dict[str, str]:
     """Return the fingerprints of what the run reads besides its weights: the examples of ``plan``, before
     ``data.logprob_range`` chooses among them, or the ``prompts`` of online rounds; what is known of each
@@ -56,8 +55,6 @@ def data_inputs(
         "evaluation": (plan.held_out, plan.evaluation.groups)
     }
     held_out |= {f"evaluations.{one.name}": (one.held_out, one.checkable) for one in sets}
-    if second_task:
-        held_out["retention.data"] = (None, second_task)
     for name, (segment, groups) in held_out.items():
         scored = "" if segment is None else groups_digest(segment.groups)
         fingerprints[name] = scored + prompts_digest(prompts_of(groups))
@@ -108,8 +105,7 @@ def _code(config: Config) -> dict[str, str]:
     ]
     sets = evaluation_sets(config.evaluations, config.data)
     named += [(f"evaluations.{name}.verifier", data.verifier or "") for name, data in sets.items()]
-    named += [(f"{key}.verifier", getattr(config, key).verifier or "") for key in ("data", "retention")]
-    return dict(named)
+    return dict([*named, ("data.verifier", config.data.verifier or "")])
 
 
 def _source(name: str) -> str | None:

@@ -35,8 +35,6 @@ WORDS = {
     "eval_reward_accuracy": "evaluation reward accuracy",
     "eval_drift": "drift from start, nats/token",
     "eval_kl_initial": "KL from start, nats/token",
-    "eval_retained_sampled": "second task, sampled accuracy",
-    "eval_retained_greedy": "second task, greedy accuracy",
 }
 
 

@@ -56,8 +56,6 @@ SHOWN = (
     "eval_reward_accuracy",
     "eval_drift",
     "eval_kl_initial",
-    "eval_retained_sampled",
-    "eval_retained_greedy",
 )
 
 MEASURED_BY = (

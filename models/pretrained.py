@@ -151,22 +151,21 @@ def check_quantization(config: ModelConfig, hf_config: PretrainedConfig) -> None
 
 
 def check_embedded(config: ModelConfig, hf_config: PretrainedConfig) -> None:
-    """Raise ConfigError for another model with the settings of an embedded one, which are made for that
+    """Raise ConfigError for another model with the settings of the embedded one, which are made for that
     model's task."""
-    for file in ("model/adder.yaml:model", "model/instruct.yaml:model"):
-        embedded = section(file)
-        own = Path(embedded["name_or_path"], "config.json")
-        if not config.name.startswith(embedded["name"]) or not own.is_file():
-            continue
-        words = json.loads(own.read_text(encoding="utf-8"))["vocab_size"]
-        require(
-            hf_config.get_text_config().vocab_size == words,
-            KEY,
-            config.name_or_path,
-            f"is not the embedded model, and model={config.name} has that one's settings: texts of "
-            f"{embedded['max_length']} tokens, control tokens, learning rate; type model=hub "
-            f"model.name_or_path={config.name_or_path}",
-        )
+    embedded = section("model/adder.yaml:model")
+    own = Path(embedded["name_or_path"], "config.json")
+    if not config.name.startswith(embedded["name"]) or not own.is_file():
+        return
+    words = json.loads(own.read_text(encoding="utf-8"))["vocab_size"]
+    require(
+        hf_config.get_text_config().vocab_size == words,
+        KEY,
+        config.name_or_path,
+        f"is not the embedded model, and model={config.name} has that one's settings: texts of "
+        f"{embedded['max_length']} tokens, control tokens, learning rate; type model=hub "
+        f"model.name_or_path={config.name_or_path}",
+    )
 
 
 def check_kernel(config: ModelConfig, hf_config: PretrainedConfig) -> None:

@@ -99,15 +99,6 @@ PANELS = (
         (Curve("eval_length_sampled", "", BLUE, True),),
     ),
     Panel(
-        "Kept of the initial weights: second task",
-        "share of held-out prompts",
-        (
-            Curve("eval_retained_sampled", "sampled", BLUE, True),
-            Curve("eval_retained_greedy", "greedy", ORANGE, True),
-        ),
-        share=True,
-    ),
-    Panel(
         "KL from the initial weights, on their answers",
         "nats per token",
         (Curve("eval_kl_initial", "", GREEN, True),),

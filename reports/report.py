@@ -43,8 +43,6 @@ MEASURES = (
     ("eval_loss", "evaluation loss", "{:.4f}"),
     ("eval_drift", "drift from the initial weights (nats/token)", "{:+.4f}"),
     ("eval_kl_initial", "KL from the initial weights (nats/token)", "{:.4f}"),
-    ("eval_retained_sampled", "second task, sampled accuracy", "{:.1%}"),
-    ("eval_retained_greedy", "second task, greedy accuracy", "{:.1%}"),
 )
 ABSENT = "–"
 

@@ -23,7 +23,6 @@ PROGRAMS = (
     "hf",
     "wandb",
     "tensorboard",
-    "tools/make_instruct.sh",
 )
 """First words of what is typed: in a block, all its lines are then commands; in a sentence, the code in
 backquotes is one."""

@@ -108,15 +108,12 @@ class _Reply(BaseHTTPRequestHandler):
 
 
 def write_all(here: Path) -> None:
-    from tests.other_language import write_other
-
     models(here)
     sets(here)
     constrained(here)
     answers(here)
     tasks(here / "tasks")
     (here / "my.yaml").write_text("partition: gpu\naccount: lab\ntime: '12:00:00'\n")
-    write_other(here / "kitchen.yaml")
 
 
 def models(here: Path) -> None:

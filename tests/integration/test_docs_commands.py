@@ -88,9 +88,6 @@ RULES = [
     Rule(rf"python train\.py( {VALUES})*$", f"dry_run=true {OFFLINE}"),
     # The small model's answers are all worth 0, and a run that learns nothing ends with an error
     Rule(r"python train\.py .*data=constraints loss=grpo online=true", f"dry_run=true {ONLINE}"),
-    Rule(r"python train\.py .*own_share", f"{OFFLINE} data.instruct.prompts=8"),
-    Rule(r"python train\.py model=instruct .*online=true", f"{ONLINE} data.instruct.prompts=64"),
-    Rule(r"python train\.py model=instruct ", f"{OFFLINE} data.instruct.prompts=64"),
     Rule(r"python train\.py -m ", OFFLINE, {"seed=1,2": "seed=1"}),
     Rule(r"python train\.py .*exp_name=foreign", OFFLINE, {"n_examples=1280": "n_examples=8"}),
     Rule(r"(python|torchrun|accelerate).* train\.py .*(online=true|experiment=\S+-online)", ONLINE),
@@ -105,11 +102,7 @@ RULES = [
         {r"(--nproc-per-node|--num-processes) \d": r"\1 2", r"\s*…": ""},
     ),
     Rule(r"python export\.py "),
-    # The second embedded task
-    Rule(r"tools/make_instruct\.sh "),
-    Rule(r"python -m tools\.make_instruct answers "),
     # The stages of a round
-    Rule(r"python sample\.py model=instruct", "limit=4 data.instruct.prompts=8 overwrite_out=true"),
     Rule(r"python sample\.py ", "limit=4 overwrite_out=true", {r"limit=\d+": "limit=4"}),
     Rule(  # the small model's own answers are all worth 0
         r"python label\.py in=constrained",
@@ -180,21 +173,6 @@ MADE = {
     r"runs/adder-": (
         "runs/adder-dpo-humanline-s1",
         [f"python -m launch.sweep sweeps/adder.yaml --local 2 {SWEPT}"],
-    ),
-    r"runs/stories": (
-        "runs/stories/summary.json",
-        [f"python train.py model=instruct data=instruct exp_name=stories data.instruct.prompts=64 {OFFLINE}"],
-    ),
-    r"model=kitchen": (
-        "config/data/kitchen.yaml",
-        [
-            "python -m tests.docs tasks.md",
-            "test -e kitchen-model || tools/make_instruct.sh kitchen.yaml kitchen-model table",
-        ],
-    ),
-    r"against=brisk\.jsonl": (
-        "brisk.jsonl",
-        ["python -m tools.make_instruct answers brisk brisk.jsonl"],
     ),
     r"in=samples\.jsonl": (
         "samples.jsonl",

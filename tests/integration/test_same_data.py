@@ -161,8 +161,8 @@ def test_other_files_of_a_reward_model_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_code_of_every_verifier_is_an_input() -> None:
-    verifiers = ("data.verifier", "retention.verifier", "+evaluations.hard.verifier")
-    words = ("loss=dpo", "retention.data=adder", *(f"{key}=data.adder.verify" for key in verifiers))
+    verifiers = ("data.verifier", "+evaluations.hard.verifier")
+    words = ("loss=dpo", *(f"{key}=data.adder.verify" for key in verifiers))
     found = code_files(make_config(*words))
     assert {key.lstrip("+") for key in verifiers} <= found.keys()
 

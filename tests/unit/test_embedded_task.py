@@ -61,18 +61,6 @@ def test_a_model_of_ones_own_is_not_trained_on_sums_by_default(words):
         compose("model=hub", "model.name_or_path=org/name", *words)
 
 
-def test_the_model_and_the_data_of_the_stories_go_together():
-    with pytest.raises(ConfigError, match=r"data=adder: .*model=instruct is another.*; give data=instruct"):
-        compose("model=instruct")
-    with pytest.raises(ConfigError, match=r"model=adder: .*; type model=instruct"):
-        compose("data=instruct")
-    compose("model=instruct", "data=instruct")
-    compose("model=instruct-init", "data=instruct-sft", "loss=sft")
-    sums = make_config("model=instruct", "data=instruct", f"model.name_or_path={EMBEDDED}", "dry_run=true")
-    with pytest.raises(ConfigError, match=r"model.name_or_path=.*: is not the embedded model"):
-        train(sums, "run")
-
-
 @pytest.mark.parametrize(
     "words",
     [

@@ -25,8 +25,15 @@ ROWS = parsed((FOLDER / "removed.yaml").read_text(encoding="utf-8")) or []
 NAMES = [name for row in ROWS for name in row["gone"]]
 COMMANDS = ("benchmarks", "jobs", "launch", "study", "tools")
 """Packages that have, or had, commands"""
-FROZEN = ("CHANGELOG.md", "benchmarks/RESULTS.md", "config/removed.yaml", "docs/gpus", "docs/study/")
-"""What may say a name that is gone: the table, and pages of their time"""
+FROZEN = (
+    "CHANGELOG.md",
+    "benchmarks/RESULTS.md",
+    "config/removed.yaml",
+    "docs/gpus",
+    "docs/study/",
+    "tools/recorded.json",
+)
+"""What may say a name that is gone: the table, and pages and records of their time"""
 SAID = SENTENCE.format(was="a number", instead="nothing")
 SAMPLE = dict.fromkeys(
     ["old", "lr.old", "loss=old", "rollouts.old", "jobs.old", "sweeps/old.yaml", "make old", "slurm.old"],

@@ -42,7 +42,6 @@ def test_a_set_is_a_file_of_settings_or_differs_from_the_runs_own_data():
         (["evaluations.reward.path=x"], r"evaluations\.reward=reward: .*eval_reward_chosen"),
         (["evaluations.loss.path=x"], r"evaluations\.loss=loss: .*eval_loss"),
         (["evaluations.kl.path=x"], r"evaluations\.kl=kl: .*eval_kl_initial"),
-        (["evaluations.retained.path=x"], r"evaluations\.retained=retained: .*eval_retained_sampled"),
         (["evaluations.hard.data=nothing"], r"evaluations\.hard\.data=nothing: there is no such file"),
         (["evaluations.hard.data=local"], r"evaluations\.hard\.path=None: .*name its file"),
         (
@@ -82,7 +81,7 @@ def test_a_name_and_a_measure_are_told_from_their_key(name: str, measure: str):
 
 
 def test_numbers_of_the_unnamed_set_have_no_name():
-    own = (*MEASURED, "kl_initial", "retained_sampled", "retained_greedy")
+    own = (*MEASURED, "kl_initial")
     assert all(named_measure(f"eval_{measure}") is None for measure in own)
     assert named_measure("reward_margin") is None and named_measure("gsm8k/accuracy") is None
 

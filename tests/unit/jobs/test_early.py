@@ -42,7 +42,9 @@ def test_what_is_not_there_is_refused_before_torch_is_imported(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "old" / "run.json").write_text(sealed({"kind": "humanline run"}))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
-    rows, chat = f"data=local data.path={tmp_path}/rows.jsonl", "model=instruct"
+    rows = f"data=local data.path={tmp_path}/rows.jsonl"
+    own = "model=hub model.name_or_path=assets/adder/model"
+    chat = f"{own} model.max_length=64 model.max_prompt_length=32"
     said = {
         "exp_name=old": "exp_name=old: ",
         f"runs_dir={tmp_path}/file/runs": f"runs_dir={tmp_path}/file/runs: {tmp_path}/file is no folder",
@@ -68,10 +70,9 @@ def test_what_is_not_there_is_refused_before_torch_is_imported(tmp_path):
         "push_to_hub=x": "push_to_hub=x: names no owner",
         "cache_dir=/proc/x": "cache_dir=/proc/x: /proc is not writable",
         f"{rows} data.eval_split=test": "no row of",
-        f"{rows} retention.data=adder retention.eval_path=nope.jsonl": "retention.eval_path=nope.jsonl: no",
         f"{rows} {chat} model.tokenizer_name_or_path=./nope": "model.tokenizer_name_or_path=./nope: no such",
         f"{rows} {chat} model.chat_template=no.jinja": "model.chat_template=no.jinja: no such file",
-        f"{rows} {chat} model.max_length=9999": "positions: give as many at most",
+        f"{rows} {own} model.max_length=9999": "positions: give as many at most",
         f"{rows} {chat} model.use_peft=true model.peft.target_modules=[qq]": "the model has no qq; it has",
         f"{rows} model=hub model.name_or_path=x.gguf": "is one file; python -m tools.gguf x.gguf FOLDER",
         "data=mix data.mix=[{name:hh},{name:local,path:nope.jsonl}]": "data.path=nope.jsonl: no such file",

@@ -1,18 +1,14 @@
-"""What the policy keeps of the initial weights: KL against two whole models, and what a second task needs."""
+"""What the policy keeps of the initial weights: KL against two whole models."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from common.errors import ConfigError
-from config.schema import RetentionConfig
 from data.batches import collate
-from data.second_task import second_task
 from data.types import Group, Prompt, Turn
 from jobs.retention import InitialKL
 from rollouts.samplers import Sample
@@ -87,45 +83,3 @@ def test_so_many_prompts_are_answered(tmp_path):
     assert len(InitialKL(trainer, Spelling(), many, Spelling(), (64, 40)).prompts) == 64
     trainer.config = replace(trainer.config, n_eval_prompts=3)
     assert len(InitialKL(trainer, Spelling(), many, Spelling(), (64, 40)).prompts) == 3
-
-
-def task(**given) -> RetentionConfig:
-    return RetentionConfig(
-        **{"kl": True, "data": None, "path": None, "eval_path": None, "verifier": None} | given
-    )
-
-
-@pytest.mark.parametrize(
-    ("given", "key"),
-    [
-        ({"data": "nothing"}, "retention.data"),
-        ({"data": "local"}, "retention.path"),
-        ({"data": "local", "path": "FILE"}, "retention.verifier"),
-        ({"data": "local", "path": "/no/file", "verifier": "data.adder.accuracy"}, "retention.path"),
-        ({"data": "mix", "verifier": "data.adder.accuracy"}, "retention.data"),
-        ({"data": "local", "path": "FILE", "verifier": "data.adder.accuracy"}, "retention.data"),
-    ],
-)
-def test_a_second_task_that_cannot_be_measured_is_refused(given, key, tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(40)))
-    with pytest.raises(ConfigError) as error:
-        second_task(task(**{k: str(file) if v == "FILE" else v for k, v in given.items()}))
-    assert error.value.key == key
-
-
-def test_a_second_task_is_the_held_out_part_that_can_be_checked(tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    rows = [{"prompt": f"{i}+1="} | ({"reference": str(i + 1)} if i % 2 else {}) for i in range(8)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found, groups = second_task(
-        task(data="local", path=str(file), eval_path=str(file), verifier="data.adder.accuracy")
-    )
-    assert found.verifier == "data.adder.accuracy"
-    assert sorted(g.prompt.reference_answer for g in groups) == ["2", "4", "6", "8"]
-
-
-def test_settings_of_a_task_that_is_not_named_are_refused():
-    with pytest.raises(ConfigError) as error:
-        task(path="x.jsonl")
-    assert error.value.key == "retention.path"

@@ -130,7 +130,6 @@ SHIPPED = {
     "mistral-7b-instruct": "mistral",
     "pythia-1.4b": "gpt_neox",
     "adder": "llama tied",
-    "instruct": "llama tied",
 }
 NAMELESS = {"base", "hub", "smollm2-135m-instruct"}
 

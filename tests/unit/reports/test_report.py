@@ -39,8 +39,6 @@ BEFORE = {
     "eval_reward_margin": -0.0,
     "eval_reward_accuracy": 0.5,
     "eval_kl_initial": 0.0,
-    "eval_retained_sampled": 0.9,
-    "eval_retained_greedy": 0.95,
 }
 AFTER = {
     "eval_accuracy_sampled": 0.625,

@@ -21,13 +21,15 @@ from rollouts.rounds import SampledPrompt
 from rollouts.samplers import EmbeddedSampler, Sample, SamplingSettings
 from rollouts.stop_strings import StopStrings
 from tests.tiny import ROOT, make_config
+from tests.tiny_tokenizers import tiny_tokenizer
 
 TEXT = "so  the\n\nend; naïve 你好 \n\nQuestion: 1\n\n\nAnswer:  2;; stop<|im_end|> now"
 STRINGS = ["\n\n", "\nQ", "ï", "好", "; ", " stop", "end;", "<|im_end|>", "absent", "s", "  2;"]
 
 
 def renderer_of(name: str) -> Renderer:
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / name / "model")
+    own = ROOT / "assets" / name / "model"
+    tokenizer = AutoTokenizer.from_pretrained(own) if own.is_dir() else tiny_tokenizer(name)
     return Renderer(tokenizer, max_length=256, max_prompt_length=64, template=tokenizer.chat_template)
 
 
@@ -38,11 +40,11 @@ def first_with(renderer: Renderer, ids: list[int], strings: list[str]) -> int | 
 
 
 @pytest.mark.parametrize("first", [1, 3, 128])
-@pytest.mark.parametrize("name", ["adder", "instruct"])
+@pytest.mark.parametrize("name", ["adder", "llama3"])
 def test_an_answer_is_cut_behind_the_first_token_that_completes_a_string(monkeypatch, name, first):
     monkeypatch.setattr(stop_strings, "FIRST", first)
     renderer = renderer_of(name)
-    text = TEXT if name == "instruct" else "7+8=15;3+5=8;85"
+    text = TEXT if name == "llama3" else "7+8=15;3+5=8;85"
     ids = renderer.encode_inside([text])[0]
     prompt, settings, keys = adder.prompts("eval")[0], SamplingSettings(1.0, 1.0, len(ids)), list[str]()
 
@@ -58,7 +60,7 @@ def test_an_answer_is_cut_behind_the_first_token_that_completes_a_string(monkeyp
             for at, row in zip(known, rows, strict=True)
         ]
 
-    strings = STRINGS if name == "instruct" else [";", "=8;", "15;3", "85", "absent", "+5"]
+    strings = STRINGS if name == "llama3" else [";", "=8;", "15;3", "85", "absent", "+5"]
     for wanted in [[s] for s in strings] + [strings]:
         size = first_with(renderer, ids, wanted)
         [[sample]] = StopStrings(wanted, renderer).sample(draw, [prompt], 1, settings, 0, False)
