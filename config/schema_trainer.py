@@ -83,9 +83,6 @@ def check_trainer_keys(loss: dict[str, Any], accepts: Accepts) -> None:
     typed({key: loss[key] for key in read if key in loss}, LossKeys, "loss.")
     if "control_tokens" in accepts.loss_keys:
         check_two_texts("loss.control_tokens", loss["control_tokens"])
-    one = "gives every token an advantage of its own, and loss.shape=gmpo has one a sequence"
-    clash = loss.get("shape") == "gmpo" and loss.get("kl_in") == "reward"
-    require(not clash, "loss.kl_in", loss.get("kl_in"), one)
 
 
 def check_two_texts(key: str, texts: Any) -> None:

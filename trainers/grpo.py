@@ -4,7 +4,6 @@ mean over the global batch's completion tokens (DAPO, C.1.4)."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -17,19 +16,16 @@ from data.views import ADVANTAGES, View, centred_advantages, group_advantages, n
 from models.distributed import gather_values, reshard
 from trainers.basic import BasicTrainer
 from trainers.losses import shapes
-from trainers.losses.base import LossResult, TokenScores, kl_term
-from trainers.losses.grpo import by_token, grpo, penalised
+from trainers.losses.base import LossResult, TokenScores
+from trainers.losses.grpo import grpo
 from trainers.scorer import TokenScorer
-
-Masks = tuple[Tensor | None, Tensor]
-"""[R, T] bool each: the tokens that M2PO masks (None: none), and those with the highest entropies."""
 
 EQUAL_ENTROPIES = 1e-3
 """Nats. Entropies that differ by less count as one: the first tokens of a group's completions have the same,
 but for the rounding of their microbatches."""
 
 
-class GRPOTrainer(BasicTrainer[Tensor | Masks | None]):
+class GRPOTrainer(BasicTrainer[Tensor | None]):
     view = staticmethod(group_advantages)
     feedback = ("pair", "random", "min", "group")
     single_answers = False
@@ -62,34 +58,14 @@ class GRPOTrainer(BasicTrainer[Tensor | Masks | None]):
         return any(example.label for example in self.arrange(batch))
 
     @torch.no_grad()
-    def prepare(
-        self, batch: list[tuple[int, Microbatch]], scorer: TokenScorer
-    ) -> list[Tensor | Masks | None]:
-        """Return for each microbatch what depends on the global batch: None, the tokens that M2PO masks, or
-        with ``loss.entropy_share`` below 1 the ``Masks``. Each kind of mask costs one more forward of the
-        batch, without gradient."""
-        masked = self.beyond_moment(batch, scorer)
+    def prepare(self, batch: list[tuple[int, Microbatch]], scorer: TokenScorer) -> list[Tensor | None]:
+        """Return for each microbatch None, or with ``loss.entropy_share`` below 1 the tokens with the highest
+        entropies, [R, T] bool, which cost one more forward of the batch, without gradient."""
         if self.config.loss.get("entropy_share", 1.0) == 1:
-            return [*masked]
-        return list(zip(masked, self.most_uncertain(batch), strict=True))
-
-    def beyond_moment(
-        self, batch: list[tuple[int, Microbatch]], scorer: TokenScorer
-    ) -> Sequence[Tensor | None]:
-        """Return for each microbatch, where the shape masks by the global batch (M2PO), the tokens that the
-        second moment of the batch's log-ratios masks."""
-        shape = self.config.loss.get("shape")
-        if shape is None or "masked" not in shapes.reads(shape):
             return [None] * len(batch)
-        squares = [
-            self._second_moments(scorer.score_without_gradient(step, micro.sequences), micro)
-            for step, micro in batch
-        ]
-        everywhere = gather_values(torch.cat([part.flatten() for part in squares]), fill=float("inf"))
-        limit = shapes.moment_limit(everywhere, self.config.loss["moment_bound"])
-        return [shapes.beyond_moment(part, limit) for part in squares]
+        return self.most_uncertain(batch)
 
-    def most_uncertain(self, batch: list[tuple[int, Microbatch]]) -> Sequence[Tensor]:
+    def most_uncertain(self, batch: list[tuple[int, Microbatch]]) -> list[Tensor | None]:
         """Return for each microbatch the tokens whose distributions have the highest entropies:
         ``loss.entropy_share`` of the global batch's completion tokens, rounded up, with all whose entropy
         equals the least of them but for rounding."""
@@ -105,21 +81,11 @@ class GRPOTrainer(BasicTrainer[Tensor | Masks | None]):
         least = highest.values.gather(0, last.reshape(1))[0]
         return [part >= least - EQUAL_ENTROPIES for part in masked_entropies]
 
-    def _second_moments(self, scores: TokenScores, micro: Microbatch) -> Tensor:
-        loss = self.config.loss
-        kl, place = kl_term(scores, loss.get("kl_estimator", "k3")), loss.get("kl_in", "loss")
-        A = penalised(by_token(micro.labels), kl, loss.get("beta", 0.0), place)
-        return shapes.second_moments(scores, A)
-
-    def compute_loss(
-        self, micro: Microbatch, scores: TokenScores, prepared: Tensor | Masks | None
-    ) -> LossResult:
-        if isinstance(prepared, tuple):
-            prepared, uncertain = prepared
-            kept = uncertain.float()
+    def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: Tensor | None) -> LossResult:
+        if prepared is not None:
+            kept = prepared.float()
             scores = replace(scores, weights=kept if scores.weights is None else scores.weights * kept)
-        given = (scores, micro.labels, *(() if prepared is None else (prepared,)))
-        return self.loss(*given, **self.numbers(micro))
+        return self.loss(scores, micro.labels, **self.numbers(micro))
 
 
 class CentredGRPOTrainer(GRPOTrainer):

@@ -84,7 +84,7 @@ def configs(cache: Path, accumulation: int) -> list[Config]:
         if "gathered" in cell:
             more.append("model.reshard_after_forward=false")
         if "batch" in cell:
-            more += ["loss.shape=m2po", "loss.moment_bound=0.003", "loss.advantage=batch"]
+            more += ["loss.shape=dppo", "loss.divergence_bound=0.003", "loss.advantage=batch"]
         if "distance" in cell:
             more += ["sync_mode=kl", "sync_kl=0.02"]
         config = replace(

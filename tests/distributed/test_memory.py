@@ -14,7 +14,7 @@ def test_the_fullest_rank_takes_what_was_planned(quick_python: None) -> None:
     ranks = 2
     asked = [question("deep", ranks=ranks), question("wide", *WAYS["checkpointed LoRA"], ranks=ranks)]
     asked.append(question("deep", "model.reshard_after_forward=false", ranks=ranks))
-    asked.append(question("deep", "loss.shape=m2po", loss="grpo", ranks=ranks))
+    asked.append(question("deep", loss="grpo", ranks=ranks))
     worker = WorkerProcess("memory.plan", log=None, env={"OMP_NUM_THREADS": "1"})
     try:
         found = [worker.call("answer", one, timeout=300) for one in asked]

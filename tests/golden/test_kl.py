@@ -67,7 +67,7 @@ def test_values_and_gradients(loss, anchored, estimator, place):
     np.testing.assert_allclose(found.numpy(), gradient, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("shape", ["ppo", "dual", "cispo", "reinforce", "sapo", "dppo", "cppo"])
+@pytest.mark.parametrize("shape", ["ppo", "dual", "cispo", "reinforce", "sapo", "dppo"])
 def test_in_every_shape_the_reward_is_another_advantage(shape):
     rows, anchor = rows_and_anchor()
     leaf, made = scores(rows, torch.float64)

@@ -31,14 +31,8 @@ NUMBERS = [
     ("reinforce", {"normalization": "sequence"}),
     ("sapo", {"tau_positive": 1.0, "tau_negative": 1.05}),
     ("sapo", {"tau_positive": 2.0, "tau_negative": 5.0, "importance": "sequence"}),
-    ("gmpo", {"epsilon": 0.33, "epsilon_high": 0.49, "normalization": "sequence"}),
-    ("gmpo", RANGE),
     ("dppo", {"divergence": "tv", "divergence_bound": 0.15}),
     ("dppo", {"divergence": "kl", "divergence_bound": 0.05, "normalization": "sequence"}),
-    ("m2po", {"moment_bound": 0.04}),
-    ("m2po", {"moment_bound": 1.3}),
-    ("cppo", {"divergence": "tv", "divergence_bound": 0.15, "prefix_bound": 0.015, "weight_floor": 0.8}),
-    ("cppo", {"divergence": "kl", "divergence_bound": 0.1, "prefix_bound": 0.002, "weight_floor": 0.3}),
 ]
 
 

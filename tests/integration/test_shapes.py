@@ -29,8 +29,6 @@ SMALL = (
 SHARES = {
     "dual": {"ratio_clipped", "dual_clipped"},
     "dppo": {"tokens_masked"},
-    "m2po": {"tokens_masked"},
-    "cppo": {"tokens_masked"},
     "reinforce": set(),
     "sapo": set(),
 }
@@ -48,7 +46,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("shape", "advantage", "humanline"),
-    zip(SHAPES, OF_SCORES * 3, ("false", "true", "true", "false") * 3, strict=False),
+    zip(SHAPES, OF_SCORES * 2, ("false", "true", "true", "false") * 2, strict=False),
 )
 def test_a_run(folder, shape, advantage, humanline):
     words = (f"loss.shape={shape}", f"loss.advantage={advantage}", f"humanline={humanline}", *SMALL)

@@ -7,7 +7,7 @@ setting or by ``shape`` (``trainers.losses.shapes``).
 | equation 1's mean over sequences of the mean over tokens | ``normalization="sequence"`` |
 | Dr. GRPO (Liu et al. 2025, arXiv 2503.20783) | ``normalization="constant"``, ``max_tokens``; advantages without the std |
 | GSPO (Zheng et al. 2025, arXiv 2507.18071) | ``importance="sequence"``, ``normalization="sequence"``, epsilons of about 3e-4 |
-| CISPO, SAPO, GMPO, DPPO, CPPO, M2PO, dual clip, REINFORCE | ``shape`` and its numbers |
+| CISPO, SAPO, DPPO, dual clip, REINFORCE | ``shape`` and its numbers |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from trainers.losses.shapes import SHAPES, reads
 def grpo(
     scores: TokenScores,
     advantages: Tensor,
-    masked: Tensor | None = None,
     *,
     beta: float,
     epsilon: float,
@@ -41,15 +40,12 @@ def grpo(
     importance: Literal["token", "sequence"] = "token",
     normalization: Literal["token", "sequence", "constant"] = "token",
     max_tokens: int | None = None,
-    shape: Literal["ppo", "dual", "cispo", "reinforce", "sapo", "gmpo", "dppo", "m2po", "cppo"] = "ppo",
+    shape: Literal["ppo", "dual", "cispo", "reinforce", "sapo", "dppo"] = "ppo",
     dual_clip: float = 3.0,
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
     divergence: Literal["tv", "kl"] = "tv",
     divergence_bound: float = 0.15,
-    prefix_bound: float = 0.015,
-    weight_floor: float = 0.8,
-    moment_bound: float = 0.04,
     kl_estimator: Literal["k1", "k2", "k3"] = "k3",
     kl_in: Literal["loss", "reward"] = "loss",
     entropy_bonus: float = 0.0,
@@ -62,9 +58,8 @@ def grpo(
     ``kl_in="reward"`` there is no last term, and A is ``penalised``. ``entropy_bonus`` times the entropy of a
     token's distribution is subtracted, where the scores have it.
 
-    ``advantages``: [R], one for all tokens of a row, or [R, T], one per token. ``masked``: [R, T] bool, the
-    tokens that ``shape="m2po"`` masks in the global batch; None: these rows are the whole batch. ``epsilon``,
-    ``epsilon_high``: r is clipped to [1 - epsilon, 1 + epsilon_high]; None: ``epsilon`` on both sides.
+    ``advantages``: [R], one for all tokens of a row, or [R, T], one per token. ``epsilon``, ``epsilon_high``:
+    r is clipped to [1 - epsilon, 1 + epsilon_high]; None: ``epsilon`` on both sides.
     ``importance``: "token", or "sequence" for one ratio per row, exp(mean token log-ratio).
     ``normalization``: with "token" every token has weight 1 and the unit is the completion token (DAPO); with
     "sequence" (1 / |y|) and "constant" (1 / ``max_tokens``) the unit is the sequence. Each of the other
@@ -72,10 +67,9 @@ def grpo(
     """
     mask = scores.mask
     ranges = {"importance": importance, "epsilon": epsilon, "epsilon_high": epsilon_high}
-    bounds = {"divergence": divergence, "divergence_bound": divergence_bound, "moment_bound": moment_bound}
+    bounds = {"divergence": divergence, "divergence_bound": divergence_bound, "dual_clip": dual_clip}
     taus = {"tau_positive": tau_positive, "tau_negative": tau_negative}
-    bounds |= {"prefix_bound": prefix_bound, "weight_floor": weight_floor}
-    numbers = ranges | bounds | taus | {"dual_clip": dual_clip, "masked": masked}
+    numbers = ranges | bounds | taus
     read = {name: numbers[name] for name in reads(shape)}
     kl = kl_term(scores, kl_estimator)
     A = penalised(by_token(advantages), kl, beta, kl_in)

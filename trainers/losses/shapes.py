@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trainers.losses.base import TokenScores, running_sum, token_mean
+from trainers.losses.base import TokenScores, token_mean
 
 Shaped = tuple[Tensor, dict[str, Tensor]]
 """[R, T] losses, and metric name -> [R, T] bool, the tokens whose share is logged under that name"""
@@ -96,20 +96,6 @@ def sapo(
     return -torch.where(advantages > 0, positive, negative) * advantages, {}
 
 
-def gmpo(scores: TokenScores, advantages: Tensor, *, epsilon: float, epsilon_high: float | None) -> Shaped:
-    """Return ``-A (prod_t r'_t)^(1 / |y|)``, with one ratio per row: the geometric mean of its token ratios,
-    each clipped on the side that ``ppo`` clips for its sign of A (GMPO, Zhao et al. 2025, arXiv 2507.20673).
-
-    Every token of a row has the row's loss, so ``normalization=sequence`` is the paper's mean over sequences.
-    With infinite epsilons it is ``ppo`` with ``importance=sequence`` and without clipping.
-    """
-    log_r = torch.where(scores.mask, scores.log_ratio, 0.0)
-    bounded, clipped = one_sided(log_r, advantages, epsilon, upper(epsilon, epsilon_high))
-    of_row = token_mean(bounded, scores.mask).unsqueeze(-1)
-    ratio = torch.exp(_finite_without_weight(scores, of_row))
-    return (-advantages * ratio).expand_as(log_r), {"ratio_clipped": clipped}
-
-
 def dppo(scores: TokenScores, advantages: Tensor, *, divergence: str, divergence_bound: float) -> Shaped:
     """Return ``-M r A``, where M is 0 or 1 (DPPO, Qi et al. 2026, arXiv 2602.04879, with its binary
     divergences). M is 0 where r has left 1 in the direction that A drives it (A > 0 and r > 1, or A < 0 and r
@@ -122,55 +108,15 @@ def dppo(scores: TokenScores, advantages: Tensor, *, divergence: str, divergence
     """
     log_p, log_q = scores.policy.detach(), scores.reference
     far = binary_divergence(log_p, log_q, divergence) > divergence_bound
-    masked = _driven(advantages, log_p - log_q) & far
-    return _masked_ratio(scores, advantages, masked), {"tokens_masked": masked}
-
-
-def m2po(scores: TokenScores, advantages: Tensor, *, moment_bound: float, masked: Tensor | None) -> Shaped:
-    """Return ``-M r A``, where M is 0 at the tokens with the largest squared log-ratios, else 1 (M2PO, Zheng
-    et al. 2025, arXiv 2510.01161, algorithm 1). As many tokens are masked as needed for the mean of the other
-    squares to be at most ``moment_bound``. The mean is over the tokens that PPO could clip (A > 0 and r > 1,
-    or A < 0 and r < 1); no other token is masked.
-
-    ``masked``: [R, T] bool, computed over the global batch; None: these rows are the whole batch. With an
-    infinite bound it is ``ppo`` without clipping.
-    """
-    if masked is None:
-        squares = second_moments(scores, advantages)
-        masked = beyond_moment(squares, moment_limit(squares.flatten(), moment_bound))
-    return _masked_ratio(scores, advantages, masked), {"tokens_masked": masked}
-
-
-def cppo(
-    scores: TokenScores,
-    advantages: Tensor,
-    *,
-    divergence: str,
-    divergence_bound: float,
-    prefix_bound: float,
-    weight_floor: float,
-) -> Shaped:
-    """Return ``-M r A``, with ``dppo``'s divergence D_t, and M 0 where A drives r away from 1 and ``w_t D_t``
-    is above ``delta + min(0, delta_b W_(t-1) - S_(t-1))`` (CPPO, Mao et al. 2026, arXiv 2606.10968, equations
-    8 to 10). S and W are the sums of ``w_j D_j`` and of w_j over the tokens before, masked ones included.
-
-    delta is ``divergence_bound``, delta_b ``prefix_bound``. w falls evenly from 1 at the first of a row's T
-    tokens to ``weight_floor`` at its last, so early tokens may move less. With an infinite ``prefix_bound``
-    and a floor of 1 it is ``dppo``. Raises ValueError unless the floor lies in (0, 1].
-    """
-    _check("weight_floor", weight_floor, 0 < weight_floor <= 1, "must lie in (0, 1]")
-    log_p, log_q, mask = scores.policy.detach(), scores.reference, scores.mask
-    place = mask.cumsum(-1).to(log_p.dtype) - 1
-    w = torch.where(mask, 1 - (1 - weight_floor) * place / place[:, -1:].clamp(min=1), 0.0)
-    moved = w * torch.where(mask, binary_divergence(log_p, log_q, divergence), 0.0)
-    before, weight = running_sum(moved) - moved, running_sum(w) - w
-    left = torch.where(place > 0, prefix_bound * weight, 0.0) - before
-    masked = _driven(advantages, log_p - log_q) & (moved > divergence_bound + left.clamp(max=0))
-    return _masked_ratio(scores, advantages, masked), {"tokens_masked": masked}
+    log_r = log_p - log_q
+    masked = far & (((advantages > 0) & (log_r > 0)) | ((advantages < 0) & (log_r < 0)))
+    # The ratio of a masked token is not computed, so its size has no effect.
+    r = torch.exp(torch.where(masked, 0.0, importance_log_ratio(scores, "token")))
+    return torch.where(masked, 0.0, -advantages * r), {"tokens_masked": masked}
 
 
 SHAPES: dict[str, Callable[..., Shaped]] = {
-    shape.__name__: shape for shape in (ppo, dual, cispo, reinforce, sapo, gmpo, dppo, m2po, cppo)
+    shape.__name__: shape for shape in (ppo, dual, cispo, reinforce, sapo, dppo)
 }
 
 
@@ -191,28 +137,6 @@ def reads(shape: str) -> frozenset[str]:
     return READS[shape]
 
 
-def second_moments(scores: TokenScores, advantages: Tensor) -> Tensor:
-    """Return [R, T], the squared log-ratios of the tokens that M2PO may mask, inf at the others, without
-    gradient."""
-    log_r = importance_log_ratio(scores, "token").detach()
-    return torch.where(_driven(advantages, log_r) & scores.mask, log_r.square(), math.inf)
-
-
-def moment_limit(squares: Tensor, bound: float) -> Tensor:
-    """Return [], the smallest of ``squares`` [N] that must be masked so that the mean of those below it is at
-    most ``bound``; inf where none must be. Equal values are masked together, so the order of ``squares`` has
-    no effect."""
-    ends = torch.cat([squares.double(), squares.new_full((1,), math.inf, dtype=torch.float64)]).sort().values
-    means = running_sum(ends) / torch.arange(1, len(ends) + 1, device=ends.device)
-    kept = (means <= bound).sum().clamp(max=len(ends) - 1)
-    return ends.gather(0, kept.reshape(1))[0].to(squares.dtype)
-
-
-def beyond_moment(squares: Tensor, limit: Tensor) -> Tensor:
-    """Return [R, T] bool, the tokens of ``second_moments`` that ``limit`` masks."""
-    return squares.isfinite() & (squares >= limit)
-
-
 def binary_divergence(log_p: Tensor, log_q: Tensor, divergence: str) -> Tensor:
     """Return the divergence between two distributions over "this token or another", elementwise; q is the
     first distribution (see ``dppo``). Raises ValueError for an unknown ``divergence``."""
@@ -227,14 +151,7 @@ def binary_divergence(log_p: Tensor, log_q: Tensor, divergence: str) -> Tensor:
 
 def clipped_surrogate(log_r: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     """Return ``min(r A, clip(r, 1 - low, 1 + high) A)`` and, as bool, where the minimum is the clipped
-    branch, both of ``log_r``'s shape."""
-    bounded, clipped = one_sided(log_r, advantages, low, high)
-    return advantages * torch.exp(bounded), clipped
-
-
-def one_sided(log_r: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Return ``log_r`` clipped on the side where ``min(r A, clip(r) A)`` clips, and, as bool, where it is
-    clipped.
+    branch, both of ``log_r``'s shape.
 
     For A > 0 the minimum is A min(r, 1 + high), for A < 0 it is A max(r, 1 - low). The ratio is clipped
     before the exponential is taken, so a log-ratio of any size gives an exact gradient of 0 where the clipped
@@ -242,7 +159,8 @@ def one_sided(log_r: Tensor, advantages: Tensor, low: float, high: float) -> tup
     """
     floor, ceiling = log_range(low, high)
     bounded = torch.where(advantages >= 0, log_r.clamp(max=ceiling), log_r.clamp(min=floor))
-    return bounded, ((advantages > 0) & (log_r > ceiling)) | ((advantages < 0) & (log_r < floor))
+    clipped = ((advantages > 0) & (log_r > ceiling)) | ((advantages < 0) & (log_r < floor))
+    return advantages * torch.exp(bounded), clipped
 
 
 def log_range(low: float, high: float) -> tuple[float, float]:
@@ -256,35 +174,19 @@ def upper(epsilon: float, epsilon_high: float | None) -> float:
 
 
 def importance_log_ratio(scores: TokenScores, importance: str) -> Tensor:
-    """Return [R, T], the log of each token's importance ratio, 0 where the mask is False. Raises ValueError
-    for an unknown ``importance``."""
+    """Return [R, T], the log of each token's importance ratio, 0 where the mask is False. Where a correction
+    gives a token a weight of 0, its exponential is finite: 0 times a ratio that overflows would be nan, in
+    the loss and in its gradient. Raises ValueError for an unknown ``importance``."""
     if importance == "token":
         log_r = scores.log_ratio
     elif importance == "sequence":
         log_r = token_mean(scores.log_ratio, scores.mask).unsqueeze(-1)
     else:
         raise ValueError(f"importance={importance}: use token or sequence")
-    return _finite_without_weight(scores, torch.where(scores.mask, log_r, 0.0))
-
-
-def _finite_without_weight(scores: TokenScores, log_r: Tensor) -> Tensor:
-    """Return ``log_r``, [R, T] or [R, 1], with a finite exponential where a correction gives the token a
-    weight of 0: 0 times a ratio that overflows would be nan, in the loss and in its gradient."""
+    log_r = torch.where(scores.mask, log_r, 0.0)
     if scores.weights is None:
         return log_r
     return torch.where(scores.weights == 0, log_r.clamp(max=SATURATED), log_r)
-
-
-def _driven(advantages: Tensor, log_r: Tensor) -> Tensor:
-    """Return where A has driven a ratio away from 1, as bool."""
-    return ((advantages > 0) & (log_r > 0)) | ((advantages < 0) & (log_r < 0))
-
-
-def _masked_ratio(scores: TokenScores, advantages: Tensor, masked: Tensor) -> Tensor:
-    """Return ``-r A``, 0 at the masked tokens. The ratio of a masked token is not computed, so its size has
-    no effect."""
-    r = torch.exp(torch.where(masked, 0.0, importance_log_ratio(scores, "token")))
-    return torch.where(masked, 0.0, -advantages * r)
 
 
 def _log_policy(scores: TokenScores) -> Tensor:

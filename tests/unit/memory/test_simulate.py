@@ -24,7 +24,7 @@ CASES = [  # each way, shape and loss that holds something of its own; checkpoin
     ("deep", "full", "dpo", ()),
     ("deep", "checkpointed", "kto", ()),
     ("deep", "selective", "ppo", ()),
-    ("deep", "LoRA", "grpo", ("loss.shape=m2po",)),
+    ("deep", "LoRA", "grpo", ()),
     ("deep", "full", "dpo", ("model.dtype=bfloat16", "model.packing=false")),
     ("deep", "full", "dpo", ("model.microbatches=1", "model.microbatch_tokens=300", "model.packing=false")),
     ("wide", "LoRA", "dpo", ("model.share_prompts=true",)),

@@ -40,7 +40,6 @@ def on():
     "words",
     [
         *(["dpo"], ["kto"], ["grpo", "humanline=true", "humanline_mode=sample"]),
-        *(["grpo", f"loss.shape={shape}"] for shape in ("cppo", "m2po")),
         ["grpo", "loss.beta=0.1", "loss.kl_in=reward"],
     ],
     ids=" ".join,

@@ -20,9 +20,9 @@ from tests.engine import engine_config, make_segment, make_trainer
 from tests.tiny import make_config, tiny_policy
 from trainers.assembly import make_loss, trainer_class
 from trainers.losses.grpo import grpo
-from trainers.losses.shapes import SHAPES, beyond_moment, moment_limit, second_moments
+from trainers.losses.shapes import SHAPES
 
-BOUNDS = {"dppo": {"divergence_bound": 0.02}, "cppo": {"prefix_bound": 0.001}, "m2po": {"moment_bound": 1.0}}
+BOUNDS = {"dppo": {"divergence_bound": 0.02}}
 """Those that mask some of the tokens of two random models."""
 
 
@@ -73,26 +73,6 @@ def test_neither_shape_nor_advantage_depends_on_how_the_batch_is_cut(
     assert ("dual_clipped" in metrics) == (shape == "dual")
 
 
-def test_m2po_masks_by_the_second_moment_of_the_global_batch(tmp_path):
-    trainer, micros, scorer = begun(settings(tmp_path, 4, shape="m2po", moment_bound=1.0))
-    masks = trainer.prepare([(0, micro) for micro in micros], scorer)
-    squares = [
-        second_moments(scorer.score_without_gradient(0, m.sequences), m.labels.unsqueeze(-1)) for m in micros
-    ]
-    values = np.sort(np.concatenate([s[s.isfinite()].numpy().ravel() for s in squares]).astype(float))
-    kept = [v for i, v in enumerate(values) if values[: i + 1].mean() <= 1.0]
-    assert 0 < len(kept) < len(values)
-    for mask, square in zip(masks, squares, strict=True):
-        assert torch.equal(mask, square.isfinite() & (square > kept[-1]))
-    alone = [beyond_moment(s, moment_limit(s.flatten(), 1.0)) for s in squares]
-    assert any(not torch.equal(a, m) for a, m in zip(alone, masks, strict=True)), "each part for itself"
-
-
-def test_other_shapes_cost_no_forward(tmp_path):
-    trainer = make_trainer(settings(tmp_path, shape="dppo"))
-    assert trainer.prepare([(0, None), (1, None)], None) == [None, None]
-
-
 @pytest.mark.parametrize("advantage", views.ADVANTAGES)
 def test_the_view_is_the_one_that_the_setting_names(advantage):
     config = make_config("loss=grpo", f"loss.advantage={advantage}")
@@ -134,25 +114,24 @@ def test_the_choices_that_settings_offer_are_those_there_are():
 
 REFUSED = {
     "loss.shape=reinforce loss.importance=sequence": "=sequence: loss.shape=reinforce does not read it",
-    "loss.shape=gmpo loss.importance=sequence": "ppo, dual, cispo, sapo would; leave it at token",
-    "loss.shape=dppo loss.importance=sequence": "loss.importance=sequence",
-    "loss.shape=m2po loss.epsilon_high=0.3": "loss.epsilon_high=0.3: loss.shape=m2po does not read it",
+    "loss.shape=dppo loss.importance=sequence": "ppo, dual, cispo, sapo would; leave it at token",
+    "loss.shape=dppo loss.epsilon_high=0.3": "loss.epsilon_high=0.3: loss.shape=dppo does not read it",
     "loss.shape=sapo loss.epsilon_high=0.3": "leave it at null",
     "loss.dual_clip=5": "loss.dual_clip=5: loss.shape=ppo does not read it, dual would; leave it at 3.0",
-    "loss.shape=dual loss.moment_bound=1": "loss.moment_bound=1: loss.shape=dual does not read it",
-    "loss.shape=m2po loss.divergence=kl": "loss.divergence=kl",
-    "loss.shape=trpo": "loss.shape=trpo: use one of ppo, dual, cispo, reinforce, sapo, gmpo, dppo, m2po",
+    "loss.shape=dual loss.divergence_bound=1": "loss.divergence_bound=1: loss.shape=dual does not read it",
+    "loss.shape=sapo loss.divergence=kl": "loss.divergence=kl",
+    "loss.shape=trpo": "loss.shape=trpo: use one of ppo, dual, cispo, reinforce, sapo, dppo",
     "loss.shape=null": "loss.shape=None: use one of",
     "loss.shape=[ppo]": "loss.shape=['ppo']: use one of",
     "loss.shape=dual loss.dual_clip=1": "loss.dual_clip=1: must be above 1",
     "loss.shape=dual loss.dual_clip=three": "loss.dual_clip=three: must be a number",
     "loss.shape=sapo loss.tau_negative=0": "loss.tau_negative=0: must be above 0",
     "loss.shape=dppo loss.divergence=js": "loss.divergence=js: use one of tv, kl",
-    "loss.shape=m2po loss.moment_bound=-1": "loss.moment_bound=-1: must be 0 or more",
+    "loss.shape=dppo loss.divergence_bound=-1": "loss.divergence_bound=-1: must be 0 or more",
     "loss.importance=tokn": "loss.importance=tokn: use one of token, sequence",
     "loss.advantage=mean": "loss.advantage=mean: use one of auto, group, group_mean, rloo, batch",
     "loss.advantage=[group]": "loss.advantage=['group']: use one of",
-    "+loss.masked=true": "loss.masked=True: loss=grpo does not take it",
+    "+loss.other=1": "loss.other=1: loss=grpo does not take it",
 }
 
 

@@ -192,9 +192,6 @@ def test_an_added_end_token_counts_and_one_that_is_cut_off_does_not():
     assert isinstance(whole, Sequence) and whole.key == row.key
 
 
-def test_a_shape_with_one_advantage_a_sequence_takes_none_of_tokens():
-    with pytest.raises(ConfigError, match=r"loss\.shape=gmpo has one a sequence"):
-        make_config("loss=grpo", "loss.kl_in=reward", "loss.shape=gmpo")
 
 
 def test_from_the_command_line(tmp_path):

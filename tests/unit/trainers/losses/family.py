@@ -43,8 +43,6 @@ class Loss:
             return self.function(scores, nothing, labels, nothing)
         if self.trainer != "grpo":
             return self.function(scores)
-        if self.numbers.get("shape") == "m2po":  # what the trainer finds over the global batch
-            return self.function(scores, labels, scores.log_ratio.detach().abs() > 1)
         return self.function(scores, labels)
 
 

@@ -1,4 +1,4 @@
-"""The limits in which one clip shape is another, and the second moment that M2PO bounds."""
+"""The limits in which one clip shape is another."""
 
 from __future__ import annotations
 
@@ -7,27 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.unit.trainers.losses.family import PLAIN, RANGE, Batch, random_batch
+from tests.unit.trainers.losses.family import PLAIN, RANGE, random_batch
 from trainers.losses.grpo import grpo
-from trainers.losses.shapes import SHAPES, beyond_moment, moment_limit, second_moments
+from trainers.losses.shapes import SHAPES
 
 FAR = math.inf
 LIMITS = {
     "dual's bound to infinity is ppo": ({"shape": "dual", "dual_clip": FAR}, {}),
     "cispo's range to the point 1 is reinforce": ({"shape": "cispo", "epsilon": 0.0}, {"shape": "reinforce"}),
     "dppo's bound to infinity is ppo's": ({"shape": "dppo", "divergence_bound": FAR}, {"epsilon": FAR}),
-    "m2po's bound to infinity is ppo's": ({"shape": "m2po", "moment_bound": FAR}, {"epsilon": FAR}),
-    "cppo's prefix bound to infinity and its floor to 1 is dppo": (
-        {"shape": "cppo", "prefix_bound": FAR, "weight_floor": 1.0},
-        {"shape": "dppo"},
-    ),
-    "gmpo's range to infinity is a ratio a sequence": (
-        {"shape": "gmpo", "epsilon": FAR},
-        {"epsilon": FAR, "importance": "sequence"},
-    ),
 }
 SAME_GRADIENT = {
     "cispo's range to infinity is ppo's": ({"shape": "cispo", "epsilon": FAR}, {"epsilon": FAR}),
@@ -125,53 +114,8 @@ def test_nothing_overflows(shape):
         ({"shape": "sapo", "tau_positive": 0.0}, "tau_positive=0.0: must be above 0"),
         ({"shape": "sapo", "tau_negative": 0.0}, "tau_negative=0.0: must be above 0"),
         ({"shape": "dppo", "divergence": "js"}, "divergence=js: use tv or kl"),
-        ({"shape": "cppo", "weight_floor": 0.0}, r"weight_floor=0.0: must lie in \(0, 1\]"),
     ],
 )
 def test_what_a_shape_refuses(numbers, said):
     with pytest.raises(ValueError, match=said):
         of(numbers)
-
-
-squares = st.lists(st.sampled_from([0.0, 0.01, 0.04, 0.25, 1.0, 2.25, 9.0, math.inf]), max_size=12)
-
-
-@settings(max_examples=200)
-@given(squares=squares, bound=st.sampled_from([0.0, 0.01, 0.04, 0.3, 1.0, math.inf]), seed=st.integers(0, 99))
-def test_as_few_tokens_go_as_it_takes_and_their_order_does_not_matter(squares, bound, seed):
-    values = torch.tensor(squares, dtype=torch.float64)
-    limit = moment_limit(values, bound)
-    gone = beyond_moment(values, limit)
-    members = values[values.isfinite()]
-    left = values[values.isfinite() & ~gone]
-    assert not len(left) or left.mean() <= bound + 1e-12
-    if gone.any():  # with the next size it would be above
-        again = members[members <= limit]
-        assert again.mean() > bound - 1e-12
-    order = torch.randperm(len(values), generator=torch.Generator().manual_seed(seed))
-    assert torch.equal(moment_limit(values[order], bound), limit)
-
-
-def test_only_tokens_that_ppo_could_clip_count_for_the_second_moment():
-    batch = random_batch(spread=1.0)
-    moved = second_moments(
-        PLAIN.scores(batch.policy, batch.reference, batch.mask), batch.labels.unsqueeze(-1)
-    )
-    log_r = batch.policy - batch.reference
-    driven = batch.mask & (log_r * batch.labels.unsqueeze(-1) > 0)
-    assert torch.equal(moved.isfinite(), driven) and driven.any() and not driven[batch.mask].all()
-    torch.testing.assert_close(moved[driven], log_r[driven] ** 2)
-
-
-def test_a_mask_from_elsewhere_is_the_one_that_counts():
-    """Of the global batch, that is, of which these rows are a part."""
-    batch = random_batch(spread=1.0)
-    scores = PLAIN.scores(batch.policy, batch.reference, batch.mask)
-    numbers = {"epsilon": 0.2, "beta": 0.0, "shape": "m2po", "moment_bound": 0.0}
-    alone = grpo(scores, batch.labels, **numbers)
-    nothing = grpo(scores, batch.labels, torch.zeros_like(batch.mask), **numbers)
-    assert float(alone.metrics["tokens_masked"].sum) > 0 == float(nothing.metrics["tokens_masked"].sum)
-    assert torch.equal(nothing.total, grpo(scores, batch.labels, epsilon=FAR, beta=0.0).total)
-    none = replace(batch, mask=torch.zeros_like(batch.mask))
-    assert isinstance(none, Batch)
-    assert grpo(PLAIN.scores(none.policy, none.reference, none.mask), none.labels, **numbers).total == 0
