@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from common.errors import require
 from common.imports import import_function, written_attributes
-from config.typed import Auto, PositiveShare, Share, Text, dataclass, typed
+from config.typed import Auto, Share, Text, dataclass, typed
 
-RESERVED_LOSS_KEYS = ("name", "_target_", "reference", "kl_anchor", "entropy_share")
+RESERVED_LOSS_KEYS = ("name", "_target_", "reference", "kl_anchor")
 """Keys of ``loss`` that are no numbers for the loss function or its trainer."""
 
 
@@ -22,7 +22,6 @@ class LossKeys:
     """Keys of ``loss`` that its trainer reads, or that every loss with a reference may have."""
 
     kl_anchor: Literal["reference", "initial"] = "reference"
-    entropy_share: PositiveShare = 1.0
     advantage: Auto[Literal["group", "group_mean", "rloo", "batch"]] = None
     gamma: Share = 1.0
     lam: Share = 1.0
@@ -79,7 +78,7 @@ def check_trainer_keys(loss: dict[str, Any], accepts: Accepts) -> None:
     """Raise ConfigError if ``loss`` lacks a setting that its trainer reads, or has one that it cannot use."""
     for key in accepts.loss_keys:
         require(key in loss, f"loss.{key}", "???", f"loss={loss['name']} needs it")
-    read = {"kl_anchor", "entropy_share", *accepts.loss_keys} & LossKeys.__annotations__.keys()
+    read = {"kl_anchor", *accepts.loss_keys} & LossKeys.__annotations__.keys()
     typed({key: loss[key] for key in read if key in loss}, LossKeys, "loss.")
     if "control_tokens" in accepts.loss_keys:
         check_two_texts("loss.control_tokens", loss["control_tokens"])

@@ -4,28 +4,18 @@ mean over the global batch's completion tokens (DAPO, C.1.4)."""
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
-
-import torch
-from torch import Tensor
 
 from common.errors import require
 from config.schema import Config
 from data.types import Example, Microbatch
 from data.views import ADVANTAGES, View, centred_advantages, group_advantages, normalised
-from models.distributed import gather_values, reshard
 from trainers.basic import BasicTrainer
 from trainers.losses import shapes
 from trainers.losses.base import LossResult, TokenScores
 from trainers.losses.grpo import grpo
-from trainers.scorer import TokenScorer
-
-EQUAL_ENTROPIES = 1e-3
-"""Nats. Entropies that differ by less count as one: the first tokens of a group's completions have the same,
-but for the rounding of their microbatches."""
 
 
-class GRPOTrainer(BasicTrainer[Tensor | None]):
+class GRPOTrainer(BasicTrainer[None]):
     view = staticmethod(group_advantages)
     feedback = ("pair", "random", "min", "group")
     single_answers = False
@@ -57,34 +47,7 @@ class GRPOTrainer(BasicTrainer[Tensor | None]):
         """Return whether any advantage is not 0."""
         return any(example.label for example in self.arrange(batch))
 
-    @torch.no_grad()
-    def prepare(self, batch: list[tuple[int, Microbatch]], scorer: TokenScorer) -> list[Tensor | None]:
-        """Return for each microbatch None, or with ``loss.entropy_share`` below 1 the tokens with the highest
-        entropies, [R, T] bool, which cost one more forward of the batch, without gradient."""
-        if self.config.loss.get("entropy_share", 1.0) == 1:
-            return [None] * len(batch)
-        return self.most_uncertain(batch)
-
-    def most_uncertain(self, batch: list[tuple[int, Microbatch]]) -> list[Tensor | None]:
-        """Return for each microbatch the tokens whose distributions have the highest entropies:
-        ``loss.entropy_share`` of the global batch's completion tokens, rounded up, with all whose entropy
-        equals the least of them but for rounding."""
-        share, masked_entropies = self.config.loss["entropy_share"], []
-        for _, micro in batch:
-            entropies = self.policy(micro.sequences, entropy=True)
-            reshard(self.policy)
-            masked_entropies.append(torch.where(micro.sequences.mask, entropies, -torch.inf))
-        highest = gather_values(
-            torch.cat([part.flatten() for part in masked_entropies]), fill=-torch.inf
-        ).sort(descending=True)
-        last = (highest.values.isfinite().sum() * share).ceil().long().clamp(min=1) - 1
-        least = highest.values.gather(0, last.reshape(1))[0]
-        return [part >= least - EQUAL_ENTROPIES for part in masked_entropies]
-
-    def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: Tensor | None) -> LossResult:
-        if prepared is not None:
-            kept = prepared.float()
-            scores = replace(scores, weights=kept if scores.weights is None else scores.weights * kept)
+    def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: None) -> LossResult:
         return self.loss(scores, micro.labels, **self.numbers(micro))
 
 

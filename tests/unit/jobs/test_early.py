@@ -144,7 +144,6 @@ def test_the_settings_of_a_loss_are_checked_by_its_source(tmp_path):
         "loss=dpo loss._target_=my.loss": "loss._target_=my.loss: cannot be imported",
         "loss=grpo loss.shape=foo": "loss.shape=foo: use one of ppo, dual",
         "loss=grpo loss.max_tokens=2.5 loss.normalization=constant": "must be a whole number",
-        "loss=grpo loss.entropy_share=2": "must lie in (0, 1]",
         "loss=ppo loss.gamma=2": "must lie in [0, 1]",
         "loss=kto replicas=3": "replicas=3: must divide the number of ranks, 1",
         "loss=kto +loss.alpha=1": "loss=kto does not take it; it takes beta",
