@@ -100,9 +100,7 @@ class CorrectionConfig:
 
     name: Text
     _target_: Text | None
-    weighs: Literal["tokens", "examples"]
     reads_behavior: bool
-    reads_collision: bool
     low: Annotated[NotNegative, "is a bound of a ratio"]
     high: Annotated[float, Unbounded]
     delta: float
@@ -300,13 +298,13 @@ class Config:
     def _check_correction(self) -> None:
         """Check what a correction, or a ratio to the behaviour policy, requires of the loss, and of the
         sampler, by whose log-probabilities it divides."""
-        correction, supported = self.correction, self.accepts.corrections
+        correction = self.correction
         require(
-            correction._target_ is None or correction.weighs in supported,
+            correction._target_ is None or self.accepts.corrections,
             "correction",
             correction.name,
-            f"weighs {correction.weighs}, and of loss={self.loss['name']} "
-            f"{' or '.join(supported) or 'nothing'} can be weighed; use correction=none or another loss",
+            f"weighs tokens, and of loss={self.loss['name']} nothing can be weighed; use correction=none or "
+            "another loss",
         )
         if self.ratio_reference == "behavior":
             self._check_ratio_to_behavior()
@@ -328,7 +326,7 @@ class Config:
         key = "ratio_reference"
         need(
             self,
-            "tokens" in self.accepts.corrections,
+            self.accepts.corrections,
             key,
             f"is for losses that weigh tokens by a ratio (grpo, dr_grpo, ppo_group), and this is "
             f"loss={self.loss['name']}",

@@ -46,7 +46,7 @@ class Accepts:
     logprob_range: bool
     beta_scales_rewards: bool
     loss_keys: tuple[str, ...]
-    corrections: tuple[str, ...]
+    corrections: bool
 
 
 @cache

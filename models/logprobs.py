@@ -121,28 +121,6 @@ def chunked_entropies(
     )
 
 
-@torch.no_grad()
-def chunked_collisions(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    temperature: float = 1.0,
-    budget: int | None = None,
-) -> Tensor:
-    """Return [M] float32, log sum_v p_v^2 of p = softmax(logits), in nats, without gradient. This is the log
-    of the probability that two draws agree. The arguments are those of ``chunked_logprobs``."""
-    form = Logits(scale, softcap, temperature)
-    total = squares = _zeros(hidden)
-    for down, below, _ in _below_highest(hidden, weight, bias, form, budget):
-        shrink, shares = down.exp(), below.exp_()
-        total = total * shrink + shares.sum(dim=1)
-        squares = squares * shrink.square() + shares.square_().sum(dim=1)
-    return squares.log() - 2 * total.log()
-
-
 def _zeros(hidden: Tensor) -> Tensor:
     """Return [M] zeros in the dtype of the sums."""
     return torch.zeros(

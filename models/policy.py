@@ -27,7 +27,7 @@ from common.errors import ConfigError, require
 from config.schema_model import SELECTIVE
 from data.types import Sequences
 from models.attention import DECODING, PACKED, packable, row_limits
-from models.logprobs import chunked_collisions, chunked_entropies, chunked_logprobs
+from models.logprobs import chunked_entropies, chunked_logprobs
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -62,23 +62,18 @@ class Policy(nn.Module):
         reference."""
         return super().train(False)
 
-    def forward(self, sequences: Sequences, entropy: bool = False, beside: str = "") -> Tensor:
+    def forward(self, sequences: Sequences, entropy: bool = False, with_entropy: bool = False) -> Tensor:
         """Return [R, T] float32, log p(token | preceding tokens) at completion cells, in nats, with p =
         softmax(logits / ``temperature``); 0 where the mask is False. With ``entropy``, return instead the
         entropy of the distribution that each token is drawn from, in nats, without gradient. With
-        ``beside``, return [2, R, T]: the log-probabilities, and in nats the "entropy" of those distributions,
-        with gradient, or their "collision", log sum p^2, without.
+        ``with_entropy``, return [2, R, T]: the log-probabilities, and those entropies with gradient.
 
         Without a completion token (rows that only fill up the batch) the result is zeros that still depend on
         every trained weight, so that a sharded backward runs on every rank.
         """
         before = self.hidden(sequences).index_select(0, sequences.predict)
-        if beside == "entropy":
+        if with_entropy:
             return torch.stack([self.logprobs(sequences, before), self.entropies(sequences, before)])
-        if beside == "collision":
-            head = output_head(self.model)
-            collisions = chunked_collisions(before, head.weight, head.bias, **self.form)
-            return torch.stack([self.logprobs(sequences, before), on_grid(sequences, collisions)])
         if entropy:
             with torch.no_grad():
                 return self.entropies(sequences, before)

@@ -127,8 +127,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
     """Whether ``loss.beta`` times the log-ratio is the reward; beta must then be above 0"""
     loss_keys: ClassVar[tuple[str, ...]] = ()
     """Keys of ``loss`` that it reads instead of the loss function"""
-    corrections: ClassVar[tuple[str, ...]] = ()
-    """What a correction can weight in its loss: tokens, examples"""
+    corrections: ClassVar[bool] = False
+    """Whether a correction can weight the tokens of its loss"""
     view: View
     scorer_class: ClassVar[type[TokenScorer]] = TokenScorer
 
@@ -152,13 +152,13 @@ class BasicTrainer(ABC, Generic[Prepared]):
         self.reference = Reference(by_row)
         self.anchor = Reference(self.reference.by_row) if anchored else None
         self.correction = Correction.from_config(config)
-        self.scorer = self.scorer_with(self.reference, Humanline.from_config(config))
-        self.scorer.anchor = self.anchor
-        self.scorer.ratio_to_behavior = config.ratio_reference == "behavior"
-        if config.correction.reads_collision:
-            self.scorer.beside = "collision"
-        elif config.loss.get("entropy_bonus"):
-            self.scorer.beside = "entropy"
+        self.scorer = self.scorer_with(
+            self.reference,
+            Humanline.from_config(config),
+            anchor=self.anchor,
+            ratio_to_behavior=config.ratio_reference == "behavior",
+            entropy=bool(config.loss.get("entropy_bonus")),
+        )
         self.initial_logprobs: Mapping[str, float] = {}
         """Row key -> log-probability of its completion under the initial weights, nats (for ``drift``); rows
         may be missing."""
@@ -227,10 +227,11 @@ class BasicTrainer(ABC, Generic[Prepared]):
 
     # -- scores ----------------------------------------------------------------------------------------
 
-    def scorer_with(self, reference: Reference, humanline: Humanline) -> TokenScorer:
-        """Return a scorer of this policy against ``reference``; a loss without a reference ignores it."""
+    def scorer_with(self, reference: Reference, humanline: Humanline, **more: Any) -> TokenScorer:
+        """Return a scorer of this policy against ``reference``, which a loss without a reference ignores;
+        ``more``: TokenScorer's other arguments."""
         used = reference if self.config.has_reference else None
-        return self.scorer_class(self.policy, used, humanline)
+        return self.scorer_class(self.policy, used, humanline, **more)
 
     def microbatches(self, batch: list[Example], size: Size | None = None) -> list[Microbatch]:
         """Return this rank's share of a global batch in microbatches, on the device."""
@@ -285,8 +286,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
         turns_of_mine = list(zip(micros, prepared, strict=True))
         with self.with_auxiliary(micros, meters) as add_share:
             for micro, item in reduced_once(self.policy, self.world, turns_of_mine):
-                scores = self.correction.tokens(self.scorer.score(at.step, micro.sequences), micro)
-                result = self.correction.examples(self.compute_loss(micro, scores, item), scores, micro)
+                scores = self.correction.with_weights(self.scorer.score(at.step, micro.sequences), micro)
+                result = self.compute_loss(micro, scores, item)
                 # Gradients are averaged over ranks but the loss is the global batch's mean, hence the factor.
                 # Several ranks shard them after every microbatch: waiting would keep whole float32 gradients
                 # in memory.

@@ -11,14 +11,9 @@ which humanline does not clip.
 | ``sequence_masked`` | rho_t in sequences whose geometric mean of rho lies in [low, high], else 0 | as IcePop, per sequence |
 | ``negative_masked`` | 0 in sequences with A < 0 and mean_t(log mu - log pi_theta) > delta, else 1 | DeepSeek-V3.2 (2025, arXiv 2512.02556) |
 | ``trust_region_masked`` | 0 in sequences with max_t abs(log pi_theta - log mu) > delta, else 1 | TRM (Li et al. 2025, arXiv 2512.23075, its estimate of the largest token KL from samples) |
-| ``weighted_pairs`` | exp(mean_t [log pi_theta - log sum_v pi_theta(v)^2]) of an example's completions, multiplied, at most 1: one w per example | WPO (Zhou et al. 2024, arXiv 2406.11827, equation 2, with its sampled alignment) |
 
 A token whose mu is not known has rho = 1; means are over the tokens whose mu is known. A correction does not
 change the divisor of the loss. The weight of a KL penalty is 1: it is not part of a token's term.
-
-``weighted_pairs`` divides each token's probability by sum_v pi_theta(v)^2, the mean probability of the tokens
-that the policy itself would draw there. So a completion that the policy itself drew weighs about 1, however
-sure the policy is. The bound of 1 is that of the authors' code.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -34,7 +29,7 @@ from common.imports import import_function
 from config.schema import Config, CorrectionConfig
 from data.batches import Segment
 from data.types import Microbatch
-from trainers.losses.base import LossResult, Mean, TokenScores, mean_where, token_mean
+from trainers.losses.base import Mean, TokenScores, mean_where, token_mean
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,7 @@ class Behavior:
 
 
 Weigh = Callable[[CorrectionConfig, TokenScores, Behavior, Tensor], Tensor]
-"""(settings, scores, mu, labels [examples]) -> w, [R, T] or [examples]. In GRPO a label is an advantage."""
+"""(settings, scores, mu, advantages [R]) -> w [R, T]"""
 
 
 def log_rho(scores: TokenScores, behavior: Behavior) -> Tensor:
@@ -119,20 +114,9 @@ def trust_region_masked(
     return inside[:, None].expand_as(scores.mask).float()
 
 
-def weighted_pairs(
-    settings: CorrectionConfig, scores: TokenScores, behavior: Behavior, advantages: Tensor
-) -> Tensor:
-    """Return w [examples], the product over an example's completions of exp(mean_t [log pi_theta - log sum_v
-    pi_theta(v)^2]), at most 1."""
-    assert scores.collision is not None, "its yaml says reads_collision"
-    means = token_mean(scores.policy.detach() - scores.collision, scores.mask)
-    return means.view(-1, len(advantages)).sum(dim=0).exp().clamp(max=1)
-
-
 @dataclass(frozen=True)
 class Correction:
-    """The correction that ``correction=`` selects. Without one, scores and losses pass through as the same
-    objects."""
+    """The correction that ``correction=`` selects. Without one, scores pass through as the same object."""
 
     settings: CorrectionConfig
     weigh: Weigh | None = None
@@ -145,47 +129,26 @@ class Correction:
         return cls(config.correction, weigh)
 
     @torch.no_grad()
-    def weights(self, scores: TokenScores, micro: Microbatch, unit: str) -> Tensor | None:
-        """Return the weights, [R, T] for ``unit="tokens"`` or [examples] for ``unit="examples"``; None where
-        the correction does not weigh those."""
-        if self.weigh is None or self.settings.weighs != unit:
-            return None
-        return self.weigh(self.settings, scores, Behavior.of(micro, scores.mask), micro.labels)
-
-    def tokens(self, scores: TokenScores, micro: Microbatch) -> TokenScores:
+    def with_weights(self, scores: TokenScores, micro: Microbatch) -> TokenScores:
         """Return the scores with the weights of their tokens."""
-        weights = self.weights(scores, micro, "tokens")
-        return scores if weights is None else replace(scores, weights=weights)
-
-    def examples(self, result: LossResult, scores: TokenScores, micro: Microbatch) -> LossResult:
-        """Return the loss with its examples weighted."""
-        weights = self.weights(scores, micro, "examples")
-        if weights is None:
-            return result
-        assert result.examples is not None, "the trainer's class says that its losses are of examples"
-        return replace(result, total=(weights * result.examples).sum())
+        if self.weigh is None:
+            return scores
+        behavior = Behavior.of(micro, scores.mask)
+        return replace(scores, weights=self.weigh(self.settings, scores, behavior, micro.labels))
 
     def metrics(self, scores: TokenScores, micro: Microbatch) -> dict[str, Mean]:
         """Return ``correction_masked``, the share of tokens with w = 0; the means of ``correction_weight``
         and of its square (see ``with_sample_size``); and ``correction_unknown``, the share of tokens whose mu
-        is not known. For ``weighted_pairs`` it returns only the two means, over examples."""
-        weights = self.weights(scores, micro, "examples")
-        if weights is not None:
-            return _moments(weights, scores.valid[: len(micro.examples)])
+        is not known."""
         if scores.weights is None:
             return {}
         unknown = ~Behavior.of(micro, scores.mask).known
-        return _moments(scores.weights, scores.mask) | {
+        return {
+            "correction_weight": mean_where(scores.weights, scores.mask),
+            "correction_weight_squared": mean_where(scores.weights.square(), scores.mask),
             "correction_masked": mean_where((scores.weights == 0).float(), scores.mask),
             "correction_unknown": mean_where(unknown.float(), scores.mask),
         }
-
-
-def _moments(weights: Tensor, where: Tensor) -> dict[str, Mean]:
-    return {
-        "correction_weight": mean_where(weights, where),
-        "correction_weight_squared": mean_where(weights.square(), where),
-    }
 
 
 def with_sample_size(means: dict[str, float | None]) -> dict[str, float | None]:

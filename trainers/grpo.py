@@ -21,7 +21,7 @@ class GRPOTrainer(BasicTrainer[None]):
     single_answers = False
     beta_scales_rewards = False
     loss_keys = ("advantage",)
-    corrections = ("tokens",)
+    corrections = True
 
     @classmethod
     def view_of(cls, config: Config) -> View:

@@ -14,7 +14,6 @@ class PairedPreferenceTrainer(BasicTrainer[None]):
     rows_per_example = 2
     view = staticmethod(views.pairs)
     single_answers = False
-    corrections = ("examples",)
 
     def loss_denominator(self, batch: list[Example]) -> int:
         return len(batch)

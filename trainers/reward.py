@@ -13,7 +13,6 @@ class RewardTrainer(PairedPreferenceTrainer):
     online = False
     logprob_range = False
     beta_scales_rewards = False
-    corrections = ()
 
     def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: None) -> LossResult:
         chosen, rejected = scores.split(len(micro.examples))

@@ -19,31 +19,37 @@ class TokenScorer:
     """Scores rows under the current policy, together with the log-probabilities that the reference has stored
     for them."""
 
-    def __init__(self, policy: nn.Module, reference: Reference | None, humanline: Humanline) -> None:
+    def __init__(
+        self,
+        policy: nn.Module,
+        reference: Reference | None,
+        humanline: Humanline,
+        anchor: Reference | None = None,
+        ratio_to_behavior: bool = False,
+        entropy: bool = False,
+    ) -> None:
         """``reference``: None for a loss that has none; the policy's own values then take its place.
-        ``humanline``: transforms the log-ratio between the two; ``Humanline()`` leaves it unchanged."""
+        ``humanline``: transforms the log-ratio between the two; ``Humanline()`` leaves it unchanged.
+        ``anchor``: scores of the policy that a KL term compares with; None: those of the reference.
+        ``ratio_to_behavior``: whether ratios are taken against the policy that wrote a token, where it is
+        known, and not against the reference. ``entropy``: whether scores include the entropies, which cost
+        one more product with the head."""
         self.policy = policy
         self.reference = reference
         self.humanline = humanline
-        self.anchor: Reference | None = None
-        """Scores of the policy that a KL term compares with; None: those of the reference."""
-        self.ratio_to_behavior = False
-        """Whether ratios are taken against the policy that wrote a token, where it is known, and not against
-        the reference."""
-        self.beside = ""
-        """What else scores include, ``collision`` or ``entropy``: it costs one more product with the head."""
+        self.anchor = anchor
+        self.ratio_to_behavior = ratio_to_behavior
+        self.entropy = entropy
 
     def score(self, step: int, sequences: Sequences) -> TokenScores:
         """Return the scores of R rows at optimizer step ``step``, with the policy's gradient.
 
         Raises KeyError for a row that the reference did not score for this step.
         """
-        if not self.beside:
+        if not self.entropy:
             return self.compared(step, sequences, self.policy(sequences))
-        policy, statistic = self.policy(sequences, beside=self.beside)
-        if self.beside == "collision":
-            return replace(self.compared(step, sequences, policy), collision=statistic.detach())
-        return replace(self.compared(step, sequences, policy), entropy=statistic)
+        policy, entropy = self.policy(sequences, with_entropy=True)
+        return replace(self.compared(step, sequences, policy), entropy=entropy)
 
     def compared(self, step: int, sequences: Sequences, policy: torch.Tensor) -> TokenScores:
         """Return the scores that the policy's log-probabilities [R, T] of these rows give."""

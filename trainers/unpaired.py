@@ -23,7 +23,6 @@ class UnpairedPreferenceTrainer(BasicTrainer[Tensor]):
     view = staticmethod(views.labelled)
     feedback = ("pair", "random", "min", "threshold")
     labelled_examples = True
-    corrections = ("examples",)
 
     def loss_denominator(self, batch: list[Example]) -> int:
         return len(batch)

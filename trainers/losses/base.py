@@ -41,10 +41,6 @@ class TokenScores:
     anchor: Tensor | None = None
     """[R, T] log-probabilities, in nats, of the policy pi_0 that a KL term compares with, without gradient;
     None: ``reference``"""
-    collision: Tensor | None = None
-    """[R, T] log sum_v p_v^2 of the distribution that each token is drawn from, in nats, without gradient;
-    None: not requested"""
-
     entropy: Tensor | None = None
     """[R, T] entropy of the distribution that each token is drawn from, in nats, with gradient; None: not
     requested"""
@@ -75,9 +71,6 @@ class LossResult:
     """[] float32, with gradient"""
     metrics: dict[str, Mean] = field(default_factory=dict)
     """Metric name -> (sum, count), both [] and without gradient"""
-    examples: Tensor | None = None
-    """[n] loss of each example, with gradient, 0 for examples that only fill up the batch; the values add up
-    to ``total``. None where the loss is not a sum over examples"""
 
 
 def token_sum(values: Tensor, mask: Tensor) -> Tensor:
@@ -154,8 +147,7 @@ def paired_result(losses: Tensor, chosen: Tensor, rejected: Tensor, valid: Tenso
         "reward_rejected": mean_where(rejected, valid),
         "reward_accuracy": mean_where(agreement(chosen - rejected), valid),
     }
-    examples = torch.where(valid, losses, 0.0)
-    return LossResult(examples.sum(), metrics, examples)
+    return LossResult(torch.where(valid, losses, 0.0).sum(), metrics)
 
 
 def mean_where(values: Tensor, where: Tensor) -> Mean:

@@ -33,5 +33,4 @@ def kto(
         "reward_rejected": mean_where(beta * s, scores.valid & ~desirable),
         "reward_accuracy": mean_where(agreement(gain), scores.valid),
     }
-    examples = torch.where(scores.valid, losses, 0.0)
-    return LossResult(examples.sum(), metrics, examples)
+    return LossResult(torch.where(scores.valid, losses, 0.0).sum(), metrics)

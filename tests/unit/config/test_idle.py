@@ -137,9 +137,7 @@ def test_the_rules_of_shapes_and_corrections_are_those_of_their_code():
         config = compose_config(["loss=grpo", f"loss.shape={shape}"])
         assert {key for key in own if why_idle(config, f"loss.{key}") is None} == shapes.READS[shape] & own
     for path in (FOLDER / "correction").glob("*.yaml"):
-        config = compose_config(
-            [f"loss={'dpo' if path.stem == 'weighted_pairs' else 'grpo'}", f"correction={path.stem}"]
-        )
+        config = compose_config(["loss=grpo", f"correction={path.stem}"])
         used = set() if path.stem == "none" else set(getattr(corrections, path.stem).__code__.co_names)
         for key in ("low", "high", "delta"):
             assert (why_idle(config, f"correction.{key}") is None) == (key in used), (path.stem, key)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,11 +17,10 @@ from data.examples import with_tokens
 from data.formats import RowError
 from data.groups import from_dict, to_dict
 from data.types import Completion, Sequence
-from tests.engine import engine_config, make_segment, run
-from tests.tiny import make_config, tiny_policy
+from tests.tiny import make_config
 from trainers.corrections import Behavior, Correction, with_sample_size
 from trainers.losses import shapes
-from trainers.losses.base import LossResult, TokenScores
+from trainers.losses.base import TokenScores
 from trainers.losses.grpo import grpo
 from trainers.losses.ppo import ppo
 
@@ -56,8 +54,7 @@ def case(seed: int = 0, spread: float = 1.0):
 
 
 def correction(name: str, *words: str) -> Correction:
-    loss = "dpo" if name == "weighted_pairs" else "grpo"
-    return Correction.from_config(make_config(f"loss={loss}", f"correction={name}", *words))
+    return Correction.from_config(make_config("loss=grpo", f"correction={name}", *words))
 
 
 def by_hand(name: str, low: float, high: float, delta: float, rows) -> list[list[float]]:
@@ -102,7 +99,7 @@ def by_hand(name: str, low: float, high: float, delta: float, rows) -> list[list
 def test_weights_are_those_of_the_formula(name, low, high, delta, seed):
     scores, micro, rows = case(seed)
     words = (f"correction.low={low}", f"correction.high={high}", f"correction.delta={delta}")
-    weights = correction(name, *words).tokens(scores, micro).weights
+    weights = correction(name, *words).with_weights(scores, micro).weights
     assert weights is not None and not weights.requires_grad
     for found, wanted in zip(weights, by_hand(name, low, high, delta, rows), strict=True):
         assert found[: len(wanted)].tolist() == pytest.approx(wanted, rel=1e-12)
@@ -120,7 +117,9 @@ def test_a_weight_multiplies_the_policy_term_and_not_the_penalty(words):
     beta = 0.3 if words else 0.0
     scores, micro, _ = case(3, spread=0.1)
     weights = (
-        correction("truncated", "correction.low=0.9", "correction.high=1.05").tokens(scores, micro).weights
+        correction("truncated", "correction.low=0.9", "correction.high=1.05")
+        .with_weights(scores, micro)
+        .weights
     )
 
     def gradient(w, beta):
@@ -135,7 +134,7 @@ def test_a_weight_multiplies_the_policy_term_and_not_the_penalty(words):
 
 def test_a_weight_multiplies_the_policy_term_of_ppo_without_a_critic_too():
     scores, micro, _ = case(3, spread=0.1)
-    weights = correction("truncated", "correction.low=0.9").tokens(scores, micro).weights
+    weights = correction("truncated", "correction.low=0.9").with_weights(scores, micro).weights
 
     def gradient(w, KL_coef=0.0):
         given = TokenScores(scores.policy, scores.reference, scores.log_ratio, scores.mask, w)
@@ -174,57 +173,10 @@ def test_a_token_of_weight_0_costs_nothing_however_large_its_ratio(shape, import
         assert torch.equal(found, wanted)
 
 
-def test_pairs_weigh_what_the_policy_thinks_of_them():
-    """One weight a pair: of both completions the mean of log p - log sum p^2, exp of their sum, at most 1,
-    without gradient."""
-    scores, micro, rows = case(1)
-    micro.labels, micro.examples = torch.zeros(2, dtype=torch.float64), (0, 0)
-    rng = np.random.default_rng(9)
-    sure = [rng.normal(mean, 0.3, n) for mean, n in zip((-0.3, -2.5, -0.3, 0.0), LENGTHS, strict=True)]
-    grid = [[*v, *[NAN] * (max(LENGTHS) - len(v))] for v in sure]
-    scores = replace(scores, collision=torch.tensor(grid, dtype=torch.float64))
-    losses = torch.tensor([0.4, 0.9], dtype=torch.float64, requires_grad=True)
-    result = correction("weighted_pairs").examples(LossResult(losses.sum(), {}, losses), scores, micro)
-    means = [float(np.mean(v - s)) if len(v) else 0.0 for v, s in zip(rows[0], sure, strict=True)]
-    wanted = [min(1.0, math.exp(means[0] + means[2])), min(1.0, math.exp(means[1] + means[3]))]
-    assert min(wanted) < 1 == max(wanted)
-    assert torch.autograd.grad(result.total, losses)[0].tolist() == pytest.approx(wanted, rel=1e-12)
-
-
-@pytest.mark.parametrize("loss", ["dpo", "kto"])
-@pytest.mark.parametrize("packing", ["true", "false"])
-def test_what_a_step_trains_is_the_weighted_loss_whatever_its_cut(tmp_path, loss, packing):
-    """The first step's loss is ln 2 times the mean weight, and the weights are those of whole softmaxes in
-    float64."""
-    found = []
-    for cut in (1, 4):
-        words = (f"model.packing={packing}", f"model.microbatches={cut}")
-        config = engine_config(tmp_path, loss, "correction=weighted_pairs", "model.batch_size=8", *words)
-        segment = make_segment(config, pairs=16)
-        found.append(run(config, segment)[1])
-    model = tiny_policy().model.double()
-    weights = []
-    for example in segment.batch(0):
-        exponent = 0.0
-        for row in example.rows:
-            ids = torch.tensor([*row.prompt_ids.tolist(), *row.completion_ids.tolist()])
-            p = model(ids[None]).logits[0, len(row.prompt_ids) - 1 : -1].softmax(-1)
-            chosen = p.gather(1, torch.tensor(row.completion_ids).long()[:, None])[:, 0]
-            exponent += (chosen.log() - p.square().sum(-1).log()).mean().item()
-        weights.append(min(1.0, math.exp(exponent)))
-    if loss == "dpo":
-        assert found[0][0]["loss"] == pytest.approx(math.log(2) * float(np.mean(weights)), rel=1e-4)
-    assert found[0][0]["correction_weight"] == pytest.approx(float(np.mean(weights)), rel=1e-4)
-    for one, other in zip(*found, strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
-        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
-
-
 def test_without_a_correction_nothing_is_touched():
     scores, micro, _ = case()
-    result = LossResult(torch.zeros(()), {})
     none = correction("none")
-    assert none.tokens(scores, micro) is scores and none.examples(result, scores, micro) is result
+    assert none.with_weights(scores, micro) is scores
     assert none.metrics(scores, micro) == {}
 
 
@@ -233,7 +185,7 @@ def test_metrics_say_how_much_is_left():
     corrected = correction("masked", "correction.low=0.4", "correction.high=2.5")
     means = {
         k: (m.sum / m.count).item()
-        for k, m in corrected.metrics(corrected.tokens(scores, micro), micro).items()
+        for k, m in corrected.metrics(corrected.with_weights(scores, micro), micro).items()
     }
     weights = np.concatenate(by_hand("masked", 0.4, 2.5, 0, rows))
     found = with_sample_size(means)
@@ -254,8 +206,7 @@ def test_metrics_say_how_much_is_left():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("loss=dpo correction=truncated", "weighs tokens, and of loss=dpo examples"),
-        ("loss=grpo correction=weighted_pairs", "correction=weighted_pairs: weighs examples"),
+        ("loss=dpo correction=truncated", "weighs tokens, and of loss=dpo nothing"),
         ("loss=sft data=adder-sft correction=masked", "and of loss=sft nothing can be weighed"),
         ("loss=grpo online=true correction=masked", "divides by log-probabilities at temp"),
         ("loss=grpo online=true correction=negative_masked", "masks tokens by log-probabilities at temp"),

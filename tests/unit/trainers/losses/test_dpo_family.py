@@ -112,7 +112,7 @@ def test_sppo():
 
 def test_the_chosen_and_the_rejected_rows_keep_all_that_was_scored():
     grid = torch.arange(10.0).reshape(5, 2)
-    beside = {"weights": grid + 30, "collision": grid + 40, "anchor": grid + 50, "entropy": grid + 60}
+    beside = {"weights": grid + 30, "anchor": grid + 50, "entropy": grid + 60}
     whole = TokenScores(grid, grid + 10, grid + 20, grid > 0, **beside)
     chosen, rejected = whole.split(2)
     for name, value in vars(whole).items():
