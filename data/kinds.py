@@ -23,7 +23,7 @@ ONE_LABEL = (
 FITTING = {
     "prompts without answers": "online=true with a reward, as in reward=armorm",
     SINGLE: "loss=sft",
-    "single labelled completions": "loss=kto, or loss=bco",
+    "single labelled completions": "loss=kto",
     "pairs": "loss=dpo, and every loss but those of scored groups of more answers",
     "scored groups": "loss=grpo, or loss=dpo on the best and the worst",
     "groups whose scores are all equal": "others: nobody can say which answer is better",

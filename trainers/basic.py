@@ -214,10 +214,6 @@ class BasicTrainer(ABC, Generic[Prepared]):
     def check(cls, config: Config, segment: Segment) -> None:
         """Raise ConfigError if the loss cannot be trained on this plan."""
 
-    def after_backward(self, metrics: list[dict[str, Mean]]) -> None:
-        """Update what the objective carries to the next step (BCO's running means), from ``metrics``, the
-        loss's metrics of each microbatch."""
-
     def numbers(self, micro: Microbatch) -> dict[str, Tensor]:
         """Return the columns ``data.numbers`` of the microbatch, [examples] float32 each, by name."""
         names = self.config.data.numbers or ()
@@ -280,7 +276,6 @@ class BasicTrainer(ABC, Generic[Prepared]):
         self.microbatches_of_step = len(micros)
         denominator = self.loss_denominator(batch)
         meters = Meters()
-        loss_metrics: list[dict[str, Mean]] = []
         reference_step = self.reference.step
         prepared = self.prepare([(at.step, micro) for micro in micros], self.scorer)
         turns_of_mine = list(zip(micros, prepared, strict=True))
@@ -296,8 +291,6 @@ class BasicTrainer(ABC, Generic[Prepared]):
                 meters.add(self.metrics(segment, micro, scores, result))
                 if observe is not None:
                     observe(micro, scores)
-                loss_metrics.append(result.metrics)
-        self.after_backward(loss_metrics)
         norm = clip_grad_norm(self.policy.parameters(), self.config.model.max_grad_norm)
         due = self.syncing.due(at.step, reference_step, meters.parts.get("reference_kl", []))
         if due and not self.syncing.after_update:

@@ -124,17 +124,6 @@ def kto(rows, desirable, kl, beta, desirable_weight, undesirable_weight):
     return total, grad
 
 
-def bco(rows, desirable, shift, density_ratio, beta):
-    total, grad = 0.0, np.zeros(rows.policy.shape)
-    for i in range(len(rows.n)):
-        if rows.n[i]:
-            sign, weight = (1, 1.0) if desirable[i] else (-1, density_ratio[i])
-            logit = sign * (beta * rows.s(i) - shift)
-            total += weight * softplus(-logit)
-            grad[i] = -weight * sign * beta * sigmoid(-logit) * rows.passes[i]
-    return total, grad
-
-
 def _surrogate(log_ratio, A, low, high):
     """min(r A, clip(r) A) as equation 1 has it, and its derivative with respect to log r."""
     r = math.exp(log_ratio)

@@ -11,7 +11,6 @@ import torch
 from tests.golden import formulas
 from tests.golden.formulas import INF, Rows
 from trainers.humanline import Humanline
-from trainers.losses.bco import bco
 from trainers.losses.bradley_terry import bradley_terry
 from trainers.losses.cdpo import cdpo
 from trainers.losses.dpo import dpo
@@ -117,22 +116,6 @@ def test_kto(labels, kl, scenario, clip, dtype):
         formulas.kto(rows, desirable, kl, **numbers),
         dtype,
     )
-
-
-@pytest.mark.parametrize("labels", LABELS)
-@cases
-def test_bco(labels, scenario, clip, dtype):
-    rows = make([*range(T + 1)] * 3, scenario, clip, seed=3)
-    desirable, density = LABELS[labels](len(rows.n)), np.linspace(0.5, 2, len(rows.n))
-    leaf, made = scores(rows, dtype)
-    result = bco(
-        made,
-        torch.tensor(desirable),
-        torch.tensor(0.25, dtype=dtype),
-        torch.tensor(density, dtype=dtype),
-        beta=0.1,
-    )
-    agree(result, [leaf], formulas.bco(rows, desirable, 0.25, density, beta=0.1), dtype)
 
 
 def standardised(rewards):

@@ -28,7 +28,7 @@ WRONG = {
     "model.name_or_path=./nope": "model.name_or_path=./nope",
     "model=qwen2.5-0.5b": "model=hub model.name_or_path=org/name",
     "log_epsilon_P=e^-1.5": "log_epsilon_P=e^-1.5: cannot be read; a text with",
-    "loss=null": "loss=null: choose a file of config/loss: bco, ",
+    "loss=null": "loss=null: choose a file of config/loss: bradley_terry, ",
     "loss=sft data=adder-sft data.subset=policy humanline=true": "loss=sft has no reference",
 }
 

@@ -75,12 +75,12 @@ def test_the_remedy_is_what_to_type(key: str, value: str, said: str) -> None:
         ("loss", "DPO", "did you mean loss=dpo?"),
         ("loss", "sigmoid_norm", "in TRL it is a loss_type; here: loss=dpo loss.length_normalized=true"),
         ("loss", "apo_zero", "in TRL it is a loss_type; none: nearest is loss=kto"),
-        ("loss", "nothing", "there are bco, dpo"),
-        ("model", "qwen", "there are bco, dpo; any other model is model=hub model.name_or_path=org/name"),
+        ("loss", "nothing", "there are dpo, kto"),
+        ("model", "qwen", "there are dpo, kto; any other model is model=hub model.name_or_path=org/name"),
     ],
 )
 def test_a_choice_that_no_file_has(folder: str, name: str, said: str) -> None:
-    assert said in no_file(folder, name, ["bco", "dpo"])
+    assert said in no_file(folder, name, ["dpo", "kto"])
 
 
 @pytest.mark.parametrize("key", ["foo.bar.baz", "zz", "maximum_steps_to_take", "x.y"])

@@ -390,12 +390,11 @@ def test_a_table_adds_no_nulls_and_keeps_the_order_of_arguments(tmp_path) -> Non
     assert '{"zone": "c"}' in found[1].prompt.turns[1].keys
 
 
-@pytest.mark.parametrize("loss", ["kto", "bco"])
-def test_labelled_losses_refuse_one_label_alone(tmp_path, loss: str) -> None:
+def test_labelled_losses_refuse_one_label_alone(tmp_path) -> None:
     path = write(tmp_path / "a.jsonl", *({"prompt": f"1{i}+10=", "completion": "20"} for i in range(8)))
     own = ("data=local", f"data.path={path}", "data.eval_fraction=0", "model.batch_size=4", "dry_run=true")
     with pytest.raises(ConfigError, match=r"desirable answers alone .*loss=sft.*data.one_label=true"):
-        train(make_config(f"loss={loss}", *own), "run")
+        train(make_config("loss=kto", *own), "run")
 
 
 def test_pairs_that_the_limit_makes_equal_are_counted(tmp_path, capsys) -> None:

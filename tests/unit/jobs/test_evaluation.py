@@ -106,7 +106,7 @@ def test_examples_that_stand_alone_are_compared_within_their_prompt(tmp_path):
     assert found["eval_reward_margin"] == pytest.approx(fmean(want), abs=1e-5)
 
 
-@pytest.mark.parametrize("loss", ["kto", "ppo", "bco", "dpo"])
+@pytest.mark.parametrize("loss", ["kto", "ppo", "dpo"])
 def test_no_number_depends_on_the_evaluations_batch_size(tmp_path, loss):
     groups = random_groups(9, seed=4, kind="pairs" if loss == "dpo" else "labelled")
     first, *others = [evaluated(tmp_path / str(size), loss, groups, size) for size in SIZES]

@@ -150,7 +150,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("packing", ["true", "false"])
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo", "bco"])
+@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
 def test_a_step_makes_the_host_wait_for_nothing(weights, loss, variant, packing):
     trainer, segment = prepared(weights, loss, *VARIANTS[variant], f"model.packing={packing}")
     for _ in range(segment.steps):
@@ -221,7 +221,7 @@ def test_the_watch_sees_into_a_step(weights):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("packing", ["true", "false"])
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo", "bco"])
+@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
 def test_a_step_on_a_gpu_waits_for_nothing(weights, loss, variant, packing):
     """What the device itself says. The first step is not watched: it sets libraries up."""
     trainer, segment = prepared(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +18,7 @@ from models.checkpoint import Checkpoints
 from models.distributed import local, start
 from models.heads import RewardModel, ValuePolicy
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
-from tests.tiny import KINDS, make_config, random_groups, tiny_llama, tiny_policy
+from tests.tiny import KINDS, make_config, tiny_llama, tiny_policy
 from trainers.assembly import make_loss, trainer_class
 from trainers.csft import ConditionedSFTTrainer, control_tokens
 from trainers.losses.ppo import gae
@@ -27,7 +26,6 @@ from trainers.ppo import moments
 
 MORE = {
     "bradley_terry": "pairs",
-    "bco": "labelled",
     "ppo": "labelled",
     "csft": "labelled",
     "dr_grpo": "weighted",
@@ -93,45 +91,8 @@ def test_a_reward_model_learns_to_prefer(tmp_path):
     assert "kl" not in lines[0] and "drift" not in lines[0]
 
 
-def test_bco_shifts_by_the_mean_of_all_rewards_before(tmp_path):
-    """Against sums kept by hand from the lines that were logged; none of it from the batch itself. Of every
-    third pair the undesirable half is missing: the mean is of two means."""
-    config = engine_config(tmp_path, "bco", "model.batch_size=8")
-    groups = [g[: 1 + (i % 3 > 0)] for i, g in enumerate(random_groups(24, 0, "labelled", 12))]
-    segment = Segment(groups, 8, sum(map(len, groups)), config.seed)
-    trainer, lines = run(config, segment, make_trainer(config, policy_for("bco")))
-    sums = np.zeros((2, 2))
-    for i, line in enumerate(lines):
-        labels = [e.label for e in segment.batch(i)]
-        counts = [sum(label > 0 for label in labels), sum(label < 0 for label in labels)]
-        for kind, name in enumerate(("reward_chosen", "reward_rejected")):
-            if counts[kind]:
-                sums[kind] += line[name] * counts[kind], counts[kind]
-    assert float(trainer.shift) == pytest.approx(float((sums[:, 0] / sums[:, 1]).mean()), rel=1e-5) != 0
-    _, again = trained(tmp_path, "bco", pairs=4)  # at the first step delta is 0 and every reward too
-    assert again[0]["loss"] == pytest.approx(np.log(2), abs=1e-6)
-
-
-def test_a_batch_whose_rewards_are_not_finite_leaves_bcos_shift_alone(tmp_path):
-    """Its update is skipped; the next steps go on from what was before it."""
-    config = engine_config(tmp_path, "bco", "model.batch_size=8", "model.microbatches=2")
-    trainer, shifts = make_trainer(config), []
-    run_on = trainer.compute_loss
-
-    def overflowing(micro, scores, prepared):
-        shifts.append((trainer.progress.step, float(trainer.shift)))
-        if trainer.progress.step == 2:
-            scores = replace(scores, log_ratio=scores.log_ratio * math.inf)
-        return run_on(micro, scores, prepared)
-
-    trainer.compute_loss = overflowing
-    _, lines = run(config, make_segment(config, pairs=24), trainer)
-    assert [line["skipped"] for line in lines] == [0, 0, 1, 0, 0, 0] and math.isnan(lines[2]["loss"])
-    assert dict(shifts)[2] == dict(shifts)[3] != dict(shifts)[4] and all(math.isfinite(x) for _, x in shifts)
-
-
-@pytest.mark.parametrize(("loss", "key"), [("bco", "reward_totals"), ("ppo", "value_head.weight")])
-def test_what_an_objective_keeps_is_in_its_checkpoint(tmp_path, loss, key):
+def test_what_an_objective_keeps_is_in_its_checkpoint(tmp_path):
+    loss, key = "ppo", "value_head.weight"
     trainer, _ = trained(tmp_path, loss)
     kept = Checkpoints(tmp_path / "checkpoints", start(), 1)
     kept.save(6, trainer.policy, trainer.optimizer, {}, {})

@@ -36,7 +36,7 @@ class Loss:
         if self.trainer == "reward":  # a row's sum stands for its reward
             rewards, half = token_sum(scores.policy, scores.mask), len(labels) // 2
             return self.function(rewards[:half], rewards[half:], scores.valid[:half] & scores.valid[half:])
-        if self.trainer in ("unpaired", "bco"):
+        if self.trainer == "unpaired":
             return self.function(scores, labels > 0, torch.tensor(0.5))
         if self.trainer == "ppo":
             nothing = torch.zeros_like(scores.policy)
