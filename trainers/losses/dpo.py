@@ -6,7 +6,6 @@ by one setting.
 | length-normalized DPO (Lambert et al. 2024, Tulu 3, arXiv 2411.15124) | ``length_normalized`` |
 | RPO (Pang et al. 2024, arXiv 2404.19733) | ``nll_weight`` |
 | f-DPO (Wang et al. 2023, arXiv 2309.16240) | ``divergence`` |
-| HyPO (Yuan et al. 2026, arXiv 2602.11902) | ``hypo`` |
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-from trainers.losses.base import LossResult, TokenScores, paired_result, token_mean, token_sum
+from trainers.losses.base import LossResult, TokenScores, paired_result, token_mean
 
 LARGEST = 60.0
 """Upper bound on the exponents in ``implied_reward``, in nats, so that the float32 gradient does not
@@ -34,7 +33,6 @@ def dpo(
     nll_weight: float = 0.0,
     divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl",
     divergence_alpha: float = 0.5,
-    hypo: bool = False,
 ) -> LossResult:
     """Return ``-log sigmoid(beta h(s_w) - beta h(s_l)) - nll_weight m_w``, summed over the pairs. h is
     ``implied_reward``, by default h(s) = s; m_w is the mean token log-probability of the chosen completion.
@@ -42,23 +40,12 @@ def dpo(
     ``chosen`` and ``rejected``: the same n pairs, row by row. ``beta``: reward per nat of log-ratio; a
     smaller value lets the policy move further from the reference. ``length_normalized``: s is the mean of the
     log-ratio over tokens instead of its sum. ``nll_weight``: weight of m_w. ``divergence``,
-    ``divergence_alpha``: see ``implied_reward``. ``hypo``: where the reference prefers the rejected
-    completion, its margin counts as 0: the policy's margin is compared with max(0, log pi_ref(y_w) - log
-    pi_ref(y_l)). Raises ValueError for ``hypo`` with a divergence whose h is not s.
+    ``divergence_alpha``: see ``implied_reward``.
     """
-    if hypo and divergence != "reverse_kl":
-        raise ValueError(
-            f"hypo=True with divergence={divergence}: it is about differences of s: use reverse_kl"
-        )
     sequence = mean_log_ratio if length_normalized else TokenScores.sequence_log_ratio
     reward_w = beta * implied_reward(sequence(chosen), divergence, divergence_alpha)
     reward_l = beta * implied_reward(sequence(rejected), divergence, divergence_alpha)
-    margin = reward_w - reward_l
-    if hypo:
-        reduce = token_mean if length_normalized else token_sum
-        reference = reduce(chosen.reference, chosen.mask) - reduce(rejected.reference, rejected.mask)
-        margin = margin + beta * reference.clamp(max=0)  # s_w - s_l has all of it already
-    losses = -logsigmoid(margin)
+    losses = -logsigmoid(reward_w - reward_l)
     if nll_weight:
         losses = losses - nll_weight * token_mean(chosen.policy, chosen.mask)
     return paired_result(losses, reward_w, reward_l, chosen.valid & rejected.valid)

@@ -63,21 +63,6 @@ def test_dpo_and_its_relatives(divergence, normalized, nll, seed):
     assert total.item() == pytest.approx(wanted, rel=1e-12)
 
 
-@pytest.mark.parametrize("normalized", [False, True])
-def test_hypo_takes_no_negative_margin_of_the_reference(normalized):
-    of, signs, wanted, total = (np.mean if normalized else np.sum), set(), 0.0, 0.0
-    for seed in range(4):
-        chosen, rejected, rows = pairs(seed)
-        total += dpo(chosen, rejected, beta=0.2, length_normalized=normalized, hypo=True).total.item()
-        for (pw, qw), (pl, ql) in rows:
-            reference = of(qw) - of(ql)
-            signs.add(reference > 0)
-            wanted += math.log1p(math.exp(-0.2 * (of(pw) - of(pl) - max(0.0, reference))))
-    assert signs == {True, False} and total == pytest.approx(wanted, rel=1e-12)
-    with pytest.raises(ValueError, match="use reverse_kl"):
-        dpo(chosen, rejected, beta=0.2, divergence="js", hypo=True)
-
-
 def test_divergences_meet_where_they_should():
     s = torch.linspace(-3, 3, 25, dtype=torch.float64)
     near = {name: implied_reward(1e-4 * s, name, 0.5) for name in ("forward_kl", "alpha", "reverse_kl")}
