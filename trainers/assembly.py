@@ -71,7 +71,7 @@ def _try(loss: Loss, config: Config) -> None:
 
 
 def trainer_class(config: Config) -> type[BasicTrainer]:
-    """Return the trainer class of the settings. Raises ConfigError if it is none or refuses the settings."""
+    """Return the trainer class of the settings. Raises ConfigError if it is none."""
     from trainers.basic import BasicTrainer  # transformers too, which ``make_loss`` does without
 
     cls = import_function("trainer._target_", config.trainer._target_)
@@ -81,7 +81,6 @@ def trainer_class(config: Config) -> type[BasicTrainer]:
         config.trainer._target_,
         "is not a subclass of trainers.basic.BasicTrainer",
     )
-    cls.check_settings(config)
     return cls
 
 

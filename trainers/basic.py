@@ -207,10 +207,6 @@ class BasicTrainer(ABC, Generic[Prepared]):
         return cls.view
 
     @classmethod
-    def check_settings(cls, config: Config) -> None:
-        """Raise ConfigError for a setting that this trainer cannot honour."""
-
-    @classmethod
     def check(cls, config: Config, segment: Segment) -> None:
         """Raise ConfigError if the loss cannot be trained on this plan."""
 

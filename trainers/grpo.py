@@ -3,16 +3,11 @@ mean over the global batch's completion tokens (DAPO, C.1.4)."""
 
 from __future__ import annotations
 
-import inspect
-
-from common.errors import require
 from config.schema import Config
 from data.types import Example, Microbatch
 from data.views import ADVANTAGES, View, centred_advantages, group_advantages, normalised
 from trainers.basic import BasicTrainer
-from trainers.losses import shapes
 from trainers.losses.base import LossResult, TokenScores
-from trainers.losses.grpo import grpo
 
 
 class GRPOTrainer(BasicTrainer[None]):
@@ -28,10 +23,6 @@ class GRPOTrainer(BasicTrainer[None]):
         """Return the view that ``loss.advantage`` names, or the class's own where it names none."""
         advantage = config.loss.get("advantage")
         return cls.view if advantage is None else ADVANTAGES[advantage]
-
-    @classmethod
-    def check_settings(cls, config: Config) -> None:
-        check_shape(config)
 
     def loss_denominator(self, batch: list[Example]) -> int:
         if self.config.loss.get("normalization", "token") != "token":
@@ -56,26 +47,3 @@ class CentredGRPOTrainer(GRPOTrainer):
     dividing would weigh prompts whose answers differ little as much as any other."""
 
     view = staticmethod(centred_advantages)
-
-
-def check_shape(config: Config) -> None:
-    """Raise ConfigError for a setting that this shape does not read and that is not at its default.
-
-    ``epsilon`` may have any value: it has no default, and a sweep over shapes sets one for all.
-    """
-    shape = config.loss.get("shape")
-    if shape not in tuple(shapes.SHAPES):
-        return  # the loss has no shapes, or refuses this shape itself
-    defaults = inspect.signature(grpo).parameters
-    for key in sorted(frozenset[str]().union(*shapes.READS.values()) & config.loss.keys()):
-        default = defaults[key].default
-        if key in shapes.reads(shape) or default is inspect.Parameter.empty:
-            continue
-        readers = ", ".join(name for name, read in shapes.READS.items() if key in read)
-        require(
-            config.loss[key] == default,
-            f"loss.{key}",
-            config.loss[key],
-            f"loss.shape={shape} does not read it, {readers} would; leave it at "
-            f"{'null' if default is None else default}",
-        )
