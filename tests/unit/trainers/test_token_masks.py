@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from common.errors import ConfigError
 from data.batches import Segment, collate
 from data.examples import with_tokens
 from data.formats import RowError
@@ -190,8 +189,6 @@ def test_an_added_end_token_counts_and_one_that_is_cut_off_does_not():
     assert none == "its loss_mask leaves no token to train on"
     whole = with_tokens(row, Completion(None, (0, 1, 2), loss_mask=(True,) * 3))
     assert isinstance(whole, Sequence) and whole.key == row.key
-
-
 
 
 def test_from_the_command_line(tmp_path):
