@@ -125,15 +125,6 @@ class Online:
         self.contexts = PromptSchedule(list(plan.prompts), config.rounds.contexts, config.seed)
         self.reward: Reward | None = None
         self.engine: Engine | None = None
-        require(
-            config.rounds.lag == 0
-            or not config.sampler.separate
-            or world.device.type == "cpu"
-            or not config.sampler.shares_devices,
-            "rounds.lag",
-            config.rounds.lag,
-            "samples while the trainer trains, so vLLM needs other GPUs: sampler.devices",
-        )
         self.sampling = make_sampling(config, renderer, world, folder / "logs")
         unwrap(from_main(catch(self._make_reward) if world.is_main else None))
         for made in gather_objects(None if world.is_main else catch(self._make_share)):

@@ -29,7 +29,7 @@ from jobs.same_data import reward_code
 from models.fingerprint import weights_fingerprint
 from models.ranks import ShareError
 from reports.metrics import read_metrics
-from rollouts.engines import Engine, Prefetch
+from rollouts.engines import Engine
 from rollouts.ledger import RoundFolder
 from rollouts.rewards.base import RewardError
 from rollouts.round_builder import RoundBuilder, samples_table
@@ -43,7 +43,7 @@ class RoundWatch(Protocol):
     """Follows the rounds of a run in addition to its steps."""
 
     def before_round(self) -> None:
-        """Called where a round begins, before the wait for its samples; may save a checkpoint."""
+        """Called where a round begins, before anything is sampled; may save a checkpoint."""
 
     def round_started(self, facts: Facts, metrics: Facts, table: list[list[Any]]) -> None:
         """Called when training on a round begins.
@@ -55,8 +55,7 @@ class RoundWatch(Protocol):
         """Called with the round's segment: its number of steps and its share of the run."""
 
     def stop_with(self, error: Exception) -> None:
-        """Called on rank 0, maybe in another thread, where a round cannot be made: the run ends at the next
-        ``stop_if_asked``, or before the next step."""
+        """Called on rank 0, where a round cannot be made: the run ends at the next ``stop_if_asked``."""
 
     def stop_if_asked(self) -> None:
         """Save and end the run, on every rank, if it was asked to stop on any (``stop_with``)."""
@@ -88,11 +87,6 @@ class OnlineSource:
         self.view = view_of_rounds(config, trainer.view_of(config))
         self._entered: float | None = None
         self._kept: dict[int, list[str]] = {}
-        self._prefetch: Prefetch | None = None
-        self._left_over: Callable[[], None] | None = None
-        several = self.ranks.world.size > 1
-        self._scores_together = several and config.reward_config.models_alone() is not None
-        """Whether all ranks score together, which is possible only between steps."""
 
     def round(self, index: int) -> RoundFolder:
         return RoundFolder(self.folder / "rounds" / f"{index:03d}", self.config.rounds.compress)
@@ -109,19 +103,16 @@ class OnlineSource:
     def _segment(self, index: int) -> Segment | None:
         inside = self.trainer.progress.position > 0
         if not inside:
-            self.watch.before_round()  # also the wait for a round ahead may be long, or in vain
+            self.watch.before_round()
         if index > 0 and not inside:
-            self._take_up(index - 1 + self.config.rounds.lag)
-            self._join()
             self._close(index - 1)
         if not self._planned(index) or self._left(index) == 0:
             return None
-        ahead = index + self.config.rounds.lag
         if not inside:
-            for due in self._due(index):
-                self._make(due)
-        if ahead > index and self.config.sampler.separate and self._planned(ahead):
-            self._start_prefetch(ahead, inside)
+            ahead = index + self.config.rounds.lag
+            for due in range(0 if index == 0 else ahead, ahead + 1):  # those that come from these weights
+                if self._planned(due):
+                    self._make(due)
         self._entered = None if inside else time.monotonic()
         return self._enter(index, inside)
 
@@ -129,30 +120,14 @@ class OnlineSource:
         """Return whether the round exists, which means that contexts are left for it."""
         return self._first(index) < self.contexts.planned
 
-    def _due(self, index: int) -> Iterator[int]:
-        """Yield the rounds to make from the current weights before training on round ``index``.
-
-        They are made one after another. With a separate sampler, the last of the ``rounds.lag`` rounds ahead
-        is made during training instead. The round that comes from exactly these weights is always among them,
-        because only ``_make`` sees whether its files do. The others came from weights that are gone by now,
-        and are due only if they are missing."""
-        lag, separate = self.config.rounds.lag, self.config.sampler.separate
-        last = index + lag - (lag > 0 and separate)
-        for due in range(index if index == 0 or separate else last, last + 1):
-            if not self._planned(due):
-                return
-            if index == 0 or due == index + lag or not self._done(due):
-                yield due
-
-    def _done(self, index: int) -> bool:
-        """Return whether the round is complete on disk, whatever weights it was sampled from."""
-        return self.ranks.run_on_main(lambda: self.round(index).done("groups"))
-
     def _make(self, index: int) -> None:
         first, wanted = self._first(index), self.config.rounds.sampled(index)
-        weights = self._publish(index, first)
-        with phase(f"round {index}", "rounds.contexts_per_round"):
-            self._on_main(lambda: _required(self.builder).build(self.round(index), first, wanted, weights))
+        with stopping(index, self.config):
+            weights = self._publish(index, first)
+            with phase(f"round {index}", "rounds.contexts_per_round"):
+                self._on_main(
+                    lambda: _required(self.builder).build(self.round(index), first, wanted, weights)
+                )
 
     def _on_main(self, work: Callable[[], None]) -> None:
         """Do the ``work`` of a round on rank 0. Where it fails, the run saves and ends on every rank."""
@@ -187,65 +162,10 @@ class OnlineSource:
         trained *= self.config.rounds.passes
         return max(0, self.config.rounds.examples - trained)
 
-    def _start_prefetch(self, index: int, inside: bool) -> None:
-        """Start to sample and score round ``index`` in the background while an earlier round is trained on.
-
-        It uses the weights at the start of the round being trained on. Where all ranks score together, the
-        background work only samples. ``inside``: training resumes inside that round or at its end, so the
-        weights are the ones published when it started."""
-        first, wanted, folder = self._first(index), self.config.rounds.sampled(index), self.round(index)
-        weights = (
-            str(self.ranks.run_on_main(lambda: folder.record["weights"]))
-            if inside
-            else self._publish(index, first, keep=True)
-        )
-        builder = self.builder
-        if builder is None:
-            return
-
-        def work() -> None:
-            try:
-                with stopping(index, self.config):
-                    if inside and builder.needs_weights(folder, first, wanted, weights):
-                        self.engine.reload_weights(folder.weights, index)
-                    make = builder.sample if self._scores_together else builder.build
-                    make(folder, first, wanted, weights)
-            except Exception as error:
-                self.watch.stop_with(error)
-                raise
-
-        self._prefetch = Prefetch(work)
-        if self._scores_together:
-            self._left_over = partial(builder.build, folder, first, wanted, weights)
-
-    def _take_up(self, index: int) -> None:
-        """Go on with round ``index`` where an earlier start of the run ended while it waited for it."""
-        if not (self.config.rounds.lag and self.config.sampler.separate):
-            return
-        folder = self.round(index)
-        if self.ranks.run_on_main(
-            lambda: self._prefetch is None and "weights" in folder.record and not folder.done("groups")
-        ):
-            self._start_prefetch(index, inside=True)
-
-    def _join(self) -> None:
-        """Wait for a round that is made in the background, if there is one, and finish its remaining work."""
-        prefetch, self._prefetch = self._prefetch, None
-        left_over, self._left_over = self._left_over, None
-
-        def work() -> None:
-            if prefetch is not None:
-                prefetch.result()
-            if left_over is not None:
-                left_over()
-
-        self._on_main(work)
-
-    def _publish(self, index: int, first: int, keep: bool = False) -> str:
+    def _publish(self, index: int, first: int) -> str:
         """Publish the policy's current weights to the engine if anything of the round is left to sample.
 
-        ``keep``: sampling happens while the policy is trained, so the weights must be kept. Returns the
-        weights' fingerprint."""
+        Returns the weights' fingerprint."""
         folder, builder, step = self.round(index), self.builder, self.trainer.progress.step
         with self.ranks.ended_together():
             weights = weights_fingerprint(self.trainer.policy.named_parameters())
@@ -254,9 +174,7 @@ class OnlineSource:
         if self.ranks.run_on_main(lambda: _required(builder).needs_weights(folder, first, wanted, weights)):
             start = time.monotonic()
             with phase(f"round {index}: weights to the sampler, its start", "sampler"):
-                published = self.engine.publish(
-                    folder.weights, index, keep or self.config.rounds.keep_weights
-                )
+                published = self.engine.publish(folder.weights, index, self.config.rounds.keep_weights)
             published["publish_seconds"] = time.monotonic() - start
         begun = {"round": index, "weights": weights, "sampled_step": step, **published}
         self.ranks.run_on_main(lambda: folder.note(begun))
@@ -332,12 +250,10 @@ class OnlineSource:
         folder = self.round(index)
         record = folder.record
         lines = [line for line in read_metrics(self.folder / "metrics.jsonl") if line.get("round") == index]
-        beside = self.round(
-            index + self.config.rounds.lag
-        ).record  # with a lag, this later round was made meanwhile, if it exists
-        made = beside.get("metrics", {})
+        before = self.round(index + self.config.rounds.lag).record  # the round that was made before it
+        made = before.get("metrics", {})
         seconds = {
-            "publish": beside.get("publish_seconds", 0.0),
+            "publish": before.get("publish_seconds", 0.0),
             "sample": made.get("sample_seconds", 0.0),
             "score": made.get("score_seconds", 0.0),
             "train": trained - record["trained_seconds"],
@@ -350,7 +266,7 @@ class OnlineSource:
                 "staleness": fmean(line["staleness"] for line in lines) if lines else None,
                 "seconds": seconds,
                 "train_wall_seconds": wall,
-                "idle": idle_shares(self.config, seconds, wall),
+                "idle": idle_shares(self.config, seconds),
             }
         )
 
@@ -369,14 +285,11 @@ def stopping(index: int, config: Config) -> Iterator[None]:
         raise StoppedError(f"round {index}: {error}\n{goes_on}") from error
 
 
-def idle_shares(config: Config, seconds: dict[str, float], wall: float | None) -> dict[str, float]:
+def idle_shares(config: Config, seconds: dict[str, float]) -> dict[str, float]:
     """Return the shares of the round's time in which trainer and sampler were idle.
 
-    An embedded sampler counts as the trainer. ``seconds``: seconds by activity. ``wall``: seconds from the
-    first step to the next round; None where the run was interrupted in between."""
-    together = seconds["publish"] + (wall or max(seconds["train"], seconds["sample"] + seconds["score"]))
-    beside = config.rounds.lag > 0 and config.sampler.separate
-    total = max(together if beside else sum(seconds.values()), 1e-9)
+    An embedded sampler counts as the trainer. ``seconds``: seconds by activity, one after another."""
+    total = max(sum(seconds.values()), 1e-9)
     if not config.sampler.separate:
         return {"trainer": 1 - (seconds["train"] + seconds["sample"]) / total}
     return {"trainer": 1 - seconds["train"] / total, "sampler": 1 - seconds["sample"] / total}

@@ -101,13 +101,12 @@ def in_gib(parts: Mapping[str, int]) -> dict[str, float]:
 @dataclass(frozen=True)
 class Neighbours:
     """What is on a rank's GPU beside the trainer, in GiB by part: memory of no tensor (``outside``); beside
-    everything but an engine that is awake (``always``); reward models, while a round is scored (``models``)
-    and beside a training step too (``scored``); an engine that is awake; what the host's memory keeps."""
+    everything but an engine that is awake (``always``); reward models, while a round is scored
+    (``models``); an engine that is awake; what the host's memory keeps."""
 
     outside: dict[str, float]
     always: dict[str, float]
     models: dict[str, float]
-    scored: dict[str, float]
     sampler: float | None
     host: dict[str, float]
 
@@ -127,13 +126,10 @@ def neighbours(config: Config, ranks: int, card: Card | None, notes: list[str]) 
     except ConfigError as error:
         models = {}
         notes.append(f"the reward model is not counted: {error}")
-    # A single rank scores beside its training where rounds are sampled ahead; several score between steps.
-    beside_training = ranks == 1 and config.rounds.lag > 0 and config.sampler.separate
     return Neighbours(
         outside,
         outside | (asleep if shares else {}),
         models,
-        models if beside_training else {},
         card.memory * config.sampler.gpu_memory_utilization if shares and card is not None else None,
         {f"{name}, between rounds": size for name, size in models.items()},
     )

@@ -200,7 +200,7 @@ def make_plan(
     notes: list[str] = []
     beside = neighbours(asked.config, asked.ranks, card, notes)
     gathered, ask, model = False, remembered(ask, hf_config), asked.config.model
-    room = 0.0 if card is None else card.room - sum((beside.always | beside.scored).values())
+    room = 0.0 if card is None else card.room - sum(beside.always.values())
     asked, tokens = chosen(asked, hf_config, room, ask, longest_example)
     given, way = ask(asked), asked.config.model.activation_checkpointing
     situations = all_situations(asked, hf_config, given, beside)
@@ -253,8 +253,6 @@ def all_situations(
         situations.append(Situation("sampling", resident | beside.outside | engine))
     if beside.models:
         situations.append(Situation("scoring", resident | beside.always | beside.models))
-    if beside.scored:
-        situations.append(Situation("scoring beside the training step", {**step.parts, **beside.scored}))
     return situations
 
 

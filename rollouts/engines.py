@@ -4,21 +4,17 @@ rank's share; vLLM runs beside rank 0 (``rollouts.vllm.engine``). Rank 0 makes t
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from common.progress import SOON, pause
-from common.worker_process import WorkerError
 from data.types import Prompt
 from models.distributed import World, gather_objects
 from models.export import export, full_state, remove_unfinished
 from models.policy import Policy
-from models.ranks import Ranks, catch, unwrap
+from models.ranks import Ranks
 from rollouts.samplers import Answered, EmbeddedSampler, Sample, SamplingSettings
 
 Facts = dict[str, Any]
@@ -47,13 +43,8 @@ class Engine(OpenSampler, Protocol):
 
     def publish(self, folder: Path, version: int, keep: bool) -> Facts:
         """Sample from the policy's current weights from now on. Every rank calls it. ``folder``: for files
-        that have to be written; it may be deleted once the round is sampled. ``keep``: the policy is trained
-        meanwhile, so the weights must be kept for ``reload_weights``. Returns facts to record. Raises
-        WorkerError."""
-
-    def reload_weights(self, folder: Path, version: int) -> None:
-        """Sample from the weights that ``publish`` kept in ``folder``, in a process that has since been
-        killed. Called on rank 0."""
+        that have to be written; it may be deleted once the round is sampled. ``keep``: write the weights
+        there in any case. Returns facts to record. Raises WorkerError."""
 
     def sleep(self) -> None:
         """Release accelerator memory until the next ``publish``. Called on rank 0."""
@@ -74,11 +65,6 @@ class EmbeddedEngine:
             tokenizer = self.sampler.renderer.tokenizer
             write_weights(self.ranks, self.sampler.policy, tokenizer, folder, self.dtype)
         return {}
-
-    def reload_weights(self, folder: Path, version: int) -> None:
-        """Raise WorkerError: the embedded sampler has only the current weights, so it never samples during
-        training."""
-        raise WorkerError(f"{folder} was not written by the embedded sampler")
 
     def sample(
         self,
@@ -117,23 +103,3 @@ def write_weights(
         export(state, policy, tokenizer, folder, dtype)
 
     ranks.run_on_main(write)
-
-
-class Prefetch:
-    """Work that runs in its own thread while the previous round is trained on."""
-
-    def __init__(self, work: Callable[[], object]) -> None:
-        self._done: tuple[Any, BaseException | None] = (None, None)
-        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
-        self._thread.start()
-
-    def _run(self, work: Callable[[], object]) -> None:
-        self._done = catch(work)
-
-    def result(self) -> None:
-        """Wait for the work to end, and raise what it raised. Raises Requeue where the run is asked to stop
-        meanwhile."""
-        while self._thread.is_alive():
-            self._thread.join(SOON)
-            pause()
-        unwrap(self._done)

@@ -64,10 +64,6 @@ class RoundBuilder:
         whole = folder.done("samples", self._sampling_inputs(first, end, weights))
         return not (whole and (not self.config.rounds.fill or folder.done("groups")))
 
-    def sample(self, folder: RoundFolder, first: int, wanted: int, weights: str) -> None:
-        """Sample the ``wanted`` contexts, which is the first step of ``build``, and do nothing else."""
-        self._sample(folder, "samples", first, min(first + wanted, self.contexts.planned), weights)
-
     def build(self, folder: RoundFolder, first: int, wanted: int, weights: str) -> None:
         """Make the round of the ``wanted`` contexts from number ``first`` on, up to ``groups.jsonl``.
         ``weights``: the fingerprint of the weights that it is sampled from."""

@@ -224,11 +224,6 @@ class VllmEngine:
         self._client.check()
         return made
 
-    def reload_weights(self, folder: Path, version: int) -> None:
-        self._version, self._kept, self._restarted = version, folder, False
-        self.sampler.load(folder, version)
-        self._prove(json.loads((folder / _PROBE).read_text()))
-
     def _prove(self, trainer: list[list[float]]) -> None:
         """Raise WorkerError unless the engines' log-probabilities of the probe agree with the trainer's."""
         start = time.monotonic()

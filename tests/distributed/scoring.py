@@ -1,9 +1,8 @@
-"""A run whose rounds are sampled beside the training and scored by a reward model, as one of its ranks."""
+"""A run whose rounds are sampled ahead and scored by a reward model, as one of its ranks."""
 
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,24 +28,24 @@ class Beside(Second):
         def write() -> None:
             folder.mkdir(parents=True)
             torch.save(state, folder / "weights.pt")
-            self.reload_weights(folder, version)
+            self.other.model.load_state_dict(state)
 
         self.ranks.run_on_main(write)
         return {}
 
 
 def lagging(rank: int, ranks: int, store: str, folder: str, armorm: str) -> None:
-    """``scored-RANK.json`` says in which threads this rank scored a batch."""
-    threads: list[str] = []
+    """``scored-RANK.json`` says how many batches this rank scored."""
+    scored: list[int] = []
     of_batch = ModelReward._of_batch
 
     def noted(self, rows):
-        threads.append(threading.current_thread().name)
+        scored.append(len(rows))
         return of_batch(self, rows)
 
     def second(config, renderer, world, log_dir):
         made = lambda policy, prompts: Beside(policy, renderer, world)  # noqa: E731
-        return SimpleNamespace(engine=made, close=lambda: None)
+        return SimpleNamespace(engine=made)
 
     join(rank, ranks, store)
     limits = ("max_length=400", "max_prompt_length=200", "dtype=float32", "batch_tokens=600")
@@ -56,4 +55,4 @@ def lagging(rank: int, ranks: int, store: str, folder: str, armorm: str) -> None
         patch.setattr(jobs.online, "make_sampling", second)
         patch.setattr(ModelReward, "_of_batch", noted)
         train(make_config(*SHORT, *places, *LAGGING, "rounds.contexts=24", "reward=armorm", *words), "r")
-    (Path(folder) / f"scored-{rank}.json").write_text(json.dumps(threads))
+    (Path(folder) / f"scored-{rank}.json").write_text(json.dumps(len(scored)))

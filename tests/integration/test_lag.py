@@ -1,4 +1,4 @@
-"""rounds.lag=1: the next round is sampled from the weights that a round starts with while that round trains,
+"""rounds.lag=1: the next round is sampled from the weights that a round starts with before that round trains,
 also after an interruption.
 
 vLLM's place is taken by a second model, which is what an engine of its own is.
@@ -6,8 +6,6 @@ vLLM's place is taken by a second model, which is what an engine of its own is.
 
 from __future__ import annotations
 
-import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +24,6 @@ from rollouts.samplers import EmbeddedSampler
 from rollouts.vllm.engine import VllmEngine
 from tests.integration.online import assert_same, cut_off, lines, rounds, run_online
 from tests.tiny import make_config
-from trainers.basic import BasicTrainer
 
 LAGGING = (
     "online=true",
@@ -43,8 +40,6 @@ LAGGING = (
 class Second:
     """An engine whose weights are a second model's; they reach it through a folder, as vLLM's do."""
 
-    threads: set[str] = set()  # noqa: RUF012
-
     def __init__(self, policy, renderer, world):
         self.policy, self.ranks = policy, Ranks(world)
         self.other = load_policy(make_config().model, torch.device("cpu"))
@@ -55,14 +50,10 @@ class Second:
     def publish(self, folder, version, keep):
         folder.mkdir(parents=True, exist_ok=True)  # as a run that was stopped leaves it
         torch.save(full_state(self.policy), folder / "weights.pt")
-        self.reload_weights(folder, version)
+        self.other.model.load_state_dict(torch.load(folder / "weights.pt"))
         return {}
 
-    def reload_weights(self, folder, version):
-        self.other.model.load_state_dict(torch.load(folder / "weights.pt"))
-
     def sample(self, prompts, n, settings, seed, answered=None):
-        self.threads.add(threading.current_thread().name)
         return self.sampler.sample(prompts, n, settings, seed)
 
     def sleep(self): ...
@@ -73,9 +64,7 @@ class Second:
 @pytest.fixture(scope="module", autouse=True)
 def second():
     def second(config, renderer, world, log_dir):
-        return SimpleNamespace(
-            engine=lambda policy, prompts: Second(policy, renderer, world), close=lambda: None
-        )
+        return SimpleNamespace(engine=lambda policy, prompts: Second(policy, renderer, world))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jobs.online, "make_sampling", second)
@@ -85,13 +74,11 @@ def second():
 @pytest.fixture(scope="module")
 def whole(second, tmp_path_factory):
     """A run that nothing disturbs."""
-    Second.threads.clear()
     return run_online(tmp_path_factory.mktemp("whole"), "whole", *LAGGING)
 
 
 def test_a_round_is_sampled_from_where_the_one_before_started(whole):
     run = whole
-    assert len(Second.threads) > 1, "nothing was sampled beside the training"
     records = [folder.record for folder in rounds(run)]
     begins = [min(line["step"] for line in lines(run) if line["round"] == i) for i in range(4)]
     assert [record["sampled_step"] for record in records] == [0, 0, begins[1], begins[2]]
@@ -116,98 +103,55 @@ def test_two_rounds_before(tmp_path):
     assert not list(run.glob("rounds/*/weights"))
 
 
-def test_a_round_ahead_that_cannot_be_made_ends_the_run_before_the_next_step(tmp_path):
-    def refused(self, folder, first, *more, build=RoundBuilder.build):
-        if first > 0:
-            raise RewardError("the judge refuses every call")
-        build(self, folder, first, *more)
-
-    def slow(self, *of, step=BasicTrainer.step):
-        time.sleep(0.5)
-        return step(self, *of)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RoundBuilder, "build", refused)
-        patch.setattr(BasicTrainer, "step", slow)
-        with pytest.raises(StoppedError, match=r"round 1: the judge refuses(.|\n)*resume=true"):
-            run_online(tmp_path, "r", *LAGGING, "rounds.contexts=24", "model.batch_size=1")
-    run = tmp_path / "r"
-    assert len(lines(run)) <= 2 < rounds(run)[0].record["kept"], "it does not wait for its own round's end"
-    run_online(tmp_path, "r", *LAGGING, "rounds.contexts=24", "model.batch_size=1", "resume=true")
-    assert {line["round"] for line in lines(run)} == {0, 1}
-
-
 @pytest.mark.parametrize(
     ("error", "raised", "said"),
     [
-        (RewardError("the judge refuses every call"), StoppedError, r"round 1: the judge(.|\n)*resume=true"),
+        (RewardError("the judge refuses every call"), StoppedError, r"round 2: the judge(.|\n)*resume=true"),
         (RuntimeError("a mistake"), RuntimeError, "a mistake"),
     ],
 )
-def test_a_round_ahead_that_fails_once_its_own_is_trained_loses_nothing(whole, tmp_path, error, raised, said):
-    """Its own round is saved, however seldom checkpoints are, and the samples of the round ahead are kept."""
-    waited_for = threading.Event()
+def test_a_round_ahead_that_cannot_be_made_loses_nothing(whole, tmp_path, error, raised, said):
+    """The round before is saved, however seldom checkpoints are, and the samples of the round ahead are
+    kept."""
 
     def refused(self, folder, *more, score=RoundBuilder._score):
-        if folder.path.name == "001":
-            waited_for.wait()
+        if folder.path.name == "002":
             raise error
         return score(self, folder, *more)
-
-    def join(self, join=OnlineSource._join):
-        waited_for.set()
-        join(self)
 
     options = (*LAGGING, "save_every=1000")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RoundBuilder, "_score", refused)
-        patch.setattr(OnlineSource, "_join", join)
         with pytest.raises(raised, match=said):
             run_online(tmp_path, "r", *options)
     run = tmp_path / "r"
     trained = len(lines(run))
     assert (run / "checkpoints" / f"step_{trained:08d}").is_dir() and trained > 0
-    assert rounds(run)[1].done("samples")
+    assert {line["round"] for line in lines(run)} == {0}
+    assert rounds(run)[2].done("samples")
     assert_same(run_online(tmp_path, "r", *options, "resume=true"), whole)
 
 
-def test_a_round_is_saved_before_the_wait_for_the_round_ahead(tmp_path):
-    """A kill during the wait, which may take hours, loses nothing of the round before."""
+def test_a_round_is_saved_before_the_round_ahead_is_sampled(tmp_path):
+    """A kill while it is sampled, which may take hours, loses nothing of the round before."""
     saved = []
 
-    def join(self, join=OnlineSource._join):
-        saved.append((tmp_path / "r" / "checkpoints" / f"step_{self.trainer.progress.step:08d}").is_dir())
-        join(self)
+    def make(self, index, make=OnlineSource._make):
+        step = self.trainer.progress.step
+        saved.append((index, (tmp_path / "r" / "checkpoints" / f"step_{step:08d}").is_dir()))
+        make(self, index)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OnlineSource, "_join", join)
-        run_online(tmp_path, "r", *LAGGING, "rounds.contexts=24", "save_every=null")
-    assert saved == [True, True]
-
-
-def closed_when_sampled(self, close=jobs.online.Online.close):
-    """The reward of a run that is cut off ends after the thread that scores with it, which lives on in this
-    process, as it would not in a killed one."""
-    for thread in threading.enumerate():
-        if "(_run)" in thread.name:
-            thread.join()
-    close(self)
+        patch.setattr(OnlineSource, "_make", make)
+        run_online(tmp_path, "r", *LAGGING, "rounds.contexts=36", "save_every=null")
+    assert saved == [(0, True), (1, True), (2, True)]
 
 
 def test_interrupted_inside_a_round(whole, tmp_path):
-    """The round ahead had not been sampled (its files are taken away): the weights that it was to come from
-    are still there."""
     at = next(line["step"] for line in lines(whole) if line["round"] == 1) + 1
-    with cut_off(at) as patch:
-        # the weights stay, as where nothing was sampled yet
-        patch.setattr(RoundBuilder, "_sampled", lambda self, folder: None)
-        patch.setattr(jobs.online.Online, "close", closed_when_sampled)
+    with cut_off(at):
         run_online(tmp_path, "r", *LAGGING)
-    ahead = rounds(tmp_path / "r")[2]
-    assert ahead.done("groups")
-    for stage in ("samples", "scores", "groups"):
-        ahead.file(stage).unlink(missing_ok=True)
-    assert (ahead.path / "weights").exists()
+    assert rounds(tmp_path / "r")[2].done("groups"), "the round ahead is there"
     assert_same(run_online(tmp_path, "r", *LAGGING, "resume=true"), whole)
 
 
@@ -234,6 +178,4 @@ def test_killed_before_the_groups_of_a_round_ahead_are_written(tmp_path, monkeyp
 
 
 def test_the_real_engine_has_what_rounds_ask_of_it():
-    assert {name for name in vars(Second) if not name.startswith("_") and name != "threads"} <= set(
-        vars(VllmEngine)
-    )
+    assert {name for name in vars(Second) if not name.startswith("_")} <= set(vars(VllmEngine))

@@ -301,17 +301,6 @@ def test_a_reward_model_is_counted_by_its_weights() -> None:
     assert reward_models(summed) == {"reward model of a": size, "reward model of b": pytest.approx(2 * size)}
 
 
-def test_one_rank_scores_beside_its_training_where_it_samples_ahead() -> None:
-    words = ("experiment=dpo-online", "rounds.lag=1", "sampler.devices=[1]")
-    config = make_config(*words)
-    lines, _ = planned(room=60.0, config=config, ranks=1)
-    (beside,) = [line for line in lines if "scoring beside the training step" in line]
-    assert "activations 10.00" in beside and "reward model RLHFlow" in beside
-    for of_config, ranks in ((config, 2), (make_config(*words, "rounds.lag=0"), 1)):
-        lines, _ = planned(room=60.0, config=of_config, ranks=ranks)
-        assert any("scoring: " in line for line in lines) and not any("beside the" in x for x in lines)
-
-
 def test_own_answers_grow_with_their_rows() -> None:
     found = SHAPES["deep"]
     few, many = (

@@ -15,7 +15,6 @@ from common.worker_process import replies_of
 from config.files import section
 from config.schema_rewards import FunctionConfig
 from data.types import Prompt, Turn
-from rollouts.engines import Prefetch
 from rollouts.rewards.base import results
 from rollouts.rewards.function import FunctionReward
 
@@ -77,7 +76,6 @@ class Silent:
     [
         lambda: results([Future()]),  # a judge that does not answer
         lambda: replies_of([Silent()], 600.0),
-        lambda: Prefetch(threading.Event().wait).result(),
     ],
 )
 def test_a_run_that_is_asked_to_stop_does_not_wait_for_what_does_not_answer(wait_for_it):
