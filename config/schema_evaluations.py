@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import Any
 
 from common.errors import ConfigError, DataError, UserError, one_of, require
-from config.files import group_file
 from config.schema_data import DataConfig
 from config.typed import typed
 
@@ -19,24 +18,8 @@ MEASURED = (*OF_ROWS, *OF_ANSWERS)
 _ONLY_UNNAMED = ("kl_initial",)
 RANKED = ("loss", "reward_margin", "reward_accuracy", "accuracy_sampled", "accuracy_greedy")
 """Measures that ``keep_best`` may name."""
-KEYS = (
-    "data",
-    "path",
-    "split",
-    "revision",
-    "subset",
-    "data_dir",
-    "format",
-    "columns",
-    "ignore_columns",
-    "max_unreadable",
-    "system_prompt",
-    "score_threshold",
-    "verifier",
-    "mix",
-)
-"""Settings of an evaluation set: the file of config/data that it starts from, and the settings that override
-it."""
+KEYS = ("path", "split", "verifier")
+"""Settings of an evaluation set. All others are those of the run's own data."""
 _OF_FILES = ("data.sources.local", "data.sources.hub_table")
 _OWN_WORD = {"eval_path": "path", "eval_split": "split"}
 """Settings of the data -> their names here."""
@@ -61,7 +44,7 @@ def check_keep_best(key: str | None, evaluations: Mapping[str, Any]) -> None:
 
 def evaluation_sets(evaluations: Mapping[str, Any], own: DataConfig) -> dict[str, DataConfig]:
     """Return the data settings of each set by its name; its rows are the split "eval" of these settings.
-    ``own`` are the settings of the run's data, from which a set without ``data`` starts.
+    ``own`` are the settings of the run's data, from which a set starts.
 
     Raises ConfigError for an invalid name, a name that collides with a number of the run, an unknown key or a
     wrong type.
@@ -90,56 +73,30 @@ def _check_name(name: str) -> None:
 
 def _settings(name: str, given: Any, own: DataConfig) -> DataConfig:
     key = f"evaluations.{name}"
-    require(
-        isinstance(given, dict) and bool(given),
-        key,
-        given,
-        f"is a mapping, as in {key}.path=hard.jsonl or {key}.data=hh_helpful",
-    )
+    mapping = f"is a mapping, as in {key}.path=hard.jsonl"
+    require(isinstance(given, dict) and bool(given), key, given, mapping)
     for word, value in given.items():
         require(
             word in KEYS, f"{key}.{word}", value, f"is not a setting of a set; it takes {', '.join(KEYS)}"
         )
-    source = given.get("data")
-    require(
-        source is not None or any(given.get(word) is not None for word in KEYS),
-        key,
-        given,
-        "names the run's own held-out rows; give path, split or another data",
-    )
-    require(source is None or isinstance(source, str), f"{key}.data", source, "is a file of config/data")
-    start = asdict(own) if source is None else group_file("data", f"{key}.data", source)
-    settings = start | {word: value for word, value in given.items() if word not in ("data", "path", "split")}
-    settings |= _place(given)
-    files = settings.get("source") in _OF_FILES
-    if given.get("path") is not None and not files:
-        # The settings of a task for its own files do not apply to another file.
-        settings |= {"source": _OF_FILES[0], "mix": given.get("mix")}
-    require(
-        given.get("split") is None or given.get("path") is not None or files,
-        f"{key}.split",
-        given.get("split"),
-        f"data={settings.get('name')} has no splits to choose from; give a path",
-    )
-    require(
-        settings.get("path") != "???",
-        f"{key}.path",
-        None,
-        f"data={source} is a set of your own: name its file",
-    )
-    return _typed(key, settings)
-
-
-def _place(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings for the place of the rows: all of ``path``, or only its part ``split``. Without
-    ``path``, ``split`` is a part of the set's own path."""
     path, split = given.get("path"), given.get("split")
-    if split is not None:
-        return {"eval_path": None, "eval_split": split} | ({} if path is None else {"path": path})
-    return {} if path is None else {"path": path, "eval_path": path, "eval_split": None}
-
-
-def _typed(key: str, settings: dict[str, Any]) -> DataConfig:
+    differs = any(value is not None for value in given.values())
+    require(differs, key, given, "names the run's own held-out rows; give path or split")
+    files = own.source in _OF_FILES
+    no_splits = f"data={own.name} has no splits to choose from; give a path"
+    require(split is None or path is not None or files, f"{key}.split", split, no_splits)
+    settings = asdict(own)
+    if split is not None:  # of the path: the set's, or the run's own
+        settings |= {"eval_path": None, "eval_split": split} | ({} if path is None else {"path": path})
+    elif path is not None:
+        settings |= {"path": path, "eval_path": path, "eval_split": None}
+    if path is not None and not files:
+        # The settings of a task for its own files do not apply to another file.
+        settings["source"] = _OF_FILES[0]
+    if path is not None:
+        settings["mix"] = None
+    if "verifier" in given:
+        settings["verifier"] = given["verifier"]
     try:
         return typed(settings, DataConfig, f"{key}.")
     except ConfigError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,18 +20,18 @@ def sets(*words: str):
     return evaluation_sets(config.evaluations, config.data)
 
 
-def test_a_set_is_a_file_of_settings_or_differs_from_the_runs_own_data():
+def test_a_set_differs_from_the_runs_own_data():
     found = sets(
         "evaluations.hard.path=hard.jsonl",
-        "--evaluations.helpful.data",
-        "hh_helpful",
-        "evaluations.theirs={data: hub, path: org/name, split: test}",
+        "--evaluations.other.verifier",
+        "data.adder.sums",
+        "evaluations.theirs={path: org/name, split: test}",
     )
-    assert list(found) == ["hard", "helpful", "theirs"]
+    assert list(found) == ["hard", "other", "theirs"]
     hard = found["hard"]
     assert (hard.source, hard.path, hard.eval_path) == ("data.sources.local", "hard.jsonl", "hard.jsonl")
     assert hard.verifier == "data.adder.accuracy", "as the run's own data"
-    assert found["helpful"].name == "hh_helpful" and found["helpful"].eval_split == "test"
+    assert found["other"] == replace(make_config().data, verifier="data.adder.sums")
     theirs = found["theirs"]
     assert (theirs.path, theirs.eval_path, theirs.eval_split) == ("org/name", None, "test")
 
@@ -42,18 +44,16 @@ def test_a_set_is_a_file_of_settings_or_differs_from_the_runs_own_data():
         (["evaluations.reward.path=x"], r"evaluations\.reward=reward: .*eval_reward_chosen"),
         (["evaluations.loss.path=x"], r"evaluations\.loss=loss: .*eval_loss"),
         (["evaluations.kl.path=x"], r"evaluations\.kl=kl: .*eval_kl_initial"),
-        (["evaluations.hard.data=nothing"], r"evaluations\.hard\.data=nothing: there is no such file"),
-        (["evaluations.hard.data=local"], r"evaluations\.hard\.path=None: .*name its file"),
         (
             ["evaluations.hard.verifer=x"],
             r"evaluations\.hard\.verifer=x: is not a setting of a set",
         ),
         (["evaluations.hard=hh"], r"evaluations\.hard=hh: is a mapping, as in evaluations\.hard\.path="),
         (["evaluations.hard={}"], r"evaluations\.hard=\{\}: is a mapping"),
-        (["evaluations.hard.data=null"], r"names the run's own held-out rows; give path"),
+        (["evaluations.hard.path=null"], r"names the run's own held-out rows; give path"),
         (["evaluations.hard.split=test"], r"evaluations\.hard\.split=test: data=adder has no splits"),
-        (["evaluations.hard.data=mix"], r"evaluations\.hard\.mix=None: .*'evaluations\.hard\.mix="),
-        (["evaluations.hard={path: x, columns: y}"], r"evaluations\.hard\.columns=y: is a mapping"),
+        (["evaluations.hard={path: x, columns: y}"], r"columns=y: .* it takes path, split, verifier"),
+        (["evaluations.hard={path: [x]}"], r"evaluations\.hard\.path=\['x'\]"),
         (["evaluations=null"], r"evaluations=None: is a mapping"),
         (["keep_best=eval_hard_loss"], r"keep_best=eval_hard_loss: use one of"),
         (
