@@ -19,8 +19,7 @@ from data.chat import CONTROLLED
 from data.examples import Examples, columns_of
 from data.group_store import prompt_ids
 from data.rows import Dropped, Loaded, reasons
-from data.selection import Selection
-from data.spread import Spread
+from data.selection import Selection, Spread
 
 PAPER_WORST_QUARTILE = (-1.03, -0.36)
 """Range of mean token log-probabilities (nats) in the paper's lowest quarter of offline completions, under

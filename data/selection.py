@@ -7,6 +7,7 @@ Figure 6 of the paper is run this way: a range of [0, 0.25] is its lowest quarti
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,7 +15,30 @@ from typing import Any
 import numpy as np
 
 from common.errors import StoppedError
-from data.spread import Spread
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The distribution of a number over a set: minimum, quartiles, maximum and mean."""
+
+    count: int
+    mean: float
+    minimum: float
+    lower_quartile: float
+    median: float
+    upper_quartile: float
+    maximum: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread | None:
+        """Return the spread of ``values`` in float64 (quartiles interpolated linearly); None if there are no
+        values."""
+        array = np.fromiter(values, dtype=np.float64)
+        if not array.size:
+            return None
+        return cls(
+            array.size, float(array.mean()), *(float(q) for q in np.quantile(array, (0, 0.25, 0.5, 0.75, 1)))
+        )
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,14 @@ import numpy as np
 from common.errors import ConfigError, DataError, one_of
 from common.imports import import_function
 from config.schema_data import DataConfig
-from data import hub, published
+from data import published
 from data.columns import Columns, check_named, questions, renamed
 from data.detection import GENERIC, format_of
 from data.folders import folder_rows, is_saved
 from data.formats import RowError, number
 from data.group_store import gathered, picked, prompt_ids
 from data.markup import Reader
-from data.rows import SUFFIXES, Dropped, Loaded, Row, read_rows, reasons
+from data.rows import SUFFIXES, Dropped, Loaded, Row, class_names, read_rows, reasons, table_rows
 from data.types import Group, Turn
 from data.views import exceeds, keep_shares
 
@@ -236,11 +236,47 @@ def hub_table(config: DataConfig, split: str) -> Loaded:
         return local(config, split)
     path = config.path if split == "train" else config.eval_path or config.path
     name = config.split if split == "train" else config.eval_split or config.split
-    rows = hub.hub_rows(path, name, subset=config.subset, data_dir=config.data_dir, revision=config.revision)
+    rows = hub_rows(path, name, subset=config.subset, data_dir=config.data_dir, revision=config.revision)
     # A set of one split may say in a column which rows are the test's; a sum of splits names none.
     if split == "train" and "+" not in name:
         rows = _of_split(config, rows, name.partition("[")[0])
     return convert(rows, config, f"{path} ({name})")
+
+
+def hub_rows(
+    path: str, split: str, *, subset: str | None, data_dir: str | None, revision: str | None
+) -> Iterator[Row | Dropped]:
+    """Stream the rows of one split. Raises ConfigError if the hub has no such data set, subset or split, or
+    cannot be reached."""
+    import datasets  # imported here: the import takes a second, and local files do not need it
+
+    try:
+        table = datasets.load_dataset(path, name=subset, split=split, data_dir=data_dir, revision=revision)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise _not_of_the_hub(path, split, subset, str(error)) from error
+    # reading by Arrow's batches is several times as fast as row by row
+    parts = table.with_format("arrow").iter(batch_size=1000)
+    yield from table_rows(path, parts, class_names(table.features))
+
+
+def _not_of_the_hub(path: str, split: str, subset: str | None, message: str) -> ConfigError:
+    first_line = message.strip().splitlines()[0] if message.strip() else "no reason given"
+    if "scripts are no longer supported" in message:
+        return ConfigError(
+            "data.path",
+            path,
+            "is made by a script, which the datasets library no longer runs; "
+            "download its data file and use data=local data.path=FILE",
+        )
+    if "Unknown split" in message:
+        return ConfigError("data.split", split, f"{path} has no such split: {first_line}")
+    if "BuilderConfig" in message or "Config name is missing" in message:
+        return ConfigError("data.subset", subset, f"{path}: {first_line}")
+    return ConfigError(
+        "data.path",
+        path,
+        f"cannot be loaded ({first_line}); use org/name of a public data set, or data=local with a file",
+    )
 
 
 def _is_local(path: str | None) -> bool:

@@ -23,7 +23,7 @@ from models.distributed import World, on_main
 from reports.statistics import shown_p
 from rollouts.files import read_samples
 from rollouts.generate import Request, settings_of
-from rollouts.rewards.factory import make_reward
+from rollouts.rewards.base import make_reward
 from rollouts.round_builder import score_samples
 from rollouts.rounds import SampledPrompt
 

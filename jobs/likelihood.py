@@ -18,8 +18,7 @@ from common.errors import ConfigError
 from common.files import read_sealed, sealed, write_whole
 from data.examples import ExampleGroups, Examples, columns_of, picked_groups, row_keys
 from data.quality import can_be_clipped
-from data.selection import Selection, select
-from data.spread import Spread
+from data.selection import Selection, Spread, select
 from jobs.initial_scores import initial_scores
 from jobs.run_folder import SELECTION
 from models.distributed import on_main

@@ -22,14 +22,12 @@ from jobs.plan import Plan, load_data
 from models.distributed import World, from_main, gather_objects
 from models.policy import Policy
 from models.ranks import catch, unwrap
-from rollouts.engines import Engine
 from rollouts.inputs import check_contexts
 from rollouts.ledger import RoundFolder
-from rollouts.rewards.base import Reward
-from rollouts.rewards.factory import make_reward
+from rollouts.rewards.base import Reward, make_reward
 from rollouts.round_builder import RoundBuilder
 from rollouts.rounds import PromptSchedule, usable_prompts
-from rollouts.sampling import make_sampling
+from rollouts.sampling import Engine, make_sampling
 from trainers.basic import BasicTrainer
 
 

@@ -29,11 +29,11 @@ from jobs.same_data import reward_code
 from models.fingerprint import weights_fingerprint
 from models.ranks import ShareError
 from reports.metrics import read_metrics
-from rollouts.engines import Engine
 from rollouts.ledger import RoundFolder
 from rollouts.rewards.base import RewardError
 from rollouts.round_builder import RoundBuilder, samples_table
 from rollouts.rounds import PromptSchedule, replayed
+from rollouts.sampling import Engine
 from trainers.basic import BasicTrainer
 
 Facts = dict[str, Any]

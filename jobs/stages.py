@@ -24,8 +24,7 @@ from models.pretrained import check_model, load_tokenizer
 from models.ranks import Ranks, catch, unwrap
 from rollouts.files import Scores, read_samples, write_feedback, write_samples
 from rollouts.generate import Request, generate_answers, settings_of
-from rollouts.rewards.base import Reward, RewardError
-from rollouts.rewards.factory import make_reward
+from rollouts.rewards.base import Reward, RewardError, make_reward
 from rollouts.round_builder import score_samples
 from rollouts.rounds import SampledPrompt, feedback, usable_prompts, with_threshold
 

@@ -12,13 +12,51 @@ import torch
 from config.schema import Config
 from data.chat import Renderer
 from data.types import Prompt
-from models.distributed import World
+from models.distributed import World, gather_objects
 from models.loading import load_sharded
 from models.policy import Policy
-from rollouts.engines import EmbeddedEngine
-from rollouts.samplers import EmbeddedSampler
-from rollouts.sampling import refuse_options
+from models.ranks import Ranks
+from rollouts.samplers import Answered, EmbeddedSampler, Sample, SamplingSettings
+from rollouts.sampling import Facts, refuse_options, write_weights
 from rollouts.stop_strings import stop_strings_of
+
+
+class EmbeddedEngine:
+    """The policy itself samples, every rank a share of the prompts. It already has the weights."""
+
+    def __init__(self, sampler: EmbeddedSampler, world: World, dtype: torch.dtype) -> None:
+        """``dtype``: the policy's compute dtype, in which kept weights are written."""
+        self.sampler, self.world, self.dtype, self.ranks = sampler, world, dtype, Ranks(world)
+        self._shares = self.ranks.collective(self._share)
+
+    def publish(self, folder: Path, version: int, keep: bool) -> Facts:
+        if keep:
+            tokenizer = self.sampler.renderer.tokenizer
+            write_weights(self.ranks, self.sampler.policy, tokenizer, folder, self.dtype)
+        return {}
+
+    def sample(
+        self,
+        prompts: list[Prompt],
+        n: int,
+        settings: SamplingSettings,
+        seed: int,
+        answered: Answered | None = None,
+    ) -> list[list[Sample]]:
+        """``answered`` is never called, because the ranks' answers arrive together."""
+        shares = self._shares((prompts, n, settings, seed))
+        return [shares[i % self.world.size][i // self.world.size] for i in range(len(prompts))]
+
+    def _share(self, asked: tuple[list[Prompt], int, SamplingSettings, int]) -> list[list[list[Sample]]]:
+        prompts, n, settings, seed = asked
+        mine = prompts[self.world.rank :: self.world.size]
+        return gather_objects(self.sampler.sample(mine, n, settings, seed))
+
+    def sleep(self) -> None:
+        """Does nothing: the engine has no memory of its own."""
+
+    def close(self) -> None:
+        """Does nothing: the engine has no process of its own."""
 
 
 class EmbeddedSampling:

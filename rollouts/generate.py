@@ -15,7 +15,7 @@ from data.chat import Renderer
 from data.types import Prompt
 from models.distributed import World, on_main
 from models.fingerprint import architecture_digest
-from rollouts.answer_cache import AnswerCache
+from rollouts.answers import AnswerCache
 from rollouts.samplers import Sample, SamplingSettings
 from rollouts.sampling import make_sampling
 from rollouts.stop_strings import facts_of

@@ -22,7 +22,6 @@ from data.chat import Renderer
 from data.groups import Lines
 from data.types import Completion, Group, Prompt
 from data.views import varies
-from rollouts.engines import Engine
 from rollouts.ledger import Line, RoundFolder, sampled_of
 from rollouts.rewards.base import Reward
 from rollouts.rounds import (
@@ -33,6 +32,7 @@ from rollouts.rounds import (
     with_threshold,
 )
 from rollouts.samplers import SamplingSettings
+from rollouts.sampling import Engine
 from rollouts.stop_strings import facts_of
 
 Facts = dict[str, Any]

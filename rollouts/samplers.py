@@ -17,7 +17,6 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from common.errors import require
 from common.progress import SOON, progress
 from data.chat import Renderer, vocabulary_fingerprint
 from data.types import Completion, Prompt
@@ -28,8 +27,7 @@ from rollouts.decoding import Decoder
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """The settings that alone decide how tokens are drawn: a model's generation_config.json is not read.
-    Raises ConfigError."""
+    """The settings that alone decide how tokens are drawn: a model's generation_config.json is not read."""
 
     temperature: float
     """0: greedy"""
@@ -37,11 +35,6 @@ class SamplingSettings:
     """the next token comes from the smallest set of tokens with this probability; 1: from all"""
     max_tokens: int
     """length in tokens at which a sample is cut"""
-
-    def __post_init__(self) -> None:
-        require(self.temperature >= 0, "sampler.temperature", self.temperature, "must be 0 (greedy) or more")
-        require(0 < self.top_p <= 1, "sampler.top_p", self.top_p, "must lie in (0, 1]")
-        require(self.max_tokens >= 1, "sampler.max_tokens", self.max_tokens, "must be at least 1")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,9 @@
-"""The interface of a kind of sampler, which its yaml names (``sampler._target_``). No other code knows
-samplers by name."""
+"""The interface of a kind of sampler, which its yaml names (``sampler._target_``), and of its engine, which
+samples the rounds of a run on any number of ranks. No other code knows samplers by name.
+
+The embedded sampler runs on every rank's share; vLLM runs beside rank 0 (``rollouts.vllm.engine``). Rank 0
+makes the round, and the others help (``models.ranks``).
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,53 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+from transformers import PreTrainedTokenizerBase
+
 from common.errors import require
 from common.imports import import_function
 from config.schema import Config
 from data.chat import Renderer
 from data.types import Prompt
 from models.distributed import World
+from models.export import export, full_state, remove_unfinished
 from models.policy import Policy
-from rollouts.engines import Engine, OpenSampler
+from models.ranks import Ranks
+from rollouts.samplers import Answered, Sample, SamplingSettings
+
+Facts = dict[str, Any]
+
+
+class OpenSampler(Protocol):
+    """A sampler that has its weights."""
+
+    ranks: Ranks
+    """The ranks, through which those above 0 help."""
+
+    def sample(
+        self,
+        prompts: list[Prompt],
+        n: int,
+        settings: SamplingSettings,
+        seed: int,
+        answered: Answered | None = None,
+    ) -> list[list[Sample]]:
+        """Return ``n`` answers to each prompt, in order. Called on rank 0, inside ``ranks.run_on_main``.
+        ``answered`` may be called with a prompt's answers as soon as they are there."""
+
+
+class Engine(OpenSampler, Protocol):
+    """The sampler interface that rounds use. Besides sampling, an engine takes over the policy's weights."""
+
+    def publish(self, folder: Path, version: int, keep: bool) -> Facts:
+        """Sample from the policy's current weights from now on. Every rank calls it. ``folder``: for files
+        that have to be written; it may be deleted once the round is sampled. ``keep``: write the weights
+        there in any case. Returns facts to record. Raises WorkerError."""
+
+    def sleep(self) -> None:
+        """Release accelerator memory until the next ``publish``. Called on rank 0."""
+
+    def close(self) -> None: ...
 
 
 class Sampling(Protocol):
@@ -59,3 +102,18 @@ def sampling_class(config: Config) -> Any:
     sampler_class = import_function("sampler._target_", config.sampler._target_)
     sampler_class.check()
     return sampler_class
+
+
+def write_weights(
+    ranks: Ranks, policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype
+) -> None:
+    """Write the policy's current weights to ``folder``, within the run, as a model. Every rank calls it.
+    Raises OSError on all ranks."""
+    with ranks.ended_together():
+        state = full_state(policy)
+
+    def write() -> None:
+        remove_unfinished(folder)
+        export(state, policy, tokenizer, folder, dtype)
+
+    ranks.run_on_main(write)

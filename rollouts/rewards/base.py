@@ -17,10 +17,14 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from common.errors import StoppedError
+from common.imports import import_function
 from common.progress import SOON, pause
+from config.schema_rewards import RewardConfig
 from data.types import Prompt
 
 if TYPE_CHECKING:
+    import torch
+
     from models.ranks import Ranks  # a verifier needs no torch
 
 V = TypeVar("V")
@@ -150,6 +154,21 @@ class Reward:
     def close(self) -> None:
         """End processes and threads. Nothing can be scored afterwards."""
         self.scorer.close()
+
+
+def make_reward(
+    config: RewardConfig, device: torch.device | str = "cpu", log_dir: Path | None = None
+) -> Reward:
+    """Return the reward that ``config`` describes. A model loads onto ``device`` when it is first needed.
+    Worker processes write what they print to ``log_dir``, which is created at the first ``score``; with None
+    their output is not kept.
+
+    The reward's module is imported here and not earlier, because a verifier needs no torch and a judge no
+    transformers. Raises ConfigError for a function that cannot be imported, a tokenizer without a chat
+    template, or a missing math-verify.
+    """
+    make = import_function("reward._target_", config.target)
+    return Reward(make(config.settings, device, log_dir), config.max_missing)
 
 
 def finite(verdict: float | Missing) -> float | Missing:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from common.errors import ConfigError, require
 from common.imports import import_function
 from config.schema_rewards import FunctionConfig
+from data.adder import rewards
 from data.types import Prompt
 from rollouts.rewards.base import Missing, RewardError, Scorer
 from rollouts.rewards.pool import Pool
@@ -243,3 +244,9 @@ def _verdict(value: Any) -> float | Missing:
 def make(settings: FunctionConfig, device: object, log_dir: Path | None) -> FunctionReward:
     """The reward of config/reward/function.yaml and adder.yaml; no device is used."""
     return FunctionReward(settings, log_dir)
+
+
+def adder(completions: list[str], reference: list[str | None]) -> list[float | None]:
+    """Return the reward of the embedded adder task: accuracy, form and separators, weighted 8 : 1 : 1, in [0,
+    10]. It has the signature of any reward function."""
+    return rewards(completions, reference)

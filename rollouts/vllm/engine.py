@@ -21,9 +21,9 @@ from models.export import config_json, whole_weights
 from models.policy import Policy, causal_lm
 from models.ranks import Ranks, catch
 from models.reference import score
-from rollouts.engines import Facts, write_weights
 from rollouts.probe import Probe, check_probe
 from rollouts.samplers import Answered, Sample, SamplingSettings
+from rollouts.sampling import Facts, write_weights
 from rollouts.vllm.sampler import VllmSampler
 from rollouts.vllm.transfer import HEAD, DeferredErrors, Transfer, WeightSource, chosen, make_transfer
 

@@ -18,8 +18,7 @@ from config.schema_weighted import WeightedConfig
 from data.types import Prompt, Turn
 from models.distributed import World, stop
 from models.ranks import Ranks
-from rollouts.rewards.base import Reward
-from rollouts.rewards.factory import make_reward
+from rollouts.rewards.base import Reward, make_reward
 from tests.distributed.joining import join
 
 LENGTHS = {"max_length": 400, "max_prompt_length": 200, "dtype": "float32", "batch_tokens": 120}

@@ -12,9 +12,8 @@ from common.errors import ConfigError
 from data.constraints import KINDS, PROMPTS, TOPICS, all_met, constrained, met, prompt, prompts, yaml
 from data.sources import load_groups
 from data.types import Prompt, Turn
-from rollouts.rewards.base import Missing, RewardError
+from rollouts.rewards.base import Missing, RewardError, make_reward
 from rollouts.rewards.constraints import fluency
-from rollouts.rewards.factory import make_reward
 from tests.tiny import make_config
 
 CASES = {

@@ -51,5 +51,5 @@ def test_some_prompts_without_a_reference_may_be_as_many_as_verdicts_may_miss(
 
 
 def test_a_function_may_score_a_prompt_without_a_reference(tmp_path):
-    words = ["reward=function", "reward.function.path=rollouts.rewards.tasks.adder"]
+    words = ["reward=function", "reward.function.path=rollouts.rewards.function.adder"]
     assert planned(tmp_path, 1, 4, *words) == 4

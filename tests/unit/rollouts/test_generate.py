@@ -15,8 +15,8 @@ from data.types import Prompt
 from models.distributed import start
 from models.pretrained import load_tokenizer
 from rollouts import generate
-from rollouts.answer_cache import AnswerCache
-from rollouts.engines import EmbeddedEngine
+from rollouts.answers import AnswerCache
+from rollouts.embedded_sampling import EmbeddedEngine
 from rollouts.generate import Request
 from rollouts.samplers import EmbeddedSampler, Sample, SamplingSettings
 from tests.tiny import ROOT, make_config

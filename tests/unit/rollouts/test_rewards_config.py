@@ -21,7 +21,7 @@ from config.schema_rewards import (
     RewardModelConfig,
     VerifierConfig,
 )
-from rollouts.rewards.factory import make_reward
+from rollouts.rewards.base import make_reward
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "config" / "reward").glob("*.yaml"))
@@ -112,7 +112,7 @@ def test_a_verifier_without_its_package_is_refused_with_the_remedy(monkeypatch, 
 
 def test_settings_and_the_judge_need_no_torch():
     code = (
-        "import sys; import config.schema_rewards, rollouts.rewards.factory, rollouts.rewards.judge, "
+        "import sys; import config.schema_rewards, rollouts.rewards.base, rollouts.rewards.judge, "
         "rollouts.rewards.verifier; "
         "sys.exit('torch' in sys.modules)"
     )

@@ -21,8 +21,7 @@ from data.formats import LARGEST, prompt_only
 from data.groups import from_dict, read_groups, to_dict, write_groups
 from data.rows import Row
 from data.types import Completion, Group, Prompt, Turn
-from rollouts.rewards.base import Missing, Reward, RewardError
-from rollouts.rewards.factory import make_reward
+from rollouts.rewards.base import Missing, Reward, RewardError, make_reward
 from rollouts.rewards.function import columns, verdicts
 from rollouts.rewards.pool import Pool
 from tests.tiny import make_config

@@ -11,8 +11,7 @@ import pytest
 from common.errors import ConfigError
 from config.schema_rewards import HttpConfig, RewardConfig
 from data.types import Prompt, Turn
-from rollouts.rewards.base import Missing, RewardError
-from rollouts.rewards.factory import make_reward
+from rollouts.rewards.base import Missing, RewardError, make_reward
 from rollouts.rewards.http import HttpReward
 from tests import http_server
 

@@ -21,8 +21,7 @@ import pytest
 from common.errors import ConfigError
 from config.schema_rewards import JudgeConfig, RewardConfig
 from data.types import Prompt, Turn
-from rollouts.rewards.base import Missing, RewardError
-from rollouts.rewards.factory import make_reward
+from rollouts.rewards.base import Missing, RewardError, make_reward
 from rollouts.rewards.judge import JudgeReward
 from tests import http_server
 

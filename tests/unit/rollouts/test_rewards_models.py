@@ -29,8 +29,7 @@ from data.types import Prompt, Turn
 from rollouts.rewards import models
 from rollouts.rewards.armorm import ArmoRM, ArmoRMHead, gate_position
 from rollouts.rewards.armorm import make as armorm
-from rollouts.rewards.base import Missing
-from rollouts.rewards.factory import make_reward
+from rollouts.rewards.base import Missing, make_reward
 from rollouts.rewards.models import by_length
 from rollouts.rewards.models import make as classifier
 from tests.tiny_armorm import TINY, save_armorm

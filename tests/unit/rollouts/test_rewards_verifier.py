@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from config.schema_rewards import RewardConfig, VerifierConfig
 from data.published import think_answer
 from data.types import Prompt, Turn
-from rollouts.rewards.base import Missing
-from rollouts.rewards.factory import make_reward
+from rollouts.rewards.base import Missing, make_reward
 from rollouts.rewards.mathverify import check, final_answer
 from rollouts.rewards.verifier import VerifierReward, accuracy, format_reward, tag_count_reward
 

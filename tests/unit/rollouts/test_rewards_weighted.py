@@ -8,7 +8,7 @@ from common.errors import ConfigError
 from config.schema_rewards import RewardConfig
 from config.schema_weighted import WeightedConfig
 from data.types import Prompt, Turn
-from rollouts.rewards.factory import make_reward
+from rollouts.rewards.base import make_reward
 
 pytestmark = pytest.mark.usefixtures("quick_python")
 
