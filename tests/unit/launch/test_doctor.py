@@ -8,30 +8,22 @@ import pytest
 
 from launch import doctor
 from launch.composing import compose_config
-from launch.doctor import BAD, OK, disk, last, run, talk
+from launch.doctor import BAD, OK, last, packages, run, runs_folder
 
 pytestmark = pytest.mark.usefixtures("quick_python")
 
 
-def test_ranks_reach_each_other() -> None:
-    finding = talk(2, "gloo")
-    assert finding.level == OK, finding
+def test_packages_that_cannot_be_imported_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "GPUS", "raise ImportError('no torch')")
+    finding = packages()
+    assert finding.level == BAD and "no torch" in finding.text and "make venv" in finding.remedy
 
 
-def test_ranks_that_do_not_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "RANKS", "raise RuntimeError('no route')")
-    finding = talk(2, "gloo")
-    assert finding.level == BAD and "no route" in finding.text and "SOCKET_IFNAME" in finding.remedy
-
-
-def test_disk(tmp_path: Path) -> None:
-    config = compose_config([f"runs_dir={tmp_path}/not/yet/there", "keep_checkpoints=2"])
-    assert disk(config, 1e6).level == OK
-    full = disk(config, 8e15)
-    assert full.level == BAD and "keep_checkpoints" in full.remedy
-    assert "320.0" in disk(config, 8e9).text, (
-        "8B: three checkpoints of weights and two moments, and the model: 8 x (3 x 12 + 4) GB"
-    )
+def test_the_folder_of_runs(tmp_path: Path) -> None:
+    assert runs_folder(compose_config([f"runs_dir={tmp_path}/not/yet/there"])).level == OK
+    (tmp_path / "file").touch()
+    finding = runs_folder(compose_config([f"runs_dir={tmp_path}/file/runs"]))
+    assert finding.level == BAD and "runs_dir" in finding.remedy
 
 
 def test_what_a_process_said_last() -> None:
