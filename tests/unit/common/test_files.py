@@ -95,7 +95,7 @@ def test_nothing_is_written_through_a_link(tmp_path, how):
 
 
 def test_a_changed_digit_in_a_sealed_file_is_noticed(tmp_path):
-    write_whole(path := tmp_path / "lengths.json", sealed({"examples": [32, 64], "of": {"é": 1.5}}))
+    write_whole(path := tmp_path / "counts.json", sealed({"examples": [32, 64], "of": {"é": 1.5}}))
     assert read_sealed(path) == {"examples": [32, 64], "of": {"é": 1.5}}
     path.write_text(path.read_text().replace("64", "54"))
     with pytest.raises(ValueError, match="another checksum"):
