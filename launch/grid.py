@@ -17,7 +17,6 @@ A sweep file::
       - {loss: sft, humanline: true}
     slurm: {gpus_per_node: 4}            # what a run needs of a cluster, over the site's defaults (launch/sites/example.yaml)
     hours: 2.5                           # what one run takes, or {default: 2, rules: [{when: {online: true}, hours: 12}]}
-    suite: halos                         # evaluations that each run ends with (launch.suite)
     select: [lr]                         # grid keys to be chosen on validation, not compared (launch.results)
     tests:                               # decided by launch.results once all their runs have ended, with Holm over all of them
       - {name: clip, cells: [clip-only-dpo, both-dpo], metric: eval_accuracy_sampled, effect: 0.02}   # second minus first; what matters
@@ -74,8 +73,6 @@ class Run:
     settings: Settings
     hours: float | None
     """Expected hours, wall-clock; None if the sweep does not say."""
-    suite: str | None = None
-    """The evaluations that it ends with (``launch.suite``)."""
 
     @property
     def name(self) -> str:
@@ -145,7 +142,6 @@ class Sweep:
     skip: tuple[Settings, ...] = ()
     hours: Hours = Hours()
     select: tuple[str, ...] = ()
-    suite: str | None = None
     slurm: Settings = field(default_factory=dict)
     tests: tuple[PlannedTest, ...] = ()
 
@@ -184,7 +180,7 @@ class Sweep:
                 f"is longer than {LONGEST_TAG} characters; name it under cells:",
             )
             hours = self.hours.of(settings)
-            runs += [Run(self.name, cell, seed, settings, hours, self.suite) for seed in self.seeds]
+            runs += [Run(self.name, cell, seed, settings, hours) for seed in self.seeds]
         for name, count in Counter(run.name for run in runs).items():
             check_name("exp_name", name)
             require(
@@ -260,7 +256,6 @@ def read_sweep(path: Path, extra: Mapping[str, Any] | None = None) -> Sweep:
         skip=tuple(_mapping("skip", rule) for rule in _list("skip", parts.get("skip", []))),
         hours=_hours(parts.get("hours")),
         select=tuple(_list("select", parts.get("select", []))),
-        suite=None if parts.get("suite") is None else str(parts["suite"]),
         slurm=_mapping("slurm", parts.get("slurm")),
         tests=_tests(parts.get("tests", [])),
     )
@@ -268,11 +263,11 @@ def read_sweep(path: Path, extra: Mapping[str, Any] | None = None) -> Sweep:
     return sweep
 
 
-def read_yaml(key: str, path: Path, missing: str, resolve: bool = True) -> Settings:
+def read_yaml(key: str, path: Path, missing: str) -> Settings:
     """Return the mapping in a yaml file, {} for an empty one. Raises ConfigError."""
     require(path.is_file(), key, path, missing)
     try:
-        raw = OmegaConf.to_container(OmegaConf.load(path), resolve=resolve)
+        raw = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise ConfigError(key, path, f"is not a yaml file: {' '.join(str(error).split())}") from error
     require(isinstance(raw, dict), key, path, "must be a mapping of settings to values")

@@ -234,8 +234,8 @@ def script(job: Job, sweep: str, runs: Sequence[Run], logs: Path, after: str | N
         keep_trailing_newline=True,
     )
     environment.filters["sh"] = shlex.quote
-    tasks = [(run.name, shlex.join(command(run)), str(run.given.get("runs_dir", "runs"))) for run in runs]
-    said = {"logs": str(logs), "root": str(ROOT), "after": after, "suite": runs[0].suite}
+    tasks = [(run.name, shlex.join(command(run))) for run in runs]
+    said = {"logs": str(logs), "root": str(ROOT), "after": after}
     return environment.get_template("job.sh.j2").render(job=job, sweep=sweep, tasks=tasks, **said)
 
 

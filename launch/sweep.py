@@ -47,7 +47,6 @@ from launch.slurm import (
     submit,
 )
 from launch.state import CHANGED, FINISHED, State, check_ranks, inspect, tail
-from launch.suite import measure_all, read_suite
 
 QUEUED = "in the queue"
 JOB = {field.name for field in fields(Job)}
@@ -148,7 +147,6 @@ def act(options: argparse.Namespace) -> int:
     gpus = refuse_together(options)
     sweep = read_sweep(options.sweep, parse_overrides(options.settings))
     sweep = sweep if options.name is None else replace(sweep, name=options.name)
-    suite = None if sweep.suite is None else read_suite(sweep.suite)
     logs = (ROOT / options.logs / sweep.name).resolve()
     job = make_job(read_site(options.site) | sweep.slurm | parse_overrides(options.set))
     cards = ", ".join(PEAK)
@@ -175,8 +173,7 @@ def act(options: argparse.Namespace) -> int:
     refuse_changed(sweep, states, acting=options.submit or options.script or options.local is not None)
     if options.local is not None:
         retries = 1 if options.retries is None else options.retries
-        code = run_here(Pool(todo, logs, options.local, gpus, retries))
-        return code if code or suite is None else measure_all(suite, [state.folder for state in states])
+        return run_here(Pool(todo, logs, options.local, gpus, retries))
     if options.script:
         print_scripts(job, sweep.name, [state.run for state in todo or states], logs)
     elif options.submit:

@@ -141,7 +141,6 @@ RULES = [
     Rule(r"python -m launch\.sweep sweeps/maths\.yaml --site .*--submit", "--only '*-64x-humanline-k12-s1'"),
     Rule(r"python -m launch\.sweep "),
     Rule(r"python -m launch\.results "),
-    Rule(r"python -m launch\.suite ", "--print"),  # its tasks and its judge come from the network
     Rule(r"python -m launch\.doctor "),
     Rule(r"python -m reports\.report "),
     Rule(r"python -m tools\.prospect_figure ", "--prompts 4"),
