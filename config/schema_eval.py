@@ -27,7 +27,7 @@ from config.typed import (
     yaml_defaults,
 )
 
-Kind = Literal["accuracy", "compare", "alpacaeval", "ifeval", "lm_eval"]
+Kind = Literal["accuracy", "compare", "alpacaeval", "lm_eval"]
 """Each is a module of ``evals``; the docstring of that package describes its contract."""
 READ = ("model", "data", "sampler", "reward", "seed", "runs_dir", "cache_dir", "wandb")
 """The settings of a run that an evaluation reads."""
@@ -105,15 +105,6 @@ class AlpacaEvalConfig:
 
 
 @dataclass
-@yaml_defaults("eval.yaml:ifeval")
-class IfevalConfig:
-    """``kind=ifeval``: IFEval's prompts, answered by the settings' own sampler."""
-
-    path: Text | None
-    max_tokens: Count
-
-
-@dataclass
 @yaml_defaults("eval.yaml:lm_eval")
 class LmEvalConfig:
     """``kind=lm_eval``: tasks of EleutherAI's harness, run by the lm_eval library."""
@@ -123,9 +114,7 @@ class LmEvalConfig:
     num_fewshot: Auto[Natural]
     batch_size: Count
     chat_template: Auto[bool]
-    system_instruction: Text | None
     unsafe_code: bool
-    bootstrap: Natural
 
 
 @dataclass
@@ -148,7 +137,6 @@ class EvalStage:
     accuracy: AccuracyConfig = nested(AccuracyConfig)
     compare: CompareConfig = nested(CompareConfig)
     alpacaeval: AlpacaEvalConfig = nested(AlpacaEvalConfig)
-    ifeval: IfevalConfig = nested(IfevalConfig)
     lm_eval: LmEvalConfig = nested(LmEvalConfig)
 
     def __post_init__(self) -> None:

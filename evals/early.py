@@ -17,11 +17,10 @@ from rollouts.inputs import check_inputs
 
 PACKAGES = {
     "alpacaeval": ("alpaca_eval",),
-    "ifeval": ("lm_eval", "langdetect", "immutabledict", "nltk"),
     "lm_eval": ("lm_eval",),
 }
 """Kind of evaluation -> the packages that it needs."""
-FILES = ("path", "annotations", "outputs", "reference", "difficulty")
+FILES = ("annotations", "outputs", "reference", "difficulty")
 """Settings of a kind of evaluation that name a file."""
 MATHS = ("gsm8k", "math")
 MATH_VERIFY = "rollouts.rewards.verifier.accuracy"

@@ -206,13 +206,6 @@ def constrained(here: Path) -> None:
     groups = [Group(prompt, two, (8.0, 4.0)) for prompt in prompts("train")[:8]]
     for name in ("constrained.jsonl", "labelled.jsonl"):
         write_groups(here / name, groups)
-    asked = {
-        "key": 1,
-        "prompt": "No commas.",
-        "instruction_id_list": ["punctuation:no_comma"],
-        "kwargs": [{}],
-    }
-    (here / "input_data.jsonl").write_text(json.dumps(asked) + "\n")
 
 
 def hub_set(folder: Path, subset: str, rows: Rows) -> None:

@@ -115,8 +115,8 @@ RULES = [
     Rule(r"python eval\.py .*kind=alpacaeval", f"limit=4 {JUDGED}"),
     Rule(
         r"python eval\.py .*kind=lm_eval",
-        "lm_eval.bootstrap=10 lm_eval.include_path=tasks",
-        {r"\[gsm8k,ifeval\]": "[mine,chosen]"},  # theirs come from the hub
+        "lm_eval.include_path=tasks",
+        {r"\[(gsm8k,)?ifeval\]": "[mine,chosen]"},  # theirs come from the hub
     ),
     Rule(
         r"python eval\.py .*reward=judge …",
