@@ -9,16 +9,12 @@ from pydantic import Field
 
 from common.errors import require
 from common.files import check_name
-from config.schema_rewards import Seconds, address
 from config.typed import (
     All,
     Auto,
     Count,
     Natural,
     NotNegative,
-    Off,
-    Positive,
-    Share,
     Text,
     dataclass,
     must,
@@ -75,17 +71,8 @@ class AlpacaEvalConfig:
     annotations: Text | None
     outputs: Text | None
     reference: Text | None
-    difficulty: Text | None
-    model: Off[Text]
-    base_url: Annotated[Text, address("/chat/completions is found")]
-    api_key_env: Off[Text]
+    model: Text
     annotator: Text
-    concurrency: Count
-    timeout: Seconds
-    retries: Natural
-    backoff: Annotated[Positive, "is seconds before the first retry"]
-    max_missing: Annotated[Share, "is the share of answers that may go without a judgement"]
-    dollars_per_million_tokens: NotNegative | None
 
     def __post_init__(self) -> None:
         need(
@@ -94,14 +81,6 @@ class AlpacaEvalConfig:
             "annotations",
             "are judgements, alpacaeval.outputs are answers still to be judged: give one of them",
         )
-        for key, done in (("annotations", "judged"), ("outputs", "written")):
-            need(
-                self,
-                self.model is not None or getattr(self, key) is None,
-                "model",
-                f"writes the answers and asks no judge; alpacaeval.{key} is {done} already: leave one of "
-                "them out",
-            )
 
 
 @dataclass

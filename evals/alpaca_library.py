@@ -1,190 +1,165 @@
-"""Import the alpaca_eval library without its side effects on the process, and compute its two win rates."""
+"""AlpacaEval's files of answers and judgements, and the alpaca_eval library's judge and win rates."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
-import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError
 
-from common.errors import ConfigError, require
-from evals.alpaca_files import Row
+from common.errors import DataError, StoppedError, require
+from common.files import lines_of, write_whole
+from common.secrets import scrub_text
+from config.schema_eval import AlpacaEvalConfig
 
-GAMED_COLUMNS = (
-    "model",
-    "preference",
-    "index",
-    "std_delta_len",
-    "instruction_difficulty",
-    "not_gamed_baseline",
-)
-_CHAT = "<|im_start|>"
-_ENDPOINT_KEYS = ("client_kwargs", "price_per_token", "requires_chatml", "num_procs", "client_config_path")
-"""Keys of an annotator's completions_kwargs that say how to reach the endpoint; the settings under alpacaeval
-replace them."""
+Row = dict[str, Any]
+REPOSITORY = "tatsu-lab/alpaca_eval"
+BASELINE, GAMED = "alpaca_eval_gpt4_baseline.json", "df_gamed.csv"
+"""The hub's files: the baseline's answers to the 805 instructions, and the instructions' difficulties."""
 
 
-@cache
-def library() -> ModuleType:
-    """Return the library with the modules that are used.
-
-    Its import would read a nearby .env file and set the root logger's level; both are prevented here."""
-    level, before = logging.getLogger().level, os.environ.get("PYTHON_DOTENV_DISABLED")
-    os.environ["PYTHON_DOTENV_DISABLED"] = "1"
+def read_rows(key: str, path: Path, texts: Sequence[str], of_one: Sequence[str]) -> list[Row]:
+    """Return the objects of a JSON list (or of JSON lines), each with a string under every key in ``texts``,
+    and all with the same value under each in ``of_one``. ``key`` is the setting that names the file. Raises
+    ConfigError, DataError."""
+    require(path.is_file(), key, path, "there is no such file")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import alpaca_eval
-            import alpaca_eval.annotators
-            import alpaca_eval.metrics.glm_winrate
-    finally:
-        logging.getLogger().setLevel(level)
-        if before is None:
-            del os.environ["PYTHON_DOTENV_DISABLED"]
-        else:
-            os.environ["PYTHON_DOTENV_DISABLED"] = before
-    made: ModuleType = alpaca_eval
-    return made
+        content = path.read_text(encoding="utf-8")
+        lines = [line for line in lines_of(content) if line.strip()]
+        rows = [json.loads(line) for line in lines] if path.suffix == ".jsonl" else json.loads(content)
+    except ValueError as error:
+        raise DataError(f"{key}={path}: is no JSON ({error})") from error
+    if not isinstance(rows, list) or not rows:
+        raise DataError(f"{key}={path}: must be a list of objects with {', '.join(texts)}, and has none")
+    bad = [f"row {i}: {problem}" for i, row in enumerate(rows) if (problem := _problem(row, texts))]
+    if bad:
+        said = "; ".join(bad[:3])
+        raise DataError(f"{key}={path}: {len(bad)} of {len(rows)} rows cannot be used; {said}")
+    for name in of_one:
+        every = sorted({str(row.get(name)) for row in rows})
+        if len(every) > 1:
+            said = f"one model against one baseline is rated; {name} is {', '.join(every[:3])}"
+            raise DataError(f"{key}={path}: {said}{' …' * (len(every) > 3)}")
+    return rows
+
+
+def _problem(row: Any, texts: Sequence[str]) -> str:
+    missing = [name for name in texts if not isinstance(row, dict) or not isinstance(row.get(name), str)]
+    return f"has no text under {', '.join(missing)}" if missing else ""
+
+
+def read_outputs(key: str, path: Path) -> list[Row]:
+    """Return answers in AlpacaEval's format: one per instruction, all from the same generator. Raises
+    ConfigError, DataError."""
+    rows = read_rows(key, path, ("instruction", "output", "generator"), ("generator",))
+    if twice := len(rows) - len({row["instruction"] for row in rows}):
+        raise DataError(f"{key}={path}: one answer an instruction, {twice} are there again")
+    return rows
+
+
+def read_annotations(path: Path) -> list[Row]:
+    """Return judgements of one model against one baseline, as alpaca_eval writes them, with those that
+    failed. Raises ConfigError, DataError."""
+    key, texts = "alpacaeval.annotations", ("instruction", "output_1", "output_2")
+    rows = read_rows(key, path, texts, ("generator_1", "generator_2"))
+    given = [row.get("preference", "") for row in rows]
+    wrong = [f"row {i}: {p!r}" for i, p in enumerate(given) if type(p) not in (int, float, type(None))]
+    if wrong:
+        said = f"have no preference that is a number or null; {'; '.join(wrong[:3])}"
+        raise DataError(f"{key}={path}: {len(wrong)} of {len(rows)} rows {said}")
+    return rows
+
+
+def hub_file(name: str) -> Path | str:
+    """Return a file of the library's data set from the hub or its cache, or why there is none."""
+    try:
+        return Path(hf_hub_download(REPOSITORY, name, repo_type="dataset"))
+    except (OSError, HfHubHTTPError, ValueError) as error:
+        return f"{name} of {REPOSITORY} is neither in the hub's cache nor on the hub ({type(error).__name__})"
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Suppress the library's progress bars, warnings and logging inside the context."""
-    utils = library().utils
-    bar = utils.tqdm
-    before = logging.root.manager.disable
+def library() -> Iterator[Any]:
+    """Give the library, without its warnings and log lines. The process's logging stays as it was."""
+    level, disabled = logging.getLogger().level, logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        utils.tqdm = SimpleNamespace(tqdm=lambda work, *_, **__: work)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        with warnings.catch_warnings(action="ignore"):
+            import alpaca_eval
+
+            yield alpaca_eval
     finally:
-        logging.disable(before)
-        utils.tqdm = bar
+        logging.getLogger().setLevel(level)
+        logging.disable(disabled)
 
 
 def annotator_settings(name: str) -> dict[str, Any]:
-    """Return the library's settings of an annotator, with the path of its prompt made absolute.
-
-    Raises ConfigError for an annotator that does not exist or that a chat endpoint cannot serve. Does not
-    import the library."""
-    key, spec = "alpacaeval.annotator", importlib.util.find_spec("alpaca_eval")
-    assert spec is not None and spec.origin is not None, "evals.early comes first"
-    folder = Path(spec.origin).parent / "evaluators_configs"
-    names = sorted(path.parent.name for path in folder.glob("*/configs.yaml"))
-    require(
-        name in names,
-        key,
-        name,
-        "the alpaca_eval library has no such annotator; weighted_alpaca_eval_gpt4_turbo is AlpacaEval 2's, "
-        f"and there are {', '.join(names)}",
-    )
-    settings: dict[str, Any] = next(
-        iter(yaml.safe_load((folder / name / "configs.yaml").read_text("utf-8")).values())
-    )
-    prompt = folder / settings["prompt_template"]
-    settings["prompt_template"] = str(prompt)
-    text = prompt.read_text("utf-8").lstrip()
-    chats = settings.get("fn_completions") == "openai_completions" and text.startswith(_CHAT)
-    require(
-        chats and settings.get("batch_size", 1) == 1,
-        key,
-        name,
-        "does not ask an OpenAI-compatible chat endpoint about one pair at a "
-        "time; use weighted_alpaca_eval_gpt4_turbo, or alpaca_eval_gpt4 for an endpoint without "
-        "log-probabilities",
-    )
-    settings["completions_kwargs"] = {
-        k: v for k, v in settings["completions_kwargs"].items() if k not in _ENDPOINT_KEYS
-    }
-    return settings
+    """Return the library's settings of an annotator. Raises ConfigError for one that does not exist, or that
+    asks no OpenAI-compatible endpoint. Does not import the library."""
+    spec = importlib.util.find_spec("alpaca_eval")
+    folder = Path(str(spec and spec.origin)).parent / "evaluators_configs"
+    there = (folder / name / "configs.yaml").is_file()
+    require(there, "alpacaeval.annotator", name, f"the alpaca_eval library has no such annotator in {folder}")
+    text = (folder / name / "configs.yaml").read_text("utf-8")
+    settings: dict[str, Any] = next(iter(yaml.safe_load(text).values()))
+    chats = settings.get("fn_completions") == "openai_completions"
+    require(chats, "alpacaeval.annotator", name, "does not ask an OpenAI-compatible endpoint")
+    return settings | {"prompt_template": str(folder / settings["prompt_template"])}
 
 
-def win_rate(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the library's plain win rates in percent and its counts, under the leaderboard's names.
+def ask_judge(outputs: list[Row], reference: list[Row], own: AlpacaEvalConfig, place: Path) -> list[Row]:
+    """Return the library's judgements of ``outputs`` in the order of ``reference``; a failed one has
+    preference None. The library writes them to the folder ``place`` with its cache of judgements, which are
+    not asked for again. Raises StoppedError."""
+    settings = annotator_settings(own.annotator)
+    settings["completions_kwargs"] |= {"model_name": own.model, "requires_chatml": True}
+    write_whole(place / "annotator.yaml", yaml.safe_dump({f"{own.annotator}-{own.model}": settings}))
+    with library() as alpaca_eval:
+        try:
+            _, rows = alpaca_eval.evaluate(
+                model_outputs=outputs,
+                reference_outputs=reference,
+                annotators_config=str(place / "annotator.yaml"),
+                caching_path=str(place / "judged.json"),
+                fn_metric="get_winrate",
+                sort_by="win_rate",
+                precomputed_leaderboard=None,
+                output_path=str(place),
+                is_return_instead_of_print=True,
+            )
+        except Exception as error:  # the endpoint's client and the library raise many kinds
+            said = scrub_text(" ".join(str(error).split()))
+            raise StoppedError(f"the judge {own.model}: {type(error).__name__}: {said}") from None
+    return [{key: None if value != value else value for key, value in row.items()} for row in rows]
 
-    They are win_rate, standard_error, n_wins, n_wins_base, n_draws, n_total and discrete_win_rate.
-    ``preference`` is 2 where output_2 wins and 1.5 (or 0) for a tie; rows without one are left out."""
+
+def win_rates(rows: Sequence[Row]) -> tuple[dict[str, Any], str | None]:
+    """Return the library's rates in percent and counts, and why there is no length-controlled rate. If there
+    is one, ``rows``, which are all of the set in its order, get their controlled preferences."""
     import pandas as pd
 
-    frame = pd.DataFrame({"preference": [row.get("preference") for row in rows]}, dtype=float)
-    with quiet():
-        win_rates: dict[str, Any] = library().metrics.get_winrate(frame)
-    return win_rates
-
-
-def length_controlled(
-    rows: Sequence[Row], gamed: Path, positions: Sequence[int] | None
-) -> tuple[dict[str, float], list[float]] | str:
-    """Compute the length-controlled win rate with the library's regression (Dubois et al. 2024).
-
-    Returns (length_controlled_winrate and lc_standard_error in percent, each row's length-controlled
-    preference in [0, 1]), or the reason why there is no such rate. ``gamed``: df_gamed.csv, whose rows
-    identify an instruction by its number in the set. ``positions``: these numbers for ``rows``; None if
-    ``rows`` has all instructions in order. Raises ConfigError if ``gamed`` is not such a file.
-    """
-    import pandas as pd
-
-    known = _instructions_of(gamed)
-    if len(rows) != known:
-        return f"is for all {known} instructions of the set, and there are {len(rows)} judgements"
-    frame = pd.DataFrame(list(rows))
+    frame = pd.DataFrame(list(rows)).drop(columns="index", errors="ignore")
     frame["preference"] = frame["preference"].astype(float)
-    frame.index = pd.Index(range(len(rows)) if positions is None else list(positions))
-    frame = frame.drop(columns="index", errors="ignore").sort_index()
-    try:
-        metrics = _regression(frame, gamed)
-    except (
-        Exception
-    ) as error:  # the regression may raise anything for rows it cannot fit; the plain rate is still right
-        return f"the library's regression failed ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"  # noqa: E501
-    by_position = frame["glm_preference"].to_dict()
-    order = range(len(rows)) if positions is None else positions
-    rates = {name: float(metrics[name]) for name in ("length_controlled_winrate", "lc_standard_error")}
-    return rates, [float(by_position[i]) for i in order]
-
-
-def _regression(frame: Any, gamed: Path) -> dict[str, float]:
-    """Run the library's regression with the file ``gamed`` instead of the one it takes from the hub.
-
-    Adds the column ``glm_preference`` to the frame."""
-    import sklearn
-
-    glm = library().metrics.glm_winrate
-    fetch = glm.hf_hub_download
-    glm.hf_hub_download = lambda **_: str(gamed)
-    try:
-        with quiet(), sklearn.config_context():  # the library changes scikit-learn's settings for good
-            metrics: dict[str, float] = glm.get_length_controlled_winrate(frame, save_weights_dir=None)
-    finally:
-        glm.hf_hub_download = fetch
-    return metrics
-
-
-def _instructions_of(gamed: Path) -> int:
-    """Return the number of instructions in df_gamed.csv. Raises ConfigError if the file is another one."""
-    import pandas as pd
-
-    try:
-        table = pd.read_csv(gamed)
-    except (ValueError, OSError) as error:
-        raise ConfigError(
-            "alpacaeval.difficulty", gamed, f"is no CSV file ({error}); it is the hub's df_gamed.csv"
-        ) from error
-    missing = [name for name in GAMED_COLUMNS if name not in table.columns]
-    require(
-        not missing,
-        "alpacaeval.difficulty",
-        gamed,
-        f"has no column {', '.join(missing)}; it is the hub's df_gamed.csv",
-    )
-    return int(table["index"].nunique())
+    with library() as alpaca_eval:
+        rates: dict[str, Any] = alpaca_eval.metrics.get_winrate(frame)
+        gamed = hub_file(GAMED)
+        if isinstance(gamed, str):
+            return rates, gamed
+        known = pd.read_csv(gamed)["index"].nunique()
+        if len(rows) != known:
+            return rates, f"is for all {known} instructions of the set, and there are {len(rows)} judgements"
+        try:
+            rates |= alpaca_eval.metrics.get_length_controlled_winrate(frame, save_weights_dir=None)
+        except Exception as error:  # it may raise anything for rows it cannot fit; the plain rate is right
+            return rates, f"the library's regression failed ({type(error).__name__}: {error})"
+    for row, value in zip(rows, frame["glm_preference"], strict=True):
+        row["glm_preference"] = float(value)
+    return rates, None

@@ -20,7 +20,7 @@ PACKAGES = {
     "lm_eval": ("lm_eval",),
 }
 """Kind of evaluation -> the packages that it needs."""
-FILES = ("annotations", "outputs", "reference", "difficulty")
+FILES = ("annotations", "outputs", "reference")
 """Settings of a kind of evaluation that name a file."""
 MATHS = ("gsm8k", "math")
 MATH_VERIFY = "rollouts.rewards.verifier.accuracy"

@@ -44,7 +44,7 @@ VALUES = r"(loss|loss\.\w+|lr|humanline|sync_\w+|log_epsilon_\w+|correction|mode
 ROUND = r"(online=true|reward=adder|rounds\.(feedback|passes|lag)=\S+|sampler\.(temperature|top_p)=\S+)"
 SWEPT = f"{OFFLINE} --only '*-dpo-*-s1'"
 FEW = "limit=4 resamples=100"
-JUDGED = "alpacaeval.reference=alpaca_eval.json alpacaeval.base_url=$ENDPOINT"
+JUDGED = "alpacaeval.reference=alpaca_eval.json"
 PICTURES = {FIRST: ""}
 GIVEN = ("ARGS", "MODE", "GPU")
 """What a make around the tests was given, and hands down."""
@@ -213,6 +213,7 @@ class Workspace:
             "OPENBLAS_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "ENDPOINT": endpoint,
+            "OPENAI_API_BASE": endpoint,
             "OPENAI_API_KEY": "none",
             STAND_INS: "rollouts.vllm.worker=tests.docs_engine",
             FIRST: "tests.blank_charts:blank_charts",

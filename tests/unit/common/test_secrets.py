@@ -26,7 +26,7 @@ KEYS = (  # made up, and cut in two so that no file of the repository looks as i
 @pytest.mark.parametrize("key", KEYS)
 def test_a_key_in_the_place_of_a_variables_name_is_not_repeated(key):
     assert is_secret("reward.judge.api_key_env", key)
-    assert key not in str(ConfigError("alpacaeval.api_key_env", key, "is not set"))
+    assert key not in str(ConfigError("reward.judge.api_key_env", key, "is not set"))
 
 
 @pytest.mark.parametrize("name", ["OPENAI_API_KEY", "JUDGE_KEY", "MY_2ND_KEY"])

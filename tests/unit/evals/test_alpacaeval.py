@@ -4,8 +4,7 @@ stages in one run."""
 from __future__ import annotations
 
 import json
-import socket
-import time
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,15 +13,15 @@ import pytest
 from huggingface_hub import constants
 from omegaconf import OmegaConf
 
-from common.errors import ConfigError, DataError
+from common.errors import ConfigError, DataError, StoppedError
 from config.schema_eval import EvalStage
 from config.typed import typed
-from evals import alpaca_files, alpacaeval
+from evals import alpacaeval
 from evals.base import Target
 from evals.running import evaluate
 from models.distributed import start
 from tests.tiny import ROOT, make_config
-from tests.unit.evals.judging import Judge
+from tests.unit.evals.judging import Judge, answers
 
 pytestmark = pytest.mark.skipif(find_spec("alpaca_eval") is None, reason="make eval-tools installs it")
 REAL = ROOT.parent / "shared" / "data" / "alpacaeval_annotations_gpt35_turbo_0301.json"
@@ -60,6 +59,15 @@ def rates(tmp_path, rows, **own):
     found = stage(annotations=str(path), **own)
     alpacaeval.check(target(tmp_path), found)
     return alpacaeval.evaluate(target(tmp_path), found, start())
+
+
+def cached(tmp_path):
+    """The folder of the hub's cache where the library looks for its files."""
+    root = tmp_path / "hub" / "datasets--tatsu-lab--alpaca_eval"
+    (root / "refs").mkdir(parents=True, exist_ok=True)
+    (root / "refs" / "main").write_text("abc")
+    (root / "snapshots" / "abc").mkdir(parents=True, exist_ok=True)
+    return root / "snapshots" / "abc"
 
 
 def row(i, preference, output_1="abc", output_2="abcd"):
@@ -146,13 +154,12 @@ class World:
             rates = 1 / (1 + np.exp(-odds))
             self.gamed += [(name, rates[i], i, off[i], self.difficulty[i], False) for i in range(N)]
 
-    def write(self, path):
+    def write(self, tmp_path):
         lines = [
             "model,preference,index,std_delta_len,instruction_difficulty,not_gamed_baseline",
             *(",".join(map(str, line)) for line in self.gamed),
         ]
-        path.write_text("\n".join(lines) + "\n")
-        return str(path)
+        (cached(tmp_path) / "df_gamed.csv").write_text("\n".join(lines) + "\n")
 
 
 def reference(tmp_path, rows):
@@ -170,7 +177,8 @@ def test_the_length_controlled_rate_is_the_rate_without_length(tmp_path):
     plain, controlled = [], []
     for length in (-1.5, 0.0, 1.5):
         made = World(length)
-        found = rates(tmp_path, made.rows, difficulty=made.write(tmp_path / "df_gamed.csv")).values
+        made.write(tmp_path)
+        found = rates(tmp_path, made.rows).values
         plain.append(found["win_rate"])
         controlled.append(found["length_controlled_winrate"])
         assert found["length_controlled_winrate"] == pytest.approx(100 * made.controlled.mean(), abs=0.3)
@@ -182,22 +190,21 @@ def test_the_length_controlled_rate_is_the_rate_without_length(tmp_path):
 
 def test_each_row_gets_its_own_controlled_preference_whatever_the_order(tmp_path):
     made = World(1.5)
-    gamed, order = made.write(tmp_path / "df_gamed.csv"), np.random.default_rng(3).permutation(N)
-    straight = rates(tmp_path, made.rows, difficulty=gamed)
+    made.write(tmp_path)
+    order = np.random.default_rng(3).permutation(N)
+    straight = rates(tmp_path, made.rows)
     given = reference(tmp_path, made.rows)
-    shuffled = rates(tmp_path, [made.rows[i] for i in order], difficulty=gamed, reference=given)
-    assert shuffled.values["length_controlled_winrate"] == pytest.approx(
-        straight.values["length_controlled_winrate"], rel=1e-9
-    )
+    shuffled = rates(tmp_path, [made.rows[i] for i in order], reference=given)
+    assert shuffled.values["length_controlled_winrate"] == straight.values["length_controlled_winrate"]
     np.testing.assert_allclose([r["glm_preference"] for r in straight.rows], made.controlled, atol=0.02)
-    np.testing.assert_allclose(
-        [r["glm_preference"] for r in shuffled.rows], made.controlled[order], atol=0.02
-    )
+    by_question = {r["instruction"]: r["glm_preference"] for r in shuffled.rows}
+    assert by_question == {r["instruction"]: r["glm_preference"] for r in straight.rows}
 
 
 def test_without_all_instructions_the_rate_is_null_and_says_why(tmp_path):
     made = World(1.5)
-    found = rates(tmp_path, made.rows[:100], difficulty=made.write(tmp_path / "df_gamed.csv")).values
+    made.write(tmp_path)
+    found = rates(tmp_path, made.rows[:100]).values
     assert (
         found["length_controlled_winrate"] is None
         and "all 805 instructions" in found["length_controlled_winrate_missing"]
@@ -205,48 +212,14 @@ def test_without_all_instructions_the_rate_is_null_and_says_why(tmp_path):
     assert found["n_total"] == 100
 
 
-def test_the_library_leaves_the_process_as_it_was(tmp_path):
+def test_the_library_leaves_the_processs_logging_as_it_was(tmp_path):
     import logging
 
-    import sklearn
-
-    from evals.alpaca_library import library
-
-    before = sklearn.get_config(), logging.getLogger().level, logging.root.manager.disable
+    before = logging.getLogger().level, logging.root.manager.disable
     made = World(0.5)
-    rates(tmp_path, made.rows, difficulty=made.write(tmp_path / "df_gamed.csv"))
-    assert (sklearn.get_config(), logging.getLogger().level, logging.root.manager.disable) == before
-    assert library().metrics.glm_winrate.hf_hub_download.__module__.startswith("huggingface_hub")
-
-
-# -- the hub ---------------------------------------------------------------------------------------
-
-
-def test_a_file_in_the_hubs_cache_is_used(tmp_path):
-    root = tmp_path / "hub" / "datasets--tatsu-lab--alpaca_eval"
-    (root / "refs").mkdir(parents=True)
-    (root / "refs" / "main").write_text("abc")
-    (root / "snapshots" / "abc").mkdir(parents=True)
-    made = World(0.0)
-    made.write(root / "snapshots" / "abc" / "df_gamed.csv")
-    assert rates(tmp_path, made.rows).values["length_controlled_winrate"] == pytest.approx(
-        100 * made.controlled.mean(), abs=0.3
-    )
-
-
-@pytest.mark.parametrize("how", ["refuses", "says nothing"])
-def test_a_hub_that_cannot_be_reached_is_not_waited_for(monkeypatch, how):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(alpaca_files, "REACHED_WITHIN_S", 0.5)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        if how == "says nothing":
-            listener.listen()
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{listener.getsockname()[1]}")
-        begun = time.monotonic()
-        found = alpaca_files.hub_file("df_gamed.csv")
-    assert isinstance(found, str) and "does not give it" in found
-    assert time.monotonic() - begun < 3
+    made.write(tmp_path)
+    rates(tmp_path, made.rows)
+    assert (logging.getLogger().level, logging.root.manager.disable) == before
 
 
 # -- what cannot be used ---------------------------------------------------------------------------
@@ -257,30 +230,15 @@ def test_a_hub_that_cannot_be_reached_is_not_waited_for(monkeypatch, how):
     [
         ({"annotations": "nowhere.json"}, "alpacaeval.annotations=nowhere.json: there is no such file"),
         ({"annotations": "a.json", "outputs": "b.json"}, "alpacaeval.annotations=a.json: are judgements"),
-        ({"outputs": "b.json", "model": None}, "alpacaeval.model=off: writes the answers"),
-        ({"base_url": "host/v1"}, "alpacaeval.base_url=host/v1: .*http"),
-        ({"max_missing": 1.5}, "alpacaeval.max_missing=1.5"),
-        (
-            {"annotator": "weighted", "api_key_env": None},
-            "alpacaeval.annotator=weighted: .*has no such annotator",
-        ),
-        (
-            {"annotator": "claude", "api_key_env": None},
-            "alpacaeval.annotator=claude: does not ask an OpenAI-compatible",
-        ),
-        (
-            {"api_key_env": "NO_SUCH_VARIABLE"},
-            "alpacaeval.api_key_env=NO_SUCH_VARIABLE: .*is not set; .*alpacaeval.model=off",
-        ),
-        ({"model": None}, "alpacaeval.reference=None: .*not in the hub's cache.*give its path"),
-        (
-            {"model": None, "difficulty": "nowhere.csv"},
-            "alpacaeval.difficulty=nowhere.csv: there is no such file",
-        ),
+        ({"annotator": "weighted"}, "alpacaeval.annotator=weighted: .*has no such annotator"),
+        ({"annotator": "claude"}, "alpacaeval.annotator=claude: does not ask an OpenAI-compatible"),
+        ({}, "alpacaeval.model=gpt-4.1: .*OPENAI_API_KEY, which is not set"),
         ({"jugde": 1}, "alpacaeval.jugde=1: is not a setting"),
     ],
 )
-def test_settings_that_cannot_be_honoured(tmp_path, own, message):
+def test_settings_that_cannot_be_honoured(tmp_path, own, message, monkeypatch):
+    for key in alpacaeval.KEYS:
+        monkeypatch.delenv(key, raising=False)
     with pytest.raises(ConfigError, match=message):
         alpacaeval.check(target(tmp_path), stage(**own))
 
@@ -308,10 +266,10 @@ def test_judgements_that_cannot_be_used(tmp_path, rows, message):
         alpacaeval.check(target(tmp_path), stage(annotations=str(path)))
 
 
-def test_a_difficulty_file_that_is_none(tmp_path):
-    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(ConfigError, match=r"alpacaeval.difficulty=.*has no column model, preference"):
-        rates(tmp_path, [row(0, 1.2), row(1, 1.4)], difficulty=str(tmp_path / "other.csv"))
+def test_answers_that_are_not_there_to_be_compared_with(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    with pytest.raises(ConfigError, match=r"alpacaeval.reference=None: .*hub's cache.*give its path"):
+        alpacaeval.check(target(tmp_path), stage())
 
 
 # -- all stages ------------------------------------------------------------------------------------
@@ -319,12 +277,73 @@ def test_a_difficulty_file_that_is_none(tmp_path):
 QUESTIONS = [f"{a:02d}+{b:02d}=" for a, b in [(37, 58), (12, 30), (99, 1), (45, 45), (7, 8), (61, 27)]]
 
 
+KEY = "sk-very-" + "secret-key"
+RNG = np.random.default_rng(0)
+MINE, THEIRS = RNG.normal(size=40).round(2), RNG.normal(size=40).round(2)
+EXPECTED = 1 + 1 / (1 + np.exp(-(MINE - THEIRS)))
+"""What the judge thinks, in the library's scale: 2 where output_2, the model's, wins."""
+
+
 @pytest.fixture
 def endpoint(monkeypatch):
-    monkeypatch.setenv("JUDGE_KEY", "a key")
     server = Judge()
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setenv("OPENAI_API_BASE", server.url)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "alpaca_eval"]:
+        monkeypatch.delitem(sys.modules, name)  # it reads them when it is imported
     yield server
     server.close()
+
+
+def judged(tmp_path, n=40, mine=None, **own):
+    """The judge's opinion of n given answers."""
+    files = []
+    for name, rows in (
+        ("mine", mine or answers(MINE[:n], "mine")),
+        ("theirs", answers(THEIRS[:n], "theirs")),
+    ):
+        files.append(tmp_path / f"{name}.json")
+        files[-1].write_text(json.dumps(rows))
+    asked = stage(outputs=str(files[0]), reference=str(files[1]), **own)
+    [found] = evaluate([target(tmp_path / "out")], asked, start())
+    return found
+
+
+def test_preferences_are_the_judges_whichever_answer_is_shown_first(endpoint, tmp_path):
+    found = judged(tmp_path, model="m-1")
+    assert [row["instruction"] for row in found.rows] == [f"question {i}" for i in range(40)]
+    np.testing.assert_allclose([row["preference"] for row in found.rows], EXPECTED, atol=1e-9)
+    assert min(endpoint.firsts[True], endpoint.firsts[False]) > 5  # the order really is drawn
+    assert sum(endpoint.asked.values()) == 40 and endpoint.keys == {f"Bearer {KEY}"}
+    body = endpoint.bodies[0]
+    assert (body["model"], body["max_tokens"], body["logprobs"]) == ("m-1", 1, True)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and KEY in path.read_text()]
+
+
+def test_a_reply_that_names_neither_answer_is_missing(endpoint, tmp_path):
+    def behave(handler, instruction):
+        top = [{"token": "x", "logprob": 0.0, "bytes": None}]
+        content = [{"token": "x", "logprob": 0.0, "bytes": None, "top_logprobs": top}]
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "x"}}
+        made = {"id": "1", "object": "chat.completion", "created": 1, "model": "x"}
+        made |= {"choices": [choice | {"logprobs": {"content": content}}]}
+        made |= {"usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}}
+        return instruction == "question 5" and handler.send(200, json.dumps(made))
+
+    endpoint.behave = behave
+    found = judged(tmp_path, n=10)
+    assert [row["instruction"] for row in found.rows if row["preference"] is None] == ["question 5"]
+    assert found.values["counts"]["without_judgement_rows"] == [5] and found.values["n_total"] == 9
+
+
+@pytest.mark.parametrize("code", [401, 403, 404])
+def test_what_every_call_would_get_stops_and_the_key_is_nowhere(endpoint, tmp_path, capfd, caplog, code):
+    said = json.dumps({"error": {"message": f"no: {KEY}"}})
+    endpoint.behave = lambda handler, instruction: handler.send(code, said)
+    with pytest.raises(StoppedError, match=f"the judge gpt-4.1: .*{code}") as error:
+        judged(tmp_path, n=10)
+    printed = repr(error.getrepr(chain=True, showlocals=False)) + "".join(capfd.readouterr()) + caplog.text
+    assert KEY not in printed + "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
 
 
 def baseline(tmp_path, questions=QUESTIONS):
@@ -343,16 +362,9 @@ def baseline(tmp_path, questions=QUESTIONS):
 def test_answers_judgements_and_rates_in_one_run_that_goes_on_where_it_stopped(
     tmp_path, endpoint, monkeypatch
 ):
-    endpoint.behave = lambda handler, question: handler.send(500, "{}") if question == QUESTIONS[2] else None
-    own = {
-        "reference": baseline(tmp_path),
-        "base_url": endpoint.url,
-        "api_key_env": "JUDGE_KEY",
-        "retries": 0,
-        "concurrency": 4,
-    }
-    out = tmp_path / "out"
-    with pytest.raises(RuntimeError, match="1 of 6 answers got no judgement"):
+    endpoint.behave = lambda handler, question: handler.send(400, "{}") if question == QUESTIONS[2] else None
+    own, out = {"reference": baseline(tmp_path)}, tmp_path / "out"
+    with pytest.raises(StoppedError, match=r"the judge gpt-4.1: BadRequestError"):
         evaluate([target(out)], stage(**own), start())
     assert not (out / "alpacaeval.json").exists()
     outputs = json.loads((out / "alpacaeval" / "outputs.json").read_text())
@@ -363,10 +375,9 @@ def test_answers_judgements_and_rates_in_one_run_that_goes_on_where_it_stopped(
     assert all(
         o["output"].count(";") == 2 for o in outputs
     )  # the embedded model's form, without special tokens
-    endpoint.behave, endpoint.asked = Judge.behave, type(endpoint.asked)()
+    endpoint.behave = Judge.behave
     monkeypatch.setattr("rollouts.generate.make_sampling", None)  # what was answered is not sampled again
     [found] = evaluate([target(out)], stage(**own), start())
-    assert endpoint.asked == {QUESTIONS[2]: 1}
     assert (
         found.values["win_rate"] == pytest.approx(50) and found.values["n_total"] == 6
     )  # this judge knows scores alone
@@ -375,25 +386,21 @@ def test_answers_judgements_and_rates_in_one_run_that_goes_on_where_it_stopped(
     assert len((out / "alpacaeval.jsonl").read_text().splitlines()) == 6
     again = stage(annotations=str(out / "alpacaeval" / "annotations.json"))
     assert alpacaeval.evaluate(target(out), again, start()).values["win_rate"] == found.values["win_rate"]
-    assert "a key" not in "".join(path.read_text() for path in out.rglob("*") if path.is_file())
+    assert KEY not in "".join(path.read_text() for path in out.rglob("*") if path.is_file())
 
 
-def test_answers_alone_then_judged_elsewhere(tmp_path, endpoint):
-    own = {"reference": baseline(tmp_path)}
-    [alone] = evaluate([target(tmp_path / "a")], stage(model=None, **own), start())
-    assert "win_rate" not in alone.values and alone.values["counts"]["answers"] == 6
-    outputs = tmp_path / "a" / "alpacaeval" / "outputs.json"
-    judging = stage(outputs=str(outputs), base_url=endpoint.url, api_key_env=None, **own)
-    [found] = evaluate([target(tmp_path / "b")], judging, start())
-    assert found.values["n_total"] == 6 and sum(endpoint.asked.values()) == 6
-    rows = json.loads(outputs.read_text())
-    outputs.write_text(json.dumps([rows[0] | {"instruction": rows[0]["instruction"] + " "}, *rows[1:]]))
+def test_answers_to_other_instructions_are_refused(tmp_path, endpoint):
+    own = {"reference": baseline(tmp_path), "outputs": str(tmp_path / "outputs.json")}
+    rows = [
+        {"instruction": q, "output": "1", "generator": "mine"} for q in [QUESTIONS[0] + " ", *QUESTIONS[1:]]
+    ]
+    (tmp_path / "outputs.json").write_text(json.dumps(rows))
     with pytest.raises(ConfigError, match=r"1 of 6 instructions are none of alpacaeval.reference's"):
-        alpacaeval.check(target(tmp_path / "c"), judging)
+        alpacaeval.check(target(tmp_path / "c"), stage(**own))
 
 
-def test_an_instruction_that_does_not_fit_is_refused_before_anything_is_sampled(tmp_path):
-    own = stage(reference=baseline(tmp_path, [*QUESTIONS, "1+" * 60]), model=None)
+def test_an_instruction_that_does_not_fit_is_refused_before_anything_is_sampled(tmp_path, endpoint):
+    own = stage(reference=baseline(tmp_path, [*QUESTIONS, "1+" * 60]))
     with pytest.raises(
         ConfigError, match=r"model.max_prompt_length=40: would cut 1 of AlpacaEval's 7 instructions"
     ):
