@@ -17,7 +17,6 @@ import torch
 
 from data.batches import FILL, collate
 from data.types import Example, Microbatch, Sequence
-from jobs.behavior_tally import BehaviorTally
 from jobs.tally import EDGES, SIDES, Tally, rounded, sides
 from models.distributed import gather_objects, reshard, sum_over_ranks
 from models.reference import score
@@ -46,7 +45,6 @@ class Diagnostics:
         self.every = max(1, math.ceil(steps / LINES))
         config = trainer.config
         self.tally = Tally(config.log_epsilon_P, config.log_epsilon_R, trainer.world.device)
-        self.behavior = BehaviorTally(trainer.world.device)
         self.first = 0
         """The first step of the current interval."""
 
@@ -55,17 +53,11 @@ class Diagnostics:
         moved, known = change_since(micro, scores, self.trainer.initial_logprobs)
         raw = (scores.policy - scores.reference).detach()
         self.tally.add(sides(micro), raw, scores.mask, moved, known)
-        self.behavior.add(micro, scores, self.trainer.progress.step)
 
     def mark(self) -> Callable[[], None]:
         """Return a function that forgets what is observed from now on. The host does not wait for it."""
-        tally, behavior = self.tally.copy(), self.behavior.copy()
-
-        def forget() -> None:
-            self.tally.put_back(tally)
-            self.behavior.put_back(behavior)
-
-        return forget
+        tally = self.tally.copy()
+        return lambda: self.tally.put_back(tally)
 
     # -- lines -------------------------------------------------------------------------------------
 
@@ -100,7 +92,6 @@ class Diagnostics:
         if at.step == self.first:
             return
         log_ratios = self.tally.describe(self.tally.total())
-        behavior = self.behavior.describe(self.behavior.total())
         histograms = {
             f"log_ratio_{side}": (values["histogram"], EDGES) for side, values in log_ratios.items()
         }
@@ -112,25 +103,21 @@ class Diagnostics:
                 "tokens": at.tokens,
                 "entropy": self.entropy(),
                 **log_ratios,
-                **({} if behavior is None else {"behavior": behavior}),
             },
             histograms,
         )
         self.tally.clear()
-        self.behavior.clear()
         self.first = at.step
 
     # -- going on ----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Return the state of the current interval for a checkpoint. Every rank calls it."""
-        return {"first": self.first, "total": self.tally.total(), "behavior": self.behavior.total()}
+        return {"first": self.first, "total": self.tally.total()}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.first = state["first"]
-        main = self.trainer.world.is_main
-        self.tally.restore(state["total"], mine=main)
-        self.behavior.restore(state["behavior"], mine=main)
+        self.tally.restore(state["total"], mine=self.trainer.world.is_main)
 
     # -- measured on the weights as they are -------------------------------------------------------
 

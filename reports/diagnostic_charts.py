@@ -13,7 +13,6 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from reports.behavior_charts import behavior_charts
 from reports.charts import BLUE, GREEN, ORANGE, PURPLE, STYLE, Curve, Panel, Record, charts, put_legend, svg
 
 COLORS = {"chosen": BLUE, "rejected": ORANGE, "neutral": PURPLE}
@@ -48,7 +47,6 @@ def diagnostic_charts(lines: Sequence[Record]) -> list[tuple[str, bytes]]:
             ("Log-ratios of the tokens", svg(log_ratios(first, intervals))),
             ("Spread of the log-ratios", svg(spread(first, intervals))),
             ("Beyond the clipping range, by position", svg(by_position(first, intervals))),
-            *behavior_charts(intervals),
         ]
     return [*drawn, *charts([{"step": 0, "entropy": first["entropy"]}, *map(flattened, intervals)], PANELS)]
 

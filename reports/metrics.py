@@ -23,12 +23,6 @@ from reports.answers import FILE as ANSWERS
 Record = dict[str, Any]
 METRICS, DIAGNOSTICS = "metrics.jsonl", "diagnostics.jsonl"
 FILES = (METRICS, DIAGNOSTICS)
-COLUMNS = ("tokens", "known", "kl", "ratio", "ratio_squared", "weight", "weight_squared", "masked")
-"""The columns of a bin, each a sum over its completion tokens. ``tokens`` counts them and ``known`` counts
-those whose log mu is known. Over the known tokens: ``kl`` is KL(mu || pi_theta) by the k3 estimator in nats,
-``ratio`` is pi_theta / mu, and ``ratio_squared`` is its square. Over all tokens: ``weight`` is the
-correction's weight (1 without a correction), ``weight_squared`` is its square, and ``masked`` counts the
-tokens with weight 0."""
 
 
 def plain(value: Any) -> Any:
