@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
@@ -23,16 +20,7 @@ PANELS = (
         (Curve("drift_chosen", "chosen", BLUE, True), Curve("drift_rejected", "rejected", ORANGE, True)),
     ),
     Panel(
-        "Entropy of the policy",
-        "nats per token, held-out completions",
-        (Curve("entropy", "", GREEN, True),),
-        from_zero=True,
-    ),
-    Panel(
-        "Length of the completions",
-        "tokens",
-        (Curve("length_chosen", "chosen", BLUE, True), Curve("length_rejected", "rejected", ORANGE, True)),
-        from_zero=True,
+        "Entropy of the policy", "nats per token, held-out completions", (Curve("entropy", "", GREEN, True),)
     ),
 )
 
@@ -44,7 +32,6 @@ def diagnostic_charts(lines: Sequence[Record]) -> list[tuple[str, bytes]]:
     first, intervals = lines[0], lines[1:]
     with matplotlib.rc_context(STYLE):
         drawn = [
-            ("Log-ratios of the tokens", svg(log_ratios(first, intervals))),
             ("Spread of the log-ratios", svg(spread(first, intervals))),
             ("Beyond the clipping range, by position", svg(by_position(first, intervals))),
         ]
@@ -52,80 +39,10 @@ def diagnostic_charts(lines: Sequence[Record]) -> list[tuple[str, bytes]]:
 
 
 def flattened(line: Record) -> Record:
-    """Return an interval as a line of metrics: ``drift_chosen`` …, measured at the interval's middle, and the
-    entropy, measured at its end."""
+    """Return an interval as a line of metrics: ``drift_chosen`` …, and the entropy at its end."""
     sides = {side: line[side] for side in COLORS if side in line}
-    return {"step": line["step"] + 1, "entropy": line["entropy"]} | {
-        f"{key}_{side}": values[key]
-        for side, values in sides.items()
-        for key in ("drift", "length", "spread")
-    }
-
-
-def log_ratios(first: Record, intervals: Sequence[Record]) -> Figure:
-    """Draw a heat map: the share of an interval's tokens in each bin of log-ratios, over the steps. A bin's
-    width doubles away from 0."""
-    counts = np.array(
-        [
-            sum(np.array(line[side]["histogram"]) for side in first["sides"] if side in line)
-            for line in intervals
-        ],
-        float,
-    )
-    shares = counts / counts.sum(axis=1, keepdims=True)
-    used = np.flatnonzero(counts.sum(axis=0))
-    low, high = max(used[0] - 1, 0), min(used[-1] + 2, len(counts[0]))
-    figure, axes = _axes("Log-ratios of the tokens", "nats (distance from 0 on a log scale)")
-    steps = np.array([line["first_step"] for line in intervals] + [intervals[-1]["step"] + 1])
-    mesh = axes.pcolormesh(
-        steps,
-        np.arange(low, high + 1),
-        np.ma.masked_equal(shares[:, low:high].T, 0.0),
-        cmap="viridis",
-        norm=LogNorm(max(shares[shares > 0].min(), 1e-5), 1.0),
-        rasterized=True,
-    )
-    figure.colorbar(mesh, ax=axes, label="share of the tokens")
-    edges, shown = first["edges"], (low, high)
-    decades = [sign * 10.0**d for sign in (-1, 1) for d in (-5, -3, -1, 1)]
-    ticks = [(height, value) for value in decades if (height := _height(edges, value, shown)) is not None]
-    axes.set_yticks([height for height, _ in ticks], [f"{value:g}" for _, value in ticks])
-    for name in ("log_epsilon_P", "log_epsilon_R"):
-        _mark(axes, _height(edges, first[name], shown), f"{name} {first[name]}", "--")
-    noise = (first["noise"] or {}).get("rms")
-    for sign in (-1, 1):
-        _mark(axes, _height(edges, sign * noise if noise else None, shown), "noise", ":")
-    axes.grid(False)
-    return figure
-
-
-def _height(edges: Sequence[float], value: float | None, shown: tuple[int, int]) -> float | None:
-    """Return the height of ``value`` nats on the heat map, whose bin k is drawn from k to k + 1; the position
-    within a bin is logarithmic. None if the value is not shown."""
-    if value is None or not edges[0] < value < edges[-1]:
-        return None
-    k = int(np.searchsorted(edges, value))  # edges[k - 1] < value <= edges[k]
-    part = (
-        0.5
-        if edges[k - 1] * edges[k] < 0
-        else math.log(value / edges[k - 1]) / math.log(edges[k] / edges[k - 1])
-    )
-    return k + part if shown[0] <= k + part <= shown[1] else None
-
-
-def _mark(axes: Axes, height: float | None, name: str, style: str) -> None:
-    if height is not None:
-        axes.axhline(height, color="black", linestyle=style, linewidth=1.0)
-        axes.text(
-            0.99,
-            height,
-            name,
-            fontsize=7,
-            ha="right",
-            va="center",
-            transform=axes.get_yaxis_transform(),
-            bbox={"color": "white", "alpha": 0.8, "pad": 0.8},
-        )
+    drift = {f"drift_{side}": values["drift"] for side, values in sides.items()}
+    return {"step": line["step"] + 1, "entropy": line["entropy"]} | drift
 
 
 def spread(first: Record, intervals: Sequence[Record]) -> Figure:

@@ -85,13 +85,9 @@ def final_table(summary: dict[str, Any]) -> str:
     facts += [(name, text) for name, text in memory_facts(summary) if name == "memory"]
     if run_dir := summary.get("run_dir"):
         facts.append(("run", str(run_dir)))
-        facts.append(
-            (
-                "load it",
-                f'{summary.get("loads_as", "AutoModelForCausalLM")}.from_pretrained("{Path(run_dir) / "model"}")',  # noqa: E501
-            )
-        )
-        if summary.get("loads_as") != "AutoModelForSequenceClassification":
+        loads = summary.get("loads_as", "AutoModelForCausalLM")
+        facts.append(("load it", f'{loads}.from_pretrained("{Path(run_dir) / "model"}")'))
+        if loads != "AutoModelForSequenceClassification":
             run = shlex.quote(as_typed("run", run_dir))
             words = f"python sample.py {run} split=eval rounds.samples=1 out=answers.jsonl"
             facts.append(("answers", words))
@@ -135,19 +131,15 @@ def write_report(run_dir: Path) -> Path:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
     )
+    environment.filters["base64"] = lambda image: base64.b64encode(image).decode()
     page = environment.get_template("report.html").render(
         name=config.get("exp_name") or run_dir.name,
         headline=_headline(config, summary, records),
         command=summary.get("command"),
         compared=compared(summary),
         answers=before_and_after(run_dir),
-        charts=[
-            (title, base64.b64encode(svg).decode())
-            for title, svg in charts([*records, *_end(summary, records)])
-        ],
-        diagnostics=[
-            (title, base64.b64encode(svg).decode()) for title, svg in diagnostic_charts(diagnostics)
-        ],
+        charts=charts([*records, *_end(summary, records)]),
+        diagnostics=diagnostic_charts(diagnostics),
         noise=next((line["noise"] for line in diagnostics if line.get("noise")), None),
         settings=[*_settings(config), *memory_facts(summary)],
         data=data,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jobs.tally import BINS, EDGES, SIDES
-from reports.diagnostic_charts import _height, diagnostic_charts
+from reports.diagnostic_charts import diagnostic_charts
 
 FIRST = {
     "step": -1,
@@ -52,12 +52,10 @@ def titles(lines: list[dict]) -> list[str]:
 
 
 ALL = [
-    "Log-ratios of the tokens",
     "Spread of the log-ratios",
     "Beyond the clipping range, by position",
     "Drift from the initial weights",
     "Entropy of the policy",
-    "Length of the completions",
 ]
 
 
@@ -95,7 +93,7 @@ def test_a_run_that_was_killed_at_its_beginning_has_none():
 
 
 def test_the_first_step_alone_has_spread_0():
-    """Policy and reference are the same weights: all in the middle bin, nothing for a logarithm."""
+    """Policy and reference are the same weights: nothing for a logarithm."""
     one = {
         "rows": 4,
         "tokens": 4,
@@ -107,16 +105,3 @@ def test_the_first_step_alone_has_spread_0():
         "positions": [[4, 0, 0]],
     }
     assert titles([FIRST, {"step": 0, "first_step": 0, "entropy": 0.4, "chosen": one}]) == ALL
-
-
-def test_heights_follow_the_logarithm_within_a_bin_and_the_bins_edges():
-    shown = (0, BINS)
-    for k, edge in enumerate(EDGES[1:-1], start=1):
-        middle = k == BINS // 2  # has no logarithm: all of it is drawn at its half
-        assert _height(EDGES, edge, shown) == pytest.approx(
-            k + (0.5 if middle else 1)
-        )  # a bin has its upper edge
-    assert _height(EDGES, 0.0, shown) == BINS // 2 + 0.5
-    assert _height(EDGES, 2**0.5, shown) == pytest.approx(_height(EDGES, 1.0, shown) + 0.5)
-    assert _height(EDGES, -(2**0.5), shown) == pytest.approx(_height(EDGES, -1.0, shown) - 0.5)
-    assert _height(EDGES, 1.5, (0, 10)) is None and _height(EDGES, 99.0, shown) is None

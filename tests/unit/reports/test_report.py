@@ -29,7 +29,7 @@ from data.quality import DataReport
 from data.rows import Dropped, Loaded
 from data.types import Completion, Example, Group, Prompt, Sequence, Turn
 from reports import report
-from reports.charts import PANELS, charts, draw, points, running_mean, thinned
+from reports.charts import PANELS, charts, points, thinned
 from reports.report import compared, duration, final_table, flat, write_report
 
 BEFORE = {
@@ -293,13 +293,6 @@ def test_a_report_tells_no_secrets(tmp_path, monkeypatch):
         assert secret not in text
 
 
-def test_the_age_of_the_reference_is_drawn_as_it_was():
-    records = [line(step) for step in range(1000)]
-    figure = draw(next(p for p in PANELS if p.title == "Age of the reference"), records)
-    (curve,) = figure.axes[0].get_lines()
-    np.testing.assert_array_equal(curve.get_ydata(), [step % 4 for step in range(1000)])
-
-
 def test_the_trained_model_is_the_last_point_of_the_evaluations(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr("reports.charts.charts", lambda records: drawn.extend(records) or [])
@@ -308,22 +301,6 @@ def test_the_trained_model_is_the_last_point_of_the_evaluations(tmp_path, monkey
     np.testing.assert_array_equal(steps, [0, 2])
     np.testing.assert_array_equal(values, [0.0, 0.25])
     assert len(points(drawn, "loss")[0]) == 2
-
-
-@pytest.mark.parametrize(("last", "apart"), [(3.5, True), (0.3, False)])
-def test_evaluations_do_not_flatten_the_curves_of_training(last, apart):
-    records = [{"step": step, "reward_margin": 0.1 * (step % 2)} for step in range(60)]
-    records[0] |= {"eval_reward_margin": 0.0}
-    records.append({"step": 60, "eval_reward_margin": last})
-    figure = draw(next(p for p in PANELS if p.title == "Reward margin"), records)
-    assert len(figure.axes) == 1 + apart
-    low, high = figure.axes[0].get_ylim()
-    assert high - low < 0.4 if apart else high > last
-    drawn = [line.get_label() for axes in figure.axes for line in axes.get_lines()]
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == drawn
-    if apart:
-        assert figure.axes[1].get_ylim()[1] > last and figure.axes[1].get_ylabel() == "evaluation"
 
 
 def test_charts_of_the_same_run_are_the_same_bytes():
@@ -343,16 +320,6 @@ def test_thinning_keeps_every_number_in_exactly_one_block(values, most):
     for i, mean in enumerate(thin):
         finite = [v for v in values[i * block : (i + 1) * block] if math.isfinite(v)]
         np.testing.assert_allclose(mean, sum(finite) / len(finite) if finite else math.nan, atol=1e-9)
-
-
-@given(FLOATS, st.integers(0, 10))
-@settings(max_examples=60)
-def test_the_running_mean_is_that_of_the_finite_neighbours(values, half):
-    mean = running_mean(values, min(2 * half + 1, 2 * ((len(values) - 1) // 2) + 1))
-    half = min(half, (len(values) - 1) // 2)
-    for i in range(len(values)):
-        finite = [v for v in values[max(0, i - half) : i + half + 1] if math.isfinite(v)]
-        np.testing.assert_allclose(mean[i], sum(finite) / len(finite) if finite else math.nan, atol=1e-9)
 
 
 def test_the_final_table_has_all_that_a_user_wants_next():
