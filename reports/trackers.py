@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from common.errors import require
 from common.imports import check_keys, import_function
-from common.secrets import scrub
+from common.secrets import scrub, scrub_text
 from reports.metrics import Record
 
 
@@ -39,12 +39,17 @@ class ExternalTracker(Protocol):
 
 class Fused:
     """A tracker whose first failure is reported and disables it, so that a tracker's error does not end a
-    run."""
+    run. ``make`` may return None: there is nothing to tell."""
 
-    def __init__(self, name: str, make: Callable[[], ExternalTracker]) -> None:
+    def __init__(self, name: str, make: Callable[[], ExternalTracker | None]) -> None:
         self.name = name
         self._tracker: ExternalTracker | None = None
         self._guard(lambda: setattr(self, "_tracker", make()))
+
+    @property
+    def alive(self) -> bool:
+        """Whether the tracker is on and has not failed."""
+        return self._tracker is not None
 
     def tell(self, method: str, *arguments: Any) -> None:
         """Call a method of the tracker, unless the tracker has failed."""
@@ -55,15 +60,18 @@ class Fused:
         try:
             call()
         except Exception as error:
-            text = " ".join(str(error).split()) or type(error).__name__
-            print(
-                f"warning: trackers.{self.name}: failed ({type(error).__name__}: {text}); the run goes on "
-                "without it, "
-                "metrics.jsonl has its numbers",
-                file=sys.stderr,
-                flush=True,
-            )
+            why = f"failed ({type(error).__name__}: {in_a_line(error)})"
+            warn(self.name, f"{why}; the run goes on without it, metrics.jsonl has its numbers")
             self._tracker = None
+
+
+def warn(name: str, message: str) -> None:
+    """Print a warning about a tracker on the console, not by logging, which a program may have silenced."""
+    print(f"warning: {name}: {scrub_text(message)}", file=sys.stderr, flush=True)
+
+
+def in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
 def check_trackers(trackers: dict[str, Any]) -> None:
@@ -90,4 +98,5 @@ def open_trackers(run_dir: Path, config: Record) -> list[Fused]:
         numbers = {key: value for key, value in tree.items() if key != "_target_"}
         return lambda: cls(run_dir, shown, **numbers)
 
-    return [Fused(name, make(name, tree)) for name, tree in (config.get("trackers") or {}).items()]
+    trees = (config.get("trackers") or {}).items()
+    return [Fused(f"trackers.{name}", make(name, tree)) for name, tree in trees]

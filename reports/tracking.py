@@ -13,25 +13,21 @@ import netrc
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 
 from common.files import write_whole
-from common.secrets import scrub, scrub_text, scrub_words
+from common.secrets import scrub, scrub_words
 from config.schema import WandbConfig
 from reports.metrics import DIAGNOSTICS, METRICS, LineFile, Record, numbers, plain, read_metrics
 from reports.provenance import variant
-from reports.trackers import open_trackers
-
-if TYPE_CHECKING:
-    import wandb
+from reports.trackers import Fused, in_a_line, open_trackers, warn
 
 PROJECT = "humanline"
 """The wandb project where neither a setting nor the environment names one."""
@@ -99,8 +95,8 @@ class Tracker(Tracking):
         self._metrics = LineFile(run_dir / METRICS, fresh=not resumed)
         self._open_diagnostics = lambda: LineFile(run_dir / DIAGNOSTICS, fresh=not resumed)
         self._diagnostics: LineFile | None = None
-        self._wandb = _Mirror(run_dir, config, wandb, wandb_id)
-        self._others = open_trackers(run_dir, config)
+        self._wandb = Wandb(wandb_id)
+        self._shown = [self._wandb.fused(run_dir, config, wandb), *open_trackers(run_dir, config)]
 
     @property
     def wandb_id(self) -> str | None:
@@ -109,15 +105,13 @@ class Tracker(Tracking):
     def log(self, record: Record) -> None:
         record = plain(record)
         self._metrics.append(record)
-        self._wandb.log(record, step=record["step"])
         self._tell("log", record, record["step"])
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        self._wandb.table(name, columns, rows, step)
         self._tell("table", name, columns, rows, step)
 
     def _tell(self, method: str, *arguments: Any) -> None:
-        for tracker in self._others:
+        for tracker in self._shown:
             tracker.tell(method, *arguments)
 
     def diagnostics(self, record: Record, histograms: Histograms) -> None:
@@ -125,11 +119,9 @@ class Tracker(Tracking):
             self._diagnostics = self._open_diagnostics()
         self._diagnostics.append(plain(record))
         for name, (counts, edges) in histograms.items():
-            self._wandb.histogram(name, counts, edges, record["step"])
             self._tell("histogram", name, counts, edges, record["step"])
 
     def summary(self, values: Record) -> None:
-        self._wandb.summary(plain(values))
         self._tell("summary", plain(values))
 
     def _files(self) -> list[LineFile]:
@@ -146,7 +138,6 @@ class Tracker(Tracking):
     def close(self) -> None:
         for file in self._files():
             file.close()
-        self._wandb.finish()
         self._tell("finish")
 
 
@@ -159,18 +150,18 @@ def mirror_evaluation(
     run_id = wandb_id_of(run_dir)
     if run_id is None:
         return False
-    mirror = _Mirror(run_dir, config, wandb, run_id)
+    mirror = Wandb(run_id)
+    tracker = mirror.fused(run_dir, config, wandb)
     shown = {f"{name}/{key}": value for key, value in numbers(plain(values))}
     step = max(mirror.step, *(record["step"] + 1 for record in read_metrics(run_dir / "metrics.jsonl")), 0)
-    mirror.log(shown, step)
+    tracker.tell("log", shown, step)
     if rows:
         columns = list(rows[0])
-        mirror.table(
-            f"{name}/answers", columns, [[_cell(row.get(column)) for column in columns] for row in rows], step
-        )
-    mirror.summary(shown)
-    told = mirror.alive
-    mirror.finish()
+        cells = [[_cell(row.get(column)) for column in columns] for row in rows]
+        tracker.tell("table", f"{name}/answers", columns, cells, step)
+    tracker.tell("summary", shown)
+    told = tracker.alive
+    tracker.tell("finish")
     return told
 
 
@@ -197,17 +188,26 @@ def _cell(value: Any) -> Any:
     )
 
 
-class _Mirror:
-    """wandb, disabled by its first failure: the failure prints a warning, and wandb is not called again."""
+class Wandb:
+    """wandb as a tracker (``reports.trackers.ExternalTracker``).
 
-    def __init__(self, run_dir: Path, config: Record, settings: WandbConfig, run_id: str | None) -> None:
+    ``id``: the id that the run had before, or None; then the id in use, also after wandb has failed."""
+
+    def __init__(self, run_id: str | None) -> None:
         self.id = run_id
-        self._run: wandb.Run | None = None
+        self._run: Any = None
         self._tables: list[tuple[int, dict[str, Any]]] = []
-        if settings.enabled:
+
+    def fused(self, run_dir: Path, config: Record, settings: WandbConfig) -> Fused:
+        """Start the wandb run, and return the tracker that its first failure disables."""
+
+        def start() -> Wandb | None:
             with clean_arguments():
                 shown = replace(settings, **scrub(vars(settings)))
-                self._guard(lambda: self._start(run_dir, scrub(config), shown))
+                self._start(run_dir, scrub(config), shown)
+            return None if self._run is None else self
+
+        return Fused("wandb", start if settings.enabled else lambda: None)
 
     def _start(self, run_dir: Path, config: Record, settings: WandbConfig) -> None:
         import wandb  # the import takes half a second, which a run without wandb is spared
@@ -226,8 +226,9 @@ class _Mirror:
                 raise
             pieces = Path(settings.dir or run_dir) / "wandb" / "offline-run-*"
             warn(
+                "wandb",
                 f"{in_a_line(error)}; this run is tracked offline: `wandb sync {pieces}` uploads it, once "
-                "key (`wandb login`, WANDB_API_KEY) and server (WANDB_BASE_URL) are right"
+                "key (`wandb login`, WANDB_API_KEY) and server (WANDB_BASE_URL) are right",
             )
             wandb.teardown()  # the failed attempt still holds the id
             self._init("offline", run_dir, config, settings)
@@ -260,78 +261,41 @@ class _Mirror:
         )
 
     def log(self, record: Record, step: int) -> None:
-        run = self._run
-        if run is not None:
-            self._guard(
-                lambda: run.log({key: value for key, value in record.items() if value is not None}, step=step)
-            )
+        self._run.log({key: value for key, value in record.items() if value is not None}, step=step)
         self._show_tables(step)
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        run = self._run
-        if run is None:
-            return
         import wandb
 
-        self._tables.append(
-            (step, {name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])})
-        )
+        shown = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
+        self._tables.append((step, {name: shown}))
 
     def _show_tables(self, step: int | None = None) -> None:
         """Show the tables of steps up to ``step`` (None: of all). A table waits for the line of its step:
         wandb takes nothing of an earlier step afterwards."""
-        run, tables = self._run, self._tables
-        due = [table for table in tables if step is None or table[0] <= step]
-        self._tables = tables[len(due) :]  # steps never go back
-        if run is None:
-            return
+        due = [table for table in self._tables if step is None or table[0] <= step]
+        self._tables = self._tables[len(due) :]  # steps never go back
         for at, table in due:
-            self._guard(partial(run.log, table, step=at if step is None else step))
+            self._run.log(table, step=at if step is None else step)
 
     def histogram(self, name: str, counts: Sequence[int], edges: Sequence[float], step: int) -> None:
-        run = self._run
-        if run is None:
-            return
         import wandb
 
         closed = np.array([2 * edges[0], *edges, 2 * edges[-1]])  # wandb accepts no open bins
-        self._guard(
-            lambda: run.log({name: wandb.Histogram(np_histogram=(np.array(counts), closed))}, step=step)
-        )
+        self._run.log({name: wandb.Histogram(np_histogram=(np.array(counts), closed))}, step=step)
 
     def summary(self, values: Record) -> None:
-        run = self._run
-        if run is not None:
-            self._guard(lambda: run.summary.update(values))
-
-    @property
-    def alive(self) -> bool:
-        """Whether wandb accepts numbers: it is on and has not failed."""
-        return self._run is not None
+        self._run.summary.update(values)
 
     @property
     def step(self) -> int:
         """The first step for which wandb still accepts numbers."""
-        return 0 if self._run is None else self._run.step
+        return 0 if self._run is None else int(self._run.step)
 
     def finish(self) -> None:
-        run = self._run
-        if run is not None:
-            self._show_tables()
-            self._guard(run.finish)
-            self._run = None
-
-    def _guard(self, call: Callable[[], object]) -> None:
-        """Call ``call``. If it fails in any way, print a warning and never call wandb again, so that a
-        tracker's error does not end a run."""
-        try:
-            call()
-        except Exception as error:
-            warn(
-                f"failed ({type(error).__name__}: {in_a_line(error)}); the run goes on without it, "
-                "metrics.jsonl has its numbers"
-            )
-            self._run = None
+        self._show_tables()
+        self._run.finish()
+        self._run = None
 
 
 @contextmanager
@@ -343,15 +307,6 @@ def clean_arguments() -> Iterator[None]:
         yield
     finally:
         sys.argv = given
-
-
-def warn(message: str) -> None:
-    """Print a warning about wandb on the console, not by logging, which a program may have silenced."""
-    print(f"warning: wandb: {scrub_text(message)}", file=sys.stderr, flush=True)
-
-
-def in_a_line(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
 def _mode(settings: Any) -> str:
