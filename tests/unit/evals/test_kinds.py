@@ -13,7 +13,7 @@ from config.schema_eval import EvalStage
 from data import adder
 from data.chat import Renderer
 from data.types import Prompt, Turn
-from evals import accuracy, alpaca_files, compare
+from evals import accuracy, alpaca_library, compare
 from evals.answers import limited
 from evals.base import Evaluation, Target
 from evals.early import check_early
@@ -223,5 +223,5 @@ def test_a_line_separator_within_an_answer_does_not_end_its_line(tmp_path, separ
     path.write_text((json.dumps(line, ensure_ascii=False) + "\n") * 2, encoding="utf-8")
     (found,) = compare.answers_in(path)
     assert [completion.text for completion in found.completions] == [said, said]
-    rows = alpaca_files.read_rows("alpaca.outputs", path, ("instruction", "output"))
+    rows = alpaca_library.read_rows("alpaca.outputs", path, ("instruction", "output"), ())
     assert [row["output"] for row in rows] == [said, said]
