@@ -154,13 +154,13 @@ def measure(config: Config, hf_config: PretrainedConfig, world: World, steps: in
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.reset_accumulated_memory_stats()
     seconds, spread = timed(step, steps)
-    assert step.watch.waiting is not None
+    assert step.waiting is not None
     found = Measured(
         seconds,
         spread,
         sum(map(len, rows_of(plan))) / plan.steps,
         operations_of(config, hf_config, plan),
-        step.watch.waiting.known["token_balance"],
+        step.waiting.known["token_balance"],
     )
     yield found.text(world.size, PEAK)
     taken = measured(world, planned.record["predicted_gib"])["measured"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,14 +13,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from config.schema import Config
 from data.batches import Segment
-from data.types import Example, Microbatch, Sequence
+from data.types import Example, Sequence
 from launch.composing import compose_config
 from models.distributed import World, shard, start
 from models.policy import Policy, decoder_blocks, set_up_layers
 from models.shapes import without_weights
-from trainers.assembly import Offline, make_loss, trainer_class
+from trainers.assembly import make_loss, trainer_class
 from trainers.basic import BasicTrainer, StepRecord
-from trainers.losses.base import TokenScores
 
 Pair = tuple[Sequence, Sequence]
 
@@ -119,54 +118,33 @@ def make_trainer(settings: Settings, policy: Policy, world: World | None = None)
     return trainer_class(config)(config, policy, make_loss(config), world)
 
 
-@dataclass
-class Quiet:
-    """A Watch that reads each step's numbers a step late, as a run does, and keeps the losses."""
-
-    losses: list[float | None] = field(default_factory=list)
-    waiting: StepRecord | None = None
-
-    def before_step(self, segment: Segment) -> None: ...
-
-    def before_first_step(self, segment: Segment) -> None: ...
-
-    def observe(self, micro: Microbatch, scores: TokenScores) -> None: ...
-
-    def after_step(self, record: StepRecord) -> None:
-        self.done()
-        self.waiting = record
-
-    def done(self) -> None:
-        if self.waiting is not None:
-            self.losses.append(self.waiting.pending.read()["loss"])
-            self.waiting = None
-
-
-def train(trainer: BasicTrainer, segment: Segment) -> list[float | None]:
-    """Train on all of ``segment`` and return the loss of each step."""
-    watch = Quiet()
-    trainer.train(Offline(segment), watch)
-    return watch.losses
-
-
 def score_all(trainer: BasicTrainer, segment: Segment) -> None:
     """Score every row of the plan under the current weights, as the reference of offline training."""
     trainer.reference.refresh(trainer.policy, 0, trainer.upcoming(segment, 0, 0))
 
 
 class Stepper:
-    """A callable that does one step of ``segment`` for timing, as ``train`` does but without the check before
-    step 0."""
+    """A callable that does one step of ``segment`` for timing. It reads each step's numbers a step late, as a
+    run does, and makes no check before step 0."""
 
     def __init__(self, trainer: BasicTrainer, segment: Segment) -> None:
-        self.trainer, self.segment, self.watch = trainer, segment, Quiet()
+        self.trainer, self.segment = trainer, segment
+        self.losses: list[float | None] = []
+        self.waiting: StepRecord | None = None
 
     def __call__(self) -> list[float | None]:
         """Do one step and return the losses of the steps read so far."""
-        self.watch.after_step(self.trainer.step(self.segment))
+        record = self.trainer.step(self.segment)
+        self.read()
+        self.waiting = record
         if self.trainer.progress.position == self.segment.steps:
-            self.watch.done()
-        return self.watch.losses
+            self.read()
+        return self.losses
+
+    def read(self) -> None:
+        if self.waiting is not None:
+            self.losses.append(self.waiting.pending.read()["loss"])
+            self.waiting = None
 
 
 def fresh(policy: Policy) -> Policy:

@@ -34,13 +34,13 @@ import torch
 from benchmarks.measure import ROOT, Sample, machine, peak_rss, ratio, rss, table, timed
 from benchmarks.steps import (
     Settings,
+    Stepper,
     drawn_pairs,
     make_trainer,
     random_policy,
     score_all,
     segment_of,
     shape,
-    train,
 )
 from common.options import options_of
 
@@ -89,10 +89,15 @@ def measured(loss: str, side: str, at_once: int, model: str, pairs: int, batch_p
     else:
         trainer = make_trainer(settings, policy)
         score_all(trainer, plan)
-        run = partial(train, trainer, plan)
+        run = partial(all_steps, Stepper(trainer, plan))
     before, losses = rss(), list[float]()
     sample = timed(lambda: losses.extend(run()))
     return Found(sample.wall, sample.cpu, losses, (peak_rss() - before) / 2**20, peak_rss() / 2**20)
+
+
+def all_steps(step: Stepper) -> list[float | None]:
+    """Do every step and return their losses."""
+    return [step() for _ in range(step.segment.steps)][-1]
 
 
 # -- beside it -------------------------------------------------------------------------------------

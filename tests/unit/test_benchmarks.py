@@ -22,6 +22,7 @@ from benchmarks.quick import prepare, settings_of
 from benchmarks.steps import (
     Forward,
     Settings,
+    Stepper,
     drawn_pairs,
     forward,
     fresh,
@@ -31,7 +32,6 @@ from benchmarks.steps import (
     score_all,
     segment_of,
     shape,
-    train,
 )
 from data.batches import collate
 from data.types import Sequence
@@ -234,11 +234,10 @@ def test_rows_are_those_of_the_loss_unit():
 def test_training_reports_a_loss_a_step(base):
     settings = Settings("grpo", 4, 2, humanline=True)
     plan = segment_of(settings, drawn_pairs(4, 512, longest=32))
-    assert (
-        len(train(make_trainer(settings, random_policy(shape("tiny"), torch.device("cpu"))), plan))
-        == plan.steps
-        == 2
-    )
+    trainer = make_trainer(settings, random_policy(shape("tiny"), torch.device("cpu")))
+    score_all(trainer, plan)
+    step = Stepper(trainer, plan)
+    assert len(trl_compare.all_steps(step)) == plan.steps == 2
 
 
 def test_a_gpus_benchmark_runs_without_one(monkeypatch, capsys):
