@@ -1,4 +1,4 @@
-"""Settings of the machine for which a dry run plans the memory."""
+"""Settings of the machine for which a dry run plans the memory, and the cards that are known."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from common.errors import ConfigError
 from config.typed import Auto, Count, Text, dataclass, yaml_defaults
 
 CARDS = {
-    "A100-40GB": 39.4,
-    "A100-80GB": 79.2,
-    "H100": 79.1,
-    "H100-96GB": 94.5,
-    "H200": 139.8,
-    "B200": 178.3,
-    "L4": 22.0,
-    "L40S": 44.4,
-    "RTX3090": 23.6,
-    "RTX4090": 23.5,
+    "A100-40GB": (39.4, 312e12),
+    "A100-80GB": (79.2, 312e12),
+    "H100": (79.1, 989e12),
+    "H100-96GB": (94.5, 989e12),
+    "H200": (139.8, 989e12),
+    "B200": (178.3, 2250e12),
+    "L4": (22.0, 121e12),
+    "L40S": (44.4, 362e12),
+    "RTX3090": (23.6, 71e12),
+    "RTX4090": (23.5, 165e12),
 }
-"""Card -> GiB of memory that a program can use on it."""
+"""Card -> (GiB of memory that a program can use on it, dense bfloat16 operations a second by the vendors'
+datasheets)."""
 
 
 @dataclass
@@ -39,7 +40,7 @@ def card_memory(key: str, card: str) -> float:
     """Return the memory in GiB of a card, given by its name or directly as a number. Raises ConfigError about
     ``key`` if it is neither."""
     if card in CARDS:
-        return CARDS[card]
+        return CARDS[card][0]
     try:
         size = float(card)
     except ValueError:

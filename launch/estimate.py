@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from common.errors import StoppedError
+from config.schema_plan import CARDS
 from launch.collect import read_json
 from launch.slurm import ROOT, Job, command
 from launch.state import FINISHED, State
@@ -20,19 +21,6 @@ _PLAN = re.compile(r"([\d,]+) [a-z ]+, ([\d,]+) steps of")
 _TOKENS = re.compile(r"([\d,]+) tokens to train on")
 _SIZE = re.compile(r"([\d,.]+) M parameters")
 DRY_RUN_SECONDS = 1800
-PEAK = {
-    "A100-40GB": 312e12,
-    "A100-80GB": 312e12,
-    "H100": 989e12,
-    "H100-96GB": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-    "L4": 121e12,
-    "L40S": 362e12,
-    "RTX3090": 71e12,
-    "RTX4090": 165e12,
-}
-"""Card -> dense bfloat16 operations a second, by the vendors' datasheets."""
 SHARE_OF_PEAK = 0.3
 OPERATIONS = 8
 """Operations on each weight for a token: 2 in the forward, 4 in the backward, 2 in the reference's."""
@@ -94,7 +82,7 @@ def usual_rate(parameters: float, card: str) -> float:
     EstimateError for a model of unknown size."""
     if not parameters:
         raise EstimateError("the dry run does not say how large the model is: --rate R, in tokens a second")
-    return SHARE_OF_PEAK * PEAK[card] / (OPERATIONS * parameters)
+    return SHARE_OF_PEAK * CARDS[card][1] / (OPERATIONS * parameters)
 
 
 def hours_at(tokens: int, per_second: float, job: Job) -> float:

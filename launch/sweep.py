@@ -26,8 +26,9 @@ from common.errors import ConfigError, require
 from common.options import options_of
 from common.progress import SOON, progress, pulse
 from config.cli import answered
+from config.schema_plan import CARDS
 from launch.composing import Composer
-from launch.estimate import PEAK, SHARE_OF_PEAK, dry_run, hours_at, hours_of, usual_rate
+from launch.estimate import SHARE_OF_PEAK, dry_run, hours_at, hours_of, usual_rate
 from launch.grid import Run, Sweep, parse_overrides, read_sweep
 from launch.local import DONE, STOPPED, Pool, failures
 from launch.memory import cell_plans
@@ -149,7 +150,7 @@ def act(options: argparse.Namespace) -> int:
     sweep = sweep if options.name is None else replace(sweep, name=options.name)
     logs = (ROOT / options.logs / sweep.name).resolve()
     job = make_job(read_site(options.site) | sweep.slurm | parse_overrides(options.set))
-    cards = ", ".join(PEAK)
+    cards = ", ".join(CARDS)
     require(
         bool(job.card) or not options.memory, "slurm.card", None, f"is not known: --set card= one of {cards}"
     )
@@ -184,11 +185,11 @@ def act(options: argparse.Namespace) -> int:
 def dry_hours(states: Sequence[State], rate: float, job: Job) -> dict[str, float]:
     """Return run name -> hours, from one dry run per cell. ``rate``: tokens a second on a rank, or USUAL."""
     require(
-        rate > 0 or job.card in PEAK,
+        rate > 0 or job.card in CARDS,
         "slurm.card",
         job.card,
         f"has no known peak to take a rate from: --rate R, in tokens a second, or --set card= one of "
-        f"{', '.join(PEAK)}",
+        f"{', '.join(CARDS)}",
     )
     cells = {state.run.cell: state for state in reversed(states)}
     bar = progress(list(cells.items()), "dry runs (--rate)", unit="cell", delay=SOON)
