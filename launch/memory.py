@@ -15,27 +15,9 @@ from launch.state import State
 
 SECONDS = 1800.0
 IDLE = (
-    "seed",
-    "exp_name",
-    "data",
-    "lr",
-    "beta1",
-    "beta2",
-    "eps",
-    "weight_decay",
-    "scheduler",
-    "warmup",
-    "min_lr_ratio",
-    "n_epochs",
-    "n_examples",
-    "eval_every",
-    "save_every",
-    "sync_freq",
-    "log_epsilon_P",
-    "log_epsilon_R",
-    "wandb",
-    "trackers",
-    "callbacks",
+    *("seed", "exp_name", "data", "n_epochs", "n_examples", "eval_every", "save_every", "sync_freq"),
+    *("lr", "beta1", "beta2", "eps", "weight_decay", "scheduler", "warmup", "min_lr_ratio"),
+    *("log_epsilon_P", "log_epsilon_R", "wandb", "trackers", "callbacks"),
 )
 """Settings that do not affect a plan made without data: cells that differ only in them share a plan."""
 

@@ -3,7 +3,7 @@ and of each with its seeds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jinja2
@@ -50,109 +50,78 @@ def in_words(metric: str) -> str:
 
 def write_html(
     path: Path,
-    name: str,
-    notes: Sequence[str],
-    failed: Sequence[Result],
-    table: Sequence[Sequence[str]],
-    tests: Sequence[Sequence[str]],
     cells: Sequence[Cell],
     metric: str,
-    crossed: tuple[Sequence[Sequence[str]], Sequence[Comparison]] = ((), ()),
-    powers: Sequence[Sequence[str]] = (),
-    frontier: Figure | None = None,
-    planned: tuple[str, Sequence[Sequence[str]]] = ("", ()),
+    effects: Sequence[Comparison],
+    frontier: Figure | None,
+    parts: Mapping[str, object],
 ) -> None:
-    """Write one self-contained page. ``crossed``: for a crossed sweep, the means of its axes' values, or its
-    arms, and their effects. ``powers``: what the tests could see. ``planned``: a note and
-    the table of the tests that the sweep file plans. With more than ``MOST_CURVES`` cells, no
-    curves are drawn."""
+    """Write one self-contained page. ``effects``: of a crossed sweep, drawn instead of the cells. ``parts``:
+    what results.html.j2 shows as it is. With more than ``MOST_CURVES`` cells, no curves are drawn."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
     )
+    few = cells if len(cells) <= MOST_CURVES else []
+    span = limits(few, metric)
     with rc_context(STYLE):
-        means, effects = crossed
-        overview = svg(forest(effects, metric) if effects else bars(cells, metric))
-        few = cells if len(cells) <= MOST_CURVES else []
-        together = overlay(few, metric)
-        drawn = [(cell, curve(cell, metric, limits(few, metric))) for cell in few]
-        curves = [
-            (cell.name, cell.progress, None if figure is None else svg(figure)) for cell, figure in drawn
-        ]
-        overlaid = None if together is None else svg(together)
-        reached = None if frontier is None else svg(frontier)
-    page = environment.get_template("results.html.j2").render(
-        name=name,
-        notes=notes,
-        failed=failed,
-        table=table,
-        tests=tests,
-        planned=planned,
-        means=means,
-        powers=powers,
-        reached=reached,
-        overview=overview,
-        overlaid=overlaid,
-        curves=curves,
-        metric=in_words(metric),
-    )
-    write_whole(path, page)
+        drawn = {
+            "overview": svg(forest(effects, metric) if effects else bars(cells, metric)),
+            "reached": svg(frontier),
+            "overlaid": svg(overlay(few, metric, span)),
+            "curves": [(cell.name, cell.progress, svg(curve(cell, metric, span))) for cell in few],
+        }
+    write_whole(path, environment.get_template("results.html.j2").render({**parts, **drawn}))
 
 
-def svg(figure: Figure) -> str:
-    text = charts.svg(figure, bbox_inches="tight").decode()
-    return text[text.index("<svg") :]
+def svg(figure: Figure | None) -> str:
+    """Return the figure as an element of a page; "" without one."""
+    text = "" if figure is None else charts.svg(figure, bbox_inches="tight").decode()
+    return text[text.index("<svg") :] if text else text
+
+
+def rows_of(names: Sequence[str], height: float, label: str) -> tuple[Figure, Axes]:
+    """Return a figure of ``height`` inches with a named row for each of ``names``, and its axes."""
+    figure = Figure(figsize=(7, height))
+    axes = figure.subplots()
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlabel(label)
+    return figure, axes
 
 
 def bars(cells: Sequence[Cell], metric: str) -> Figure:
     """Draw the mean and standard error of each cell with every seed as a dot; a cell without a finished run
     keeps its line, with a note."""
-    figure = Figure(figsize=(7, 0.6 + 0.32 * len(cells)))
-    axes = figure.subplots()
+    label = f"{in_words(metric)} (mean ± standard error over seeds; dots are seeds)"
+    figure, axes = rows_of([cell.name for cell in cells], 0.6 + 0.32 * len(cells), label)
     for row, cell in enumerate(cells):
         values = list(cell.values(metric).values())
-        if (middle := mean(values)) is not None:
-            axes.plot(
-                values, [row] * len(values), "o", color=BLUE, alpha=0.3, markersize=4, markeredgewidth=0
-            )
-            axes.errorbar(
-                middle.value, row, xerr=middle.error or 0, fmt="o", color=BLUE, capsize=3, markersize=6
-            )
-        else:
-            axes.annotate(
-                "no finished run", (0.02, row), xycoords=("axes fraction", "data"), va="center", color=GREY
-            )
-    axes.set_yticks(range(len(cells)), [cell.name for cell in cells])
-    axes.set_ylim(len(cells) - 0.5, -0.5)
-    axes.set_xlabel(f"{in_words(metric)} (mean ± standard error over seeds; dots are seeds)")
+        if (middle := mean(values)) is None:
+            at = axes.get_yaxis_transform()
+            axes.text(0.02, row, "no finished run", transform=at, va="center", color=GREY)
+            continue
+        axes.plot(values, [row] * len(values), "o", color=BLUE, alpha=0.3, markersize=4, markeredgewidth=0)
+        axes.errorbar(middle.value, row, xerr=middle.error or 0, fmt="o", color=BLUE, capsize=3, markersize=6)
     return figure
 
 
 def forest(effects: Sequence[Comparison], metric: str) -> Figure:
     """Draw the difference and standard error of each effect; significant ones are filled."""
-    figure = Figure(figsize=(7, 0.7 + 0.24 * len(effects)))
-    axes = figure.subplots()
+    label = f"change of {in_words(metric)} (± standard error over seeds; filled: significant)"
+    names = [f"{effect.b} − {effect.a}" for effect in effects]
+    figure, axes = rows_of(names, 0.7 + 0.24 * len(names), label)
     axes.axvline(0, color=GREY, linewidth=0.8)
     for row, effect in enumerate(effects):
-        axes.errorbar(
-            effect.difference.value,
-            row,
-            xerr=effect.difference.error or 0,
-            fmt="o",
-            color=BLUE,
-            markerfacecolor=BLUE if effect.significant else "white",
-            capsize=2,
-            markersize=5,
-        )
-    axes.set_yticks(range(len(effects)), [f"{effect.b} − {effect.a}" for effect in effects])
-    axes.set_ylim(len(effects) - 0.5, -0.5)
-    axes.set_xlabel(f"change of {in_words(metric)} (± standard error over seeds; filled: significant)")
+        change, fill = effect.difference, BLUE if effect.significant else "white"
+        style = {"color": BLUE, "markerfacecolor": fill, "capsize": 2, "markersize": 5}
+        axes.errorbar(change.value, row, xerr=change.error or 0, fmt="o", **style)
     return figure
 
 
-def overlay(cells: Sequence[Cell], metric: str) -> Figure | None:
+def overlay(cells: Sequence[Cell], metric: str, span: tuple[float, float] | None) -> Figure | None:
     """Draw the mean curve of every cell for the held-out metric, or for the evaluation loss if no run has a
     curve of the metric; None if fewer than two cells have a curve."""
-    key = metric if limits(cells, metric) is not None else "eval_loss"
+    key = metric if span is not None else "eval_loss"
     lines = [(cell.name, mean_curve(cell.chosen, key)) for cell in cells]
     lines = [(name, line) for name, line in lines if len(line) > 1]
     if len(lines) < 2:
@@ -163,9 +132,8 @@ def overlay(cells: Sequence[Cell], metric: str) -> Figure | None:
         style = STROKES[i // len(COLORS) % len(STROKES)]
         xs, ys = [x for x, _ in line], [y.value for _, y in line]
         axes.plot(xs, ys, style, color=COLORS[i % len(COLORS)], marker=".", linewidth=1.4, label=name)
-    axes.set_xlabel("training examples")
+    of_examples(axes, 6)
     axes.set_ylabel(in_words(key))
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     columns = 2 if len(lines) > 3 else 1
     axes.legend(fontsize=7, ncols=columns, loc="upper center", bbox_to_anchor=(0.5, -0.18))
     return figure
@@ -185,9 +153,13 @@ def curve(cell: Cell, metric: str, span: tuple[float, float] | None) -> Figure |
         if key == metric and span is not None:
             axes.set_ylim(*span)
         axes.set_title("training loss" if key == "loss" else in_words(key))
-        axes.set_xlabel("training examples")
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        of_examples(axes, 5)
     return figure
+
+
+def of_examples(axes: Axes, ticks: int) -> None:
+    axes.set_xlabel("training examples")
+    axes.xaxis.set_major_locator(MaxNLocator(ticks, integer=True))
 
 
 def mean_curve(runs: Sequence[Result], key: str) -> list[tuple[int, SeedMean]]:
@@ -204,21 +176,15 @@ def mean_curve(runs: Sequence[Result], key: str) -> list[tuple[int, SeedMean]]:
 
 def draw(axes: Axes, runs: Sequence[Result], key: str, marked: bool) -> None:
     begun = [(run, points) for run in runs if (points := points_of(run, key))]
-    alone = len(begun) == 1
+    mark = "." if marked else ""
+    color, alpha, width = (BLUE, 1.0, 1.8) if len(begun) == 1 else (GREY, 0.6, 0.8)
     for run, points in begun:
-        axes.plot(
-            *zip(*points, strict=True),
-            color=BLUE if alone else GREY,
-            alpha=1.0 if alone else 0.6,
-            linewidth=1.8 if alone else 0.8,
-            linestyle="-" if run.status == FINISHED else "--",
-            marker="." if marked else "",
-        )
-    if not alone:
-        means = mean_curve(runs, key)
-        xs, ms = [x for x, _ in means], [m for _, m in means]
-        axes.plot(xs, [m.value for m in ms], color=BLUE, linewidth=1.8, marker="." if marked else "")
-        low, high = [m.value - (m.error or 0) for m in ms], [m.value + (m.error or 0) for m in ms]
+        stroke = "-" if run.status == FINISHED else "--"
+        axes.plot(*zip(*points, strict=True), stroke, color=color, alpha=alpha, linewidth=width, marker=mark)
+    if len(begun) > 1:
+        xs, means = zip(*mean_curve(runs, key), strict=True)
+        axes.plot(xs, [m.value for m in means], color=BLUE, linewidth=1.8, marker=mark)
+        low, high = ([m.value + side * (m.error or 0) for m in means] for side in (-1, 1))
         axes.fill_between(xs, low, high, color=BLUE, alpha=0.2, linewidth=0)
 
 

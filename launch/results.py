@@ -87,29 +87,12 @@ def rows(cells: Sequence[Cell], metrics: Sequence[str]) -> list[list[str]]:
 
 
 def test_rows(comparisons: Sequence[Comparison]) -> list[list[str]]:
-    out = [
-        [
-            "comparison",
-            "difference",
-            "seeds",
-            "p (t)",
-            "p (t), Holm",
-            "p (Wilcoxon)",
-            "p (Wilcoxon), Holm",
-            "",
-        ]
-    ]
+    p_values = ["p (t)", "p (t), Holm", "p (Wilcoxon)", "p (Wilcoxon), Holm"]
+    out = [["comparison", "difference", "seeds", *p_values, ""]]
     for c in comparisons:
-        values = (c.p_t, c.p_t_holm, c.p_wilcoxon, c.p_wilcoxon_holm)
-        out.append(
-            [
-                f"{c.b} − {c.a}",
-                shown(c.difference),
-                str(c.difference.n),
-                *map(shown_p, values),
-                "significant" if c.significant else "",
-            ]
-        )
+        values = map(shown_p, (c.p_t, c.p_t_holm, c.p_wilcoxon, c.p_wilcoxon_holm))
+        what = [f"{c.b} − {c.a}", shown(c.difference), str(c.difference.n)]
+        out.append([*what, *values, "significant" if c.significant else ""])
     return out
 
 
@@ -153,38 +136,14 @@ def numeric_rows(cells: Sequence[Cell], metrics: Sequence[str]) -> list[list[obj
 def run_rows(results: Sequence[Result], cells: Sequence[Cell]) -> list[list[object]]:
     """Return a row for every run, chosen or not, with its wandb group and tags."""
     metrics = sorted({key for run in results for key in run.values})
-    cells_by_run = {
-        id(run): cell for cell in cells for runs in cell.tried for run in runs
-    }  # names may stand twice
+    # by id: names may stand twice
+    cells_by_run = {id(run): cell.name for cell in cells for runs in cell.tried for run in runs}
     chosen = {id(run) for cell in cells for run in cell.chosen}
-    head: list[object] = [
-        "run",
-        "cell",
-        "seed",
-        "status",
-        "said last",
-        "log",
-        "steps",
-        "chosen",
-        "wandb group",
-        "wandb tags",
-        *metrics,
-    ]
-    out = [head]
+    head = ["run", "cell", "seed", "status", "said last", "log", "steps", "chosen"]
+    out: list[list[object]] = [[*head, "wandb group", "wandb tags", *metrics]]
     for run in results:
-        tags = " ".join(run.tags)
-        about: list[object] = [
-            run.name,
-            cells_by_run[id(run)].name,
-            run.seed,
-            run.status,
-            run.about.detail,
-            run.about.log or "",
-            run.step,
-            id(run) in chosen,
-            run.group,
-            tags,
-        ]
+        status = (run.status, run.about.detail, run.about.log or "", run.step, id(run) in chosen)
+        about = (run.name, cells_by_run[id(run)], run.seed, *status, run.group, " ".join(run.tags))
         out.append([*about, *(run.values.get(metric) for metric in metrics)])
     return out
 
@@ -287,12 +246,12 @@ def report(options: argparse.Namespace) -> str:
     write_csv(folder / "runs.csv", run_rows(results, cells))
     if decided:
         write_csv(folder / "decisions.csv", decided)
-    shown_tests = test_table if tests else []
     effects = tests if compared.notes else []
+    parts: dict[str, object] = {"name": name, "planned": decided, "planned_note": NOTE.format(len(decisions))}
+    parts |= {"notes": notes, "failed": failed, "table": table, "means": means, "powers": powers}
+    parts["tests"] = test_table if tests else []
     drawn = None if frontier is None else frontier.figure()
-    about = (name, notes, failed, table, shown_tests, cells, metric)
-    planned = (NOTE.format(len(decisions)), decided)
-    write_html(folder / "index.html", *about, (means, effects), powers, drawn, planned)
+    write_html(folder / "index.html", cells, metric, effects, drawn, parts)
     written = f"index.html, table.md, table.csv, tests.csv, runs.csv{', decisions.csv' if decided else ''}"
     return f"{text}\n\nwritten to {folder}/: {written}"
 
