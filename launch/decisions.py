@@ -19,6 +19,7 @@ from reports.outcome import FINISHED, NOTHING_LEARNT
 from reports.statistics import (
     FEWEST_PAIRS,
     SIGNIFICANT,
+    differences,
     equivalence,
     equivalence_power,
     holm,
@@ -83,7 +84,7 @@ def decide(sweep: Sweep, cells: Sequence[Cell]) -> list[Decision]:
         require(not known or test.metric in known, f"tests: {test.name}: metric", test.metric, numbers)
         first, second = (by_name[cell].values(test.metric) for cell in test.cells)
         runs = [run for cell in test.cells for run in by_name[cell].chosen]
-        apart = tuple(second[seed] - first[seed] for seed in sorted(first.keys() & second.keys()))
+        apart = tuple(differences(first, second))
         to_come = sum(run.status not in ENDED for run in runs)
         failed = len(runs) - to_come - len(first) - len(second)
         p = None if to_come else p_of(test, apart)

@@ -9,14 +9,14 @@ runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from common.errors import require
 from launch.cells import Cell
 from launch.grid import Sweep
-from reports.statistics import FEWEST_PAIRS, Comparison, paired, with_holm
+from reports.statistics import Comparison, with_holm
 
 Coordinates = tuple[str, ...]
 """A cell's value on each axis."""
@@ -48,18 +48,16 @@ class Crossing:
         correction over all of them. ``within``: an axis; the others are compared separately for each of its
         values. Raises ConfigError."""
         require(within is None or within in self.axes, "--within", within, f"is no axis: {list(self.axes)}")
-        comparisons = []
-        for where in (None,) if within is None else self.axes[within]:
-            for axis in self.axes:
-                if axis != within:
-                    comparisons += self._of_axis(axis, within, where)
-        return with_holm(comparisons)
+        places = (None,) if within is None else self.axes[within]
+        axes = [axis for axis in self.axes if axis != within]
+        return with_holm(pair for at in places for axis in axes for pair in self._of_axis(axis, within, at))
 
-    def _of_axis(self, axis: str, within: str | None, where: str | None) -> list[Comparison]:
+    def _of_axis(
+        self, axis: str, within: str | None, where: str | None
+    ) -> Iterator[tuple[str, str, list[float]]]:
         names = list(self.axes)
         at, fixed = names.index(axis), None if within is None else names.index(within)
         first, *others = self.axes[axis]
-        comparisons = []
         for value in others:
             pairs = [
                 (self.values[cell], self.values[other])
@@ -67,11 +65,8 @@ class Crossing:
                 if cell[at] == first and (fixed is None or cell[fixed] == where)
                 if (other := (*cell[:at], value, *cell[at + 1 :])) in self.values
             ]
-            differences = by_seed(pairs)
-            if len(differences) >= FEWEST_PAIRS:
-                begin = "" if where is None else f"{where}: "
-                comparisons.append(paired(f"{first} ({len(pairs)})", f"{begin}{value}", differences))
-        return comparisons
+            begin = "" if where is None else f"{where}: "
+            yield f"{first} ({len(pairs)})", f"{begin}{value}", by_seed(pairs)
 
     def means(self, within: str | None = None) -> list[list[str]]:
         """Return a heading, then a row for each value of each axis with the mean over its cells and seeds.

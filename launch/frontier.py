@@ -31,8 +31,8 @@ from reports.statistics import (
     FEWEST_PAIRS,
     SIGNIFICANT,
     Comparison,
+    differences,
     mean,
-    paired,
     paired_power,
     shown,
     with_holm,
@@ -115,7 +115,7 @@ class Frontier:
         """Return each arm minus the first one in every contrast, paired by seed, with Holm's correction over
         all of them."""
         first = next(iter(self.arms))
-        return with_holm([paired(first, name, d) for name, d in self.differences() if len(d) >= FEWEST_PAIRS])
+        return with_holm((first, name, d) for name, d in self.differences())
 
     def differences(self) -> Iterator[tuple[str, list[float]]]:
         """Yield (contrast and arm, the arm minus the first one for each seed)."""
@@ -126,8 +126,7 @@ class Frontier:
             if common is not None:
                 pairs = {f"common setting {', '.join(common)}: {arm}": (common, common)} | pairs
             for name, (a, b) in pairs.items():
-                score, other = self.arms[first][a].score, self.arms[arm][b].score
-                yield name, [other[seed] - score[seed] for seed in sorted(score.keys() & other.keys())]
+                yield name, differences(self.arms[first][a].score, self.arms[arm][b].score)
             apart = [d for seed in self.seeds if (d := self.at_equal_kl(first, arm, seed)) is not None]
             yield f"equal KL: {arm}", apart
 
@@ -165,15 +164,8 @@ class Frontier:
             best = self.best(arm)
             point = points[best]
             numbers = [mean(list(values.values())) for values in (point.score, point.kl, point.length)]
-            out.append(
-                [
-                    arm,
-                    str(len(points)),
-                    ", ".join(best),
-                    ", ".join(self.edges(best)) or "none",
-                    *map(shown, numbers),
-                ]
-            )
+            where = [", ".join(best), ", ".join(self.edges(best)) or "none"]
+            out.append([arm, str(len(points)), *where, *map(shown, numbers)])
         return out
 
     def figure(self) -> Figure:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
@@ -85,16 +85,18 @@ def compare(cells: Mapping[str, Mapping[int, float]], baseline: str | None = Non
         if baseline
         else list(itertools.combinations(cells, 2))
     )
-    comparisons = []
-    for a, b in pairs:
-        seeds = sorted(cells[a].keys() & cells[b].keys())
-        if len(seeds) >= FEWEST_PAIRS:
-            comparisons.append(paired(a, b, [cells[b][seed] - cells[a][seed] for seed in seeds]))
-    return with_holm(comparisons)
+    return with_holm((a, b, differences(cells[a], cells[b])) for a, b in pairs)
 
 
-def with_holm(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """Return the comparisons with their p-values adjusted over all of them."""
+def differences(a: Mapping[int, float], b: Mapping[int, float]) -> list[float]:
+    """Return ``b`` minus ``a`` (seed -> value) over the seeds that both have, in their order."""
+    return [b[seed] - a[seed] for seed in sorted(a.keys() & b.keys())]
+
+
+def with_holm(pairs: Iterable[tuple[str, str, Sequence[float]]]) -> list[Comparison]:
+    """Return the comparisons of those ``pairs`` (a, b, differences by seed) that have FEWEST_PAIRS, with
+    their p-values adjusted over all of them."""
+    comparisons = [paired(a, b, apart) for a, b, apart in pairs if len(apart) >= FEWEST_PAIRS]
     adjusted = zip(
         comparisons,
         holm([c.p_t for c in comparisons]),
