@@ -18,9 +18,8 @@ from config.load import OPERATIONAL, flat, settings_of
 from config.record import RECORD
 from launch.composing import Composer
 from launch.grid import Run, Settings
-from launch.outcomes import INTERRUPTED, NOT_STARTED, Status, Statuses, ending_of_folder
 from launch.slurm import ROOT
-from launch.state import folder_of, last_line
+from launch.state import INTERRUPTED, NOT_STARTED, Status, Statuses, ending_of_folder, folder_of, last_line
 from reports.metrics import numbers, read_metrics
 
 NO_NUMBERS = ("settings", "fingerprints", "config", "counts")
@@ -47,7 +46,7 @@ class Result:
 
     @property
     def status(self) -> str:
-        """One of the words of launch.outcomes."""
+        """One of the words of launch.state."""
         return self.about.kind
 
     def identity(self, without: Iterable[str] = ()) -> str:

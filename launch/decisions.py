@@ -14,7 +14,7 @@ from common.errors import require
 from launch.cells import Cell
 from launch.frontier import seeds_needed
 from launch.grid import SAME, PlannedTest, Sweep
-from launch.outcomes import FAILED
+from launch.state import FAILED
 from reports.outcome import FINISHED, NOTHING_LEARNT
 from reports.statistics import (
     FEWEST_PAIRS,

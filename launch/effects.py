@@ -48,7 +48,7 @@ class Crossing:
         correction over all of them. ``within``: an axis; the others are compared separately for each of its
         values. Raises ConfigError."""
         require(within is None or within in self.axes, "--within", within, f"is no axis: {list(self.axes)}")
-        places = (None,) if within is None else self.axes[within]
+        places: tuple[str | None, ...] = (None,) if within is None else self.axes[within]
         axes = [axis for axis in self.axes if axis != within]
         return with_holm(pair for at in places for axis in axes for pair in self._of_axis(axis, within, at))
 

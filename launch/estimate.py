@@ -14,8 +14,9 @@ from common.errors import StoppedError
 from config.schema_plan import CARDS
 from launch.collect import read_json
 from launch.slurm import ROOT, Job, command
-from launch.state import FINISHED, State
+from launch.state import State
 from reports.metrics import numbers
+from reports.outcome import FINISHED
 
 _PLAN = re.compile(r"([\d,]+) [a-z ]+, ([\d,]+) steps of")
 _TOKENS = re.compile(r"([\d,]+) tokens to train on")

@@ -71,7 +71,7 @@ class Task:
             process.send_signal(number)
 
     def note(self, said: str) -> None:
-        """Add a line to the log, in the form that job.sh.j2 writes and launch.outcomes reads."""
+        """Add a line to the log, in the form that job.sh.j2 writes and launch.state reads."""
         start = self.failures + self.restarts + 1
         with self.opened() as log:
             place = f"{self.state.run.name}, here, start {start}"

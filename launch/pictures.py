@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from matplotlib import rc_context
@@ -113,7 +114,7 @@ def forest(effects: Sequence[Comparison], metric: str) -> Figure:
     axes.axvline(0, color=GREY, linewidth=0.8)
     for row, effect in enumerate(effects):
         change, fill = effect.difference, BLUE if effect.significant else "white"
-        style = {"color": BLUE, "markerfacecolor": fill, "capsize": 2, "markersize": 5}
+        style: dict[str, Any] = {"color": BLUE, "markerfacecolor": fill, "capsize": 2, "markersize": 5}
         axes.errorbar(change.value, row, xerr=change.error or 0, fmt="o", **style)
     return figure
 

@@ -41,8 +41,8 @@ from launch.decisions import NOTE, Decision, decide, decision_rows, planned_powe
 from launch.effects import Crossing
 from launch.frontier import Frontier, power_rows
 from launch.grid import Sweep, read_sweep
-from launch.outcomes import FAILED
 from launch.slurm import ROOT
+from launch.state import FAILED
 from reports.evaluations import names_of, of_name
 from reports.outcome import FINISHED
 from reports.statistics import Comparison, compare, shown, shown_p

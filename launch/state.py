@@ -1,20 +1,47 @@
-"""The progress of a sweep's run, judged by its folder and settings, before anything is started."""
+"""How the runs of a sweep stand: what there is to do before anything is started (``State``), by their folders
+and settings, and their status (``Status``), by their folders, their logs, and Slurm where available.
+
+A run's log says when each start began and with which exit code it ended (job.sh.j2, launch/local.py).
+"""
 
 from __future__ import annotations
 
 import json
+import re
+import signal
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, UserError
+from common.lock import holder
 from config.load import Change
-from config.record import changes, refused_changes, started
+from config.record import LOCK, changes, refused_changes, started
 from config.schema import Config
 from launch.composing import Composer
 from launch.grid import CONFIG_DIR, Run
+from launch.slurm import SlurmError, ask, queued, submitted
+from reports import outcome
+from reports.outcome import FINISHED, NOTHING_LEARNT
 
-FINISHED, PARTIAL, NEW, CHANGED = "finished", "unfinished", "new", "settings changed"
+PARTIAL, NEW, CHANGED = "unfinished", "new", "settings changed"
+"""Kinds of State, beside FINISHED"""
+NOT_STARTED, WAITING, RUNNING = "not started", "waiting", "running"
+INTERRUPTED, FAILED = "interrupted", "failed"
+_STOPPED = (75, -signal.SIGTERM, -signal.SIGINT)
+"""Exit codes of a run that was asked to stop: 75 after saving, or a signal's negative number while still
+loading."""
+_IN_THE_WORKS = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "STAGE_OUT", "SIGNALING")
+"""States of a job in the queue that has nodes."""
+_FAILURES = ("FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "TIMEOUT")
+"""States of a job that ended by itself or at a limit that it was not warned of."""
+_OURS = re.compile(r"\[\d{4}-\d\d-\d\d [\d:]{8} .*, start \d+\] (?P<said>.*)")
+_ENDED = re.compile(r"exit code (-?\d+)")
+_ERROR = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b")
+_RANK = re.compile(r"^\[rank\d+\]:")
+_NOISE = re.compile(r"(?:srun|slurmstepd[\w.-]*|slurmd[\w.-]*): ")
+_LINES = 400
 
 
 @dataclass(frozen=True)
@@ -103,3 +130,141 @@ def tail(path: Path, lines: int = 15) -> list[str]:
         file.seek(max(0, path.stat().st_size - 65536))
         text = file.read().decode(errors="replace")
     return [line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n")[:-1]][-lines:]
+
+
+@dataclass(frozen=True)
+class Status:
+    """``kind``: one of the five words above, FINISHED or NOTHING_LEARNT. ``detail``: for a failed run, its
+    last message. ``log``: the file with that message."""
+
+    kind: str
+    detail: str = ""
+    log: Path | None = None
+
+    def __str__(self) -> str:
+        where = f" ({self.log})" if self.log is not None else ""
+        return f"{self.kind}: {self.detail}{where}" if self.detail else self.kind
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The outcome of the last start in a log. ``code``: its exit code; None if the log does not say.
+    ``said``: the message that tells why it ended. ``stopped``: whether Slurm ended the job."""
+
+    code: int | None
+    said: str
+    stopped: bool
+
+
+class Statuses:
+    """What is known outside of the run folders, read once for all runs. ``logs``: the sweep's log folder."""
+
+    def __init__(self, logs: Path) -> None:
+        self.logs = logs
+        self.newest = newest_logs(logs)
+        tasks = submitted(logs)
+        self.task = {name: task for task, name in tasks.items()}
+        """Run -> its last submission."""
+        self.queue = _or_nothing(lambda: queued(logs))
+        self.accounts = _or_nothing(lambda: accounted(list(tasks)))
+
+    def of(self, name: str, folder: Path) -> Status:
+        """Return the status of the run ``name``, whose folder is ``folder``."""
+        if (ended := ending_of_folder(folder)) is not None:
+            return ended
+        if name in self.queue:
+            job, state = self.queue[name].split(maxsplit=1)
+            return Status(RUNNING if state in _IN_THE_WORKS else WAITING, f"job {job} {state}")
+        if (process := holder(folder / LOCK)) is not None:
+            return Status(RUNNING, process)
+        begun = started(folder)
+        log = self.newest.get(name)
+        ending = ending_of(log) if log is not None else None
+        if ending is not None and ending.code is not None:
+            if ending.code in _STOPPED or ending.stopped:
+                return Status(INTERRUPTED, log=log)
+            return Status(FAILED, ending.said or f"exit code {ending.code}", log)
+        return self._unsaid(name, begun or log is not None, log, ending)
+
+    def _unsaid(self, name: str, begun: bool, log: Path | None, ending: Ending | None) -> Status:
+        """Return the status of a run without a recorded end: its process was killed, or it never began."""
+        task = self.task.get(name, "")
+        own = self.logs / "slurm" / f"{task}.out"
+        state = self.accounts.get(task, "")
+        words = [line for line in tail(own) if line.strip()] if own.is_file() else []
+        if state in _FAILURES:
+            said = ending.said if ending is not None else ""
+            return Status(FAILED, f"Slurm: {state}" + (f"; {said}" if said else ""), log or own)
+        if log is None and words and not state.startswith("CANCELLED"):
+            return Status(FAILED, words[-1], own)
+        return Status(INTERRUPTED if begun else NOT_STARTED, log=log)
+
+
+def ending_of_folder(folder: Path) -> Status | None:
+    """Return FINISHED or NOTHING_LEARNT for a run that has come to its end, judged by its folder alone; None
+    for any other. A damaged summary is left to whoever reads its numbers."""
+    try:
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        summary = {}
+    nothing = isinstance(summary, dict) and summary.get("status") == NOTHING_LEARNT
+    return Status(NOTHING_LEARNT, outcome.told(summary) or "") if nothing else Status(FINISHED)
+
+
+def newest_logs(logs: Path) -> dict[str, Path]:
+    """Return run -> its most recently written log, of the files ``<run>.<job>.out`` in the folder
+    ``logs``."""
+    newest: dict[str, Path] = {}
+    for path in sorted(logs.glob("*.out"), key=lambda path: path.stat().st_mtime):
+        newest[path.name.removesuffix(".out").rpartition(".")[0]] = path
+    return newest
+
+
+def ending_of(log: Path) -> Ending:
+    """Return the outcome of the last start in ``log``, from the log's last lines."""
+    lines = tail(log, _LINES)
+    ours = [(at, match["said"]) for at, line in enumerate(lines) if (match := _OURS.fullmatch(line))]
+    first = max((at for at, said in ours if said.startswith("on ")), default=-1)
+    since = [said for at, said in ours if at > first]
+    codes = [int(match[1]) for said in since if (match := _ENDED.fullmatch(said))]
+    own = [line for line in lines[first + 1 :] if not _OURS.fullmatch(line)]
+    early = [said for said in since if said.startswith("failed before")]
+    return Ending(
+        codes[-1] if codes else None, (early or [last_words(own)])[-1], "Slurm ends this job" in since
+    )
+
+
+def last_words(lines: Sequence[str]) -> str:
+    """Return the line of a program's output that says why it ended.
+
+    That is its last ``error: …``, else its last exception, else its last line.
+    """
+    bare = (_RANK.sub("", line).strip() for line in lines if not _NOISE.match(line))
+    spoken = [line for line in bare if line]
+    errors = [line for line in spoken if line.startswith("error: ")]
+    raised = [
+        line for line in spoken if _ERROR.match(line) and "ChildFailedError" not in line
+    ]  # ChildFailedError is torchrun's own
+    return (errors or raised or spoken or [""])[-1]
+
+
+def _or_nothing(asked: Callable[[], dict[str, str]]) -> dict[str, str]:
+    """Return Slurm's answer, or {} if there is no Slurm here that can answer."""
+    try:
+        return asked()
+    except SlurmError:
+        return {}
+
+
+def accounted(tasks: Sequence[str]) -> dict[str, str]:
+    """Return a task of an array -> the state of its last job. Raises SlurmError if Slurm keeps no
+    accounts."""
+    if not tasks:
+        return {}
+    arrays = dict.fromkeys(task.partition("_")[0] for task in tasks)
+    words = ["sacct", "--noheader", "--parsable2", "--allocations", "--format=JobID,State"]
+    listing = ask([*words, f"--jobs={','.join(arrays)}"])
+    rows = (line.partition("|") for line in listing.splitlines())
+    return {task: state.split()[0] for task, _, state in rows if state}

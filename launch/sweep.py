@@ -32,7 +32,6 @@ from launch.estimate import SHARE_OF_PEAK, dry_run, hours_at, hours_of, usual_ra
 from launch.grid import Run, Sweep, parse_overrides, read_sweep
 from launch.local import DONE, STOPPED, Pool, failures
 from launch.memory import cell_plans
-from launch.outcomes import newest_logs
 from launch.slurm import (
     ROOT,
     Job,
@@ -47,7 +46,8 @@ from launch.slurm import (
     script,
     submit,
 )
-from launch.state import CHANGED, FINISHED, State, check_ranks, inspect, tail
+from launch.state import CHANGED, State, check_ranks, inspect, newest_logs, tail
+from reports.outcome import FINISHED
 
 QUEUED = "in the queue"
 JOB = {field.name for field in fields(Job)}

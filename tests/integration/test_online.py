@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from common.errors import StoppedError, UserError
 from data.groups import read_groups
-from launch.outcomes import ending_of_folder
+from launch.state import ending_of_folder
 from tests import programs
 from tests.integration.online import SHORT, function, lines, rounds, run_online
 from trainers.basic import BasicTrainer

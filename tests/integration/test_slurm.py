@@ -14,7 +14,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from launch import sweep
-from launch.outcomes import Statuses
+from launch.state import Statuses
 from tests.programs import HANG, until
 
 ROOT = Path(__file__).parent.parent.parent

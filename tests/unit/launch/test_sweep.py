@@ -21,9 +21,9 @@ from launch.composing import Composer, compose_config
 from launch.estimate import EstimateError, Size, dry_run, hours_at, hours_of, size_in
 from launch.grid import Run, read_sweep
 from launch.local import DONE, FAILED, STOPPED, Pool
-from launch.outcomes import Statuses
 from launch.slurm import Job
-from launch.state import CHANGED, FINISHED, NEW, PARTIAL, State, check_ranks, inspect, tail
+from launch.state import CHANGED, NEW, PARTIAL, State, Statuses, check_ranks, inspect, tail
+from reports.outcome import FINISHED
 from tests.programs import until
 
 STAND_IN = """

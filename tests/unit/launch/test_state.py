@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from config.record import LOCK
-from launch.outcomes import Statuses, last_words, newest_logs
 from launch.slurm import RECORD, ROOT
+from launch.state import Statuses, last_words, newest_logs
 
 
 def log_of(*lines: str) -> str:
