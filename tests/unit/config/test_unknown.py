@@ -259,7 +259,7 @@ def test_a_limit_that_was_not_typed_follows_the_one_that_was(capsys: pytest.Capt
     ("program", "said"),
     [
         ("train", "usage: python train.py [SETTING=VALUE"),
-        ("train", "  loss=        bco, "),
+        ("train", "  loss=        bradley_terry, "),
         ("eval", "Its own settings: config/eval.yaml. Of a run's it reads model, data, "),
         ("sample", "  python sample.py run=runs/mine split=eval"),
     ],
