@@ -363,20 +363,15 @@ def _range(key: str, spec: Settings) -> list[float]:
     require(
         numbers and set(spec) in ({"from", "to", "plus"}, {"from", "to", "times"}), f"grid.{key}", spec, form
     )
-    start, end = spec["from"], spec["to"]
-    if "plus" in spec:
-        require(spec["plus"] > 0 and end >= start, f"grid.{key}", spec, form)
-        count = math.floor((end - start) / spec["plus"] + 1e-9) + 1
-        require(count <= MOST_RUNS, f"grid.{key}", spec, f"has {count:,} values, {_TOO_MANY}")
-        values = [start + i * spec["plus"] for i in range(count)]
-    else:
-        require(spec["times"] > 1 and end >= start > 0, f"grid.{key}", spec, form)
-        count = math.floor(math.log(end / start, spec["times"]) + 1e-9) + 1
-        require(count <= MOST_RUNS, f"grid.{key}", spec, f"has {count:,} values, {_TOO_MANY}")
-        values = [start * spec["times"] ** i for i in range(count)]
-    return [
-        value if isinstance(value, int) else float(f"{value:.12g}") for value in values
-    ]  # rounded, so that 0.1 + 0.2 is 0.3
+    start, end, plus = spec["from"], spec["to"], "plus" in spec
+    step = spec["plus" if plus else "times"]
+    require(end >= start and (step > 0 if plus else step > 1 and start > 0), f"grid.{key}", spec, form)
+    steps = (end - start) / step if plus else math.log(end / start, step)
+    count = math.floor(steps + 1e-9) + 1
+    require(count <= MOST_RUNS, f"grid.{key}", spec, f"has {count:,} values, {_TOO_MANY}")
+    values = [start + i * step if plus else start * step**i for i in range(count)]
+    # rounded, so that 0.1 + 0.2 is 0.3
+    return [value if isinstance(value, int) else float(f"{value:.12g}") for value in values]
 
 
 def _check(sweep: Sweep, extra: Mapping[str, Any]) -> None:
