@@ -127,7 +127,9 @@ def ask_judge(outputs: list[Row], reference: list[Row], own: AlpacaEvalConfig, p
             _, rows = alpaca_eval.evaluate(
                 model_outputs=outputs,
                 reference_outputs=reference,
-                annotators_config=str(place / "annotator.yaml"),
+                annotators_config=str(
+                    (place / "annotator.yaml").absolute()
+                ),  # a relative path would be of its own folder
                 caching_path=str(place / "judged.json"),
                 fn_metric="get_winrate",
                 sort_by="win_rate",

@@ -35,6 +35,7 @@ NOT_RUN = {
     "make real-full": "is an hour of training",
     "make torch-oldest": "installs another torch, 5 GB; docs/gpus/torch-2.11.txt is its output",
     "hf auth login": "would ask the hub for a token",
+    "hf download tatsu-lab/alpaca_eval FILE --repo-type dataset": "would fetch from the hub",
     "wandb sync runs/NAME/wandb/offline-run-*": "would upload; test_tracking.py reads the advice",
     "python export.py runs/NAME --push-to-hub org/name": "would upload; tests/integration/test_hub.py does",
 }
@@ -128,11 +129,12 @@ RULES = [
     # Sweeps
     Rule(r"python -m launch\.status "),
     # Of runs that the workspace has not: tests/unit/launch/test_frontier.py makes them
-    Rule(r"python -m launch\.results (\S+surface\.yaml --frontier|runs/pilot)", "--help"),
+    Rule(r"python -m launch\.results (\S+surface\.yaml --frontier|\S+claim\.yaml|runs/pilot)", "--help"),
     Rule(
         r"python -m launch\.sweep sweeps/off_policy",
         f"{OFFLINE} n_eval_samples=1 --only '*-foreign-no_humanline-none-shapeppo-s1'",
     ),
+    Rule(r"python -m launch\.sweep sweeps/claim", OFFLINE, {r"\*-s\[1-4\]": "*-plain-s1"}),
     Rule(r"python -m launch\.sweep .*--rate", "--only '*-kto-offline-s1'"),
     Rule(r"python -m launch\.sweep .*--local 4", f"{OFFLINE} --only '*-kto-*-s1'"),
     Rule(r"python -m launch\.sweep .*--local", SWEPT),
