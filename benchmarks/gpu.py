@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -84,7 +85,7 @@ def random_weights(config: Config, hf_config: PretrainedConfig) -> Iterator[Conf
     """Yield the settings of a run from random weights in the shape of ``hf_config``."""
     with tempfile.TemporaryDirectory() as folder:
         hf_config.save_pretrained(folder)
-        names = {"name_or_path": folder, "tokenizer_name_or_path": None, "revision": None}
+        names: dict[str, Any] = {"name_or_path": folder, "tokenizer_name_or_path": None, "revision": None}
         yield replace(config, model=replace(config.model, from_config=True, **names))
 
 

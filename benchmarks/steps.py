@@ -97,7 +97,7 @@ class Settings:
             "name_or_path": "random",
             "dtype": self.dtype,
             "batch_size": self.batch_size,
-            "packing": {None: "auto"}.get(self.packing, self.packing),
+            "packing": "auto" if self.packing is None else self.packing,
             "microbatches": self.batch_size // self.micro_size,
             "max_length": self.max_length,
             "max_prompt_length": self.max_length - 1,

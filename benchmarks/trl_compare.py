@@ -84,7 +84,7 @@ def measured(loss: str, side: str, at_once: int, model: str, pairs: int, batch_p
 
         from benchmarks.trl_side import prepared
 
-        tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "adder" / "model")
+        tokenizer: Any = AutoTokenizer.from_pretrained(ROOT / "assets" / "adder" / "model")
         run: Any = prepared(settings, plan, policy, tokenizer, side.endswith("grouped"))
     else:
         trainer = make_trainer(settings, policy)

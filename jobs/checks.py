@@ -82,13 +82,12 @@ def without_signal(index: int, metrics: dict[str, Any], config: Config) -> str |
 
 
 def _what(metrics: dict[str, Any], config: Config) -> str | None:
-    lowest, highest, equal = (
-        metrics.get(name) for name in ("lowest_reward", "highest_reward", "zero_variance")
-    )
+    lowest, highest = metrics.get("lowest_reward"), metrics.get("highest_reward")
     if lowest is None or highest is None:
         return "no sample has a reward"
     if not exceeds(highest, lowest):
         return f"every sample has the reward {lowest:g}"
+    equal: Any = metrics.get("zero_variance")
     if config.rounds.feedback == "threshold" or (equal < 1 and metrics["keep_rate"] > 0):
         return None
     by = f" by rounds.tau={config.rounds.tau:g}" if equal < 1 else ""

@@ -418,9 +418,11 @@ def _tests(value: Any) -> tuple[PlannedTest, ...]:
                 raw[key],
                 f"is no part of a test; known: {', '.join(_OF_TEST)}",
             )
-        cells, metric, effect = raw.get("cells"), raw.get("metric"), raw.get("effect")
+        cells: Any = raw.get("cells")
+        metric: Any = raw.get("metric")
+        effect: Any = raw.get("effect")
         two = isinstance(cells, list) and len(cells) == 2 and cells[0] != cells[1]
-        name = raw.get("name", " − ".join(map(str, reversed(cells))) if two else None)
+        name: Any = raw.get("name", " − ".join(map(str, reversed(cells))) if two else None)
         kind = raw.get("kind", DIFFERENT)
         for key, part, good in (
             ("cells", cells, two and all(isinstance(cell, str) for cell in cells)),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -258,7 +258,7 @@ def unlike_gathered(policy: nn.Module) -> list[str]:
         if not isinstance(unit, FSDPModule):
             continue
         unit.unshard()
-        for name, whole in unit.named_parameters(prefix, remove_duplicate=False):
+        for name, whole in cast(nn.Module, unit).named_parameters(prefix, remove_duplicate=False):
             own = held[name]
             if not isinstance(own, DTensor) or isinstance(whole, DTensor):
                 continue  # not sharded, or of another unit

@@ -99,7 +99,7 @@ def _check_header(file: Path, header: dict[str, Any]) -> None:
     for name, value in own.items():
         if name not in GGUF_CONFIG_MAPPING.get(family, own) and value != neutral.get(name):
             raise UserError(f"{file} has {family}.{name}={value}, which transformers' reader would drop")
-    known = {*GGUF_PRE_TOKENIZER_SPLITS, *GPT2}
+    known: set[Any] = {*GGUF_PRE_TOKENIZER_SPLITS, *GPT2}
     if header.get("tokenizer.ggml.model") == "gpt2" and split not in known:
         raise UserError(f"{file} splits texts by the rule {split!r}, and transformers would by another")
 
