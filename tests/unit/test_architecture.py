@@ -61,7 +61,22 @@ CONFINED = {
 MOST_LINES = 600
 MOST_LINES_OF_A_FUNCTION = 60
 # Lines that a room may have; only a reviewed change raises one.
-BUDGETS = {"memory": 1563}
+BUDGETS = {
+    "common": 1_686,
+    "config": 3_770,
+    "data": 7_224,
+    "models": 4_642,
+    "trainers": 2_724,
+    "memory": 1_548,
+    "reports": 2_194,
+    "rollouts": 6_207,
+    "jobs": 4_275,
+    "evals": 1_850,
+    "launch": 3_438,
+    "benchmarks": 1_490,
+    "tools": 1_136,
+    "tests": 40_193,
+}
 
 
 def tracked(*patterns: str) -> list[Path]:
@@ -296,7 +311,7 @@ def test_no_file_is_too_long_to_read():
 
 def test_no_room_grows_beyond_its_budget():
     lines = dict.fromkeys(BUDGETS, 0)
-    for module in sources():
+    for module in every_source():
         if (room := module.split(".")[0]) in lines:
             lines[room] += len(path_of(module).read_text().splitlines())
     assert {room: n for room, n in lines.items() if n > BUDGETS[room]} == {}

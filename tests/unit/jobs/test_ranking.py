@@ -82,10 +82,9 @@ def test_patience_does_not_compare_two_metrics(capsys) -> None:
         ("eval_accuracy", "eval_accuracy", True),
         ("eval_accuracy", "eval_loss", False),
         (None, "eval_loss", False),
-        ("unsaid", "eval_loss", True),
     ):
         made = watch(now)
-        RunWatch._restore(made, state | ({} if before == "unsaid" else {"keep_best": before}), {})
+        RunWatch._restore(made, state | {"keep_best": before}, {})
         assert made.patience.state() == (COUNTED if goes_on else {"best": None, "no_better": 0})
         said = capsys.readouterr().out
         assert (said == "") is goes_on and (goes_on or f"keep_best was {before} and is eval_loss now" in said)

@@ -36,8 +36,8 @@ def test_every_page_is_there_and_links_to_code_lead_to_it(site):
     pages = {p.relative_to(ROOT / "docs").with_suffix("") for p in (ROOT / "docs").rglob("*.md")}
     for page in pages - {Path("README")}:
         assert (site / page / "index.html").is_file()
-    shown = (site / "map" / "index.html").read_text()
-    linked = re.findall(rf'href="{SHOWN}/blob/main/([^"#]+)"', shown)
+    shown = (site / "tour" / "index.html").read_text()
+    linked = re.findall(rf'href="{SHOWN}/blob/main/([^"#]+)["#]', shown)
     assert "trainers/humanline.py" in linked and all((ROOT / path).is_file() for path in linked)
     assert "losses/" in (site / "index.html").read_text()
 
