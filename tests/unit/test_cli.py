@@ -223,7 +223,6 @@ def test_an_options_value_is_no_setting(tmp_path, line):
         "model.max_prompt_length=64": "model.max_prompt_length=64: must be less than model.max_length=64",
         "+humanlin=true": "did you mean humanline?",
         "loss=grpo loss.importance=tokn": "importance",
-        "loss=grpo loss.shape=dppo loss.importance=sequence": "importance=sequence: nothing would read it",
         "loss=grpo loss.advantage=mean": "loss.advantage=mean: use one of",
         "loss.beta=0": "loss.beta=0: must be above 0",
         "sync_freq=0": "sync_freq=0: must be",
