@@ -100,11 +100,15 @@ def read_table(folder: Path) -> Metadata:
 class Reader(FileSystemReader):
     """Reader of one checkpoint's shards, with a table of contents that was read as data."""
 
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError, here and not below torch, which would print it and look for other tables."""
+        super().__init__(path)
+        self._table = read_table(path)
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the one table, never a table of a single rank: no checkpoint of this project has one."""
-        table = read_table(Path(self.path))
-        table.storage_meta = torch_metadata.StorageMeta(load_id=self.load_id)
-        return table
+        self._table.storage_meta = torch_metadata.StorageMeta(load_id=self.load_id)
+        return self._table
 
 
 class Planner(DefaultLoadPlanner):

@@ -65,7 +65,7 @@ BUDGETS = {
     "common": 1_686,
     "config": 3_770,
     "data": 7_224,
-    "models": 4_642,
+    "models": 4_646,
     "trainers": 2_724,
     "memory": 1_548,
     "reports": 2_194,
