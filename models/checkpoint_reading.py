@@ -101,7 +101,7 @@ class Reader(FileSystemReader):
     """Reader of one checkpoint's shards, with a table of contents that was read as data."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError, here and not below torch, which would print it and look for other tables."""
+        """Raises CheckpointError, here and not below torch, which prints it and looks for other tables."""
         super().__init__(path)
         self._table = read_table(path)
 
