@@ -69,6 +69,7 @@ STATE = {
     "before": {},
     "evaluated": {},
     "seconds": 1.0,
+    "wall": 1.0,
     "tokens_timed": 2,
     "diagnostics": None,
     "progress": asdict(Progress(step=3)),

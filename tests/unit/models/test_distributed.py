@@ -26,7 +26,7 @@ def test_who_starts_again_joins_what_is_there():
     for _ in range(3):
         assert start().size == 1
         assert gather_objects("again") == ["again"]
-    assert threads() == before
+    assert threads() <= before  # of other tests some may end
     stop()
     assert not dist.is_initialized()
     start()  # its groups are of the new process group, not of the one that is gone
