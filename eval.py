@@ -26,7 +26,7 @@ from common.errors import require
 from common.imports import importing
 from config.cli import cli, guarded
 from config.schema_eval import EvalStage
-from config.typed import typed
+from config.sections import typed
 
 
 def evaluate(cfg: DictConfig, given: list[str]) -> None:

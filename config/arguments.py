@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 
 from common.errors import ConfigError, require
 from config.files import FOLDER
-from config.unknown import no_file
+from config.unknown_keys import no_file
 
 HYDRAS = (
     "--help",

@@ -42,13 +42,13 @@ from config.arguments import (
 from config.composing import check_loss_file, composed
 from config.files import FOLDER, not_utf8, wrong_line
 from config.help import help_on
-from config.idle import check_idle, say
 from config.load import load, run_name
 from config.machine import refuse_left_over, speaks
 from config.multirun import check_jobs
 from config.removed import refuse_removed
 from config.schema import Config
-from config.unknown import NOTHING, names, names_of, no_file, remedy
+from config.unknown_keys import NOTHING, names, names_of, no_file, remedy
+from config.unread import check_idle, say
 
 REFUSED, STOPPED = 2, 1
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from config.files import FOLDER, files_of, section
-from config.idle import ELSEWHERE
 from config.schema_eval import READ
+from config.unread import ELSEWHERE
 
 EXAMPLES = {
     "train": (

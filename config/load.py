@@ -22,7 +22,7 @@ from config import of_run  # noqa: F401, a model's file may say it
 from config.files import parsed
 from config.removed import LAST, refuse_removed
 from config.schema import Config
-from config.typed import typed, word_of
+from config.sections import typed, word_of
 
 T = TypeVar("T")
 

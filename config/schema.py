@@ -22,7 +22,7 @@ from config.schema_rewards import RewardConfig, completed
 from config.schema_rounds import RoundsConfig
 from config.schema_sampler import SamplerConfig
 from config.schema_trainer import Accepts, LossKeys, TrainerConfig, accepted_by, check_trainer_keys
-from config.typed import (
+from config.sections import (
     All,
     Auto,
     Count,

@@ -8,7 +8,17 @@ from pydantic import AfterValidator
 
 from common.errors import require
 from config.files import of_project
-from config.typed import All, NotNegative, Positive, Share, SmallShare, Text, dataclass, must, yaml_defaults
+from config.sections import (
+    All,
+    NotNegative,
+    Positive,
+    Share,
+    SmallShare,
+    Text,
+    dataclass,
+    must,
+    yaml_defaults,
+)
 
 OfProject = Annotated[Text, AfterValidator(of_project)]
 RANGE = (

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from common.errors import require
 from common.files import check_name
-from config.typed import (
+from config.sections import (
     All,
     Auto,
     Count,

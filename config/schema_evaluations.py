@@ -9,7 +9,7 @@ from typing import Any
 
 from common.errors import ConfigError, DataError, UserError, one_of, require
 from config.schema_data import DataConfig
-from config.typed import typed
+from config.sections import typed
 
 OF_ROWS = ("loss", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "drift")
 OF_ANSWERS = ("accuracy_sampled", "accuracy_greedy", "length_sampled")

@@ -8,7 +8,7 @@ from pydantic import AfterValidator
 
 from common.errors import require
 from config.files import of_project
-from config.typed import (
+from config.sections import (
     Auto,
     Count,
     Dtype,

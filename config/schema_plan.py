@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from common.errors import ConfigError
-from config.typed import Auto, Count, Text, dataclass, yaml_defaults
+from config.sections import Auto, Count, Text, dataclass, yaml_defaults
 
 CARDS = {
     "A100-40GB": (39.4, 312e12),

@@ -13,7 +13,7 @@ from common.errors import require
 from common.imports import import_function, written_type
 from common.secrets import remember
 from config.files import section
-from config.typed import (
+from config.sections import (
     Auto,
     Count,
     Dtype,

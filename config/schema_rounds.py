@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from config.typed import (
+from config.sections import (
     All,
     Auto,
     Count,

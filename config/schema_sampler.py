@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from config.typed import (
+from config.sections import (
     Auto,
     Count,
     ExportDtype,

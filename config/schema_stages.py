@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Literal
 
-from config.typed import All, Count, Natural, Text, dataclass, need, yaml_defaults
+from config.sections import All, Count, Natural, Text, dataclass, need, yaml_defaults
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from common.errors import require
 from common.imports import import_function, written_attributes
-from config.typed import Auto, Share, Text, dataclass, typed
+from config.sections import Auto, Share, Text, dataclass, typed
 
 RESERVED_LOSS_KEYS = ("name", "_target_", "reference", "kl_anchor")
 """Keys of ``loss`` that are no numbers for the loss function or its trainer."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from common.errors import ConfigError, require
 from config.files import group_file
 from config.schema_rewards import OWN_KEYS, RewardConfig
-from config.typed import dataclass, yaml_defaults
+from config.sections import dataclass, yaml_defaults
 
 KEY = "reward.weighted.parts"
 OWN = ("weight", "reward")

@@ -19,7 +19,7 @@ from config.cli import UNREADABLE, in_our_words
 from config.composing import composed
 from config.load import load
 from config.schema import Config
-from config.unknown import names_of
+from config.unknown_keys import names_of
 from launch.grid import CONFIG_DIR, Run, override
 
 _PLAIN_KEY = re.compile(r"(?!hydra\b)[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)

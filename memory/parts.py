@@ -19,7 +19,7 @@ from config.schema import Config
 from config.schema_model import ModelConfig
 from config.schema_rewards import RewardModelConfig
 from config.schema_weighted import WeightedConfig
-from config.typed import with_defaults
+from config.sections import with_defaults
 from memory.simulate import MemoryNeed, evaluates
 from memory.tracker import WORKSPACE
 from models.attention import heads_of

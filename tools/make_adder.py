@@ -15,7 +15,7 @@ from tokenizers import Regex, decoders, pre_tokenizers
 from common.options import options_of
 from config.schema_data import DataConfig
 from config.schema_model import ModelConfig
-from config.typed import with_defaults
+from config.sections import with_defaults
 from data import adder
 from data.chat import Renderer, make_renderer
 from data.groups import write_groups

@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 from common.errors import ConfigError
 from config.load import changed, dump, load_saved, run_name, settings_of
 from config.schema import Config
-from config.typed import word_of
-from config.unknown import names
+from config.sections import word_of
+from config.unknown_keys import names
 from launch.composing import Composer, compose_config
 from launch.grid import Run
 

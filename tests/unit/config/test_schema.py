@@ -16,7 +16,7 @@ from config.load import split_settings
 from config.schema import Config
 from config.schema_eval import EvalStage
 from config.schema_stages import LabelStage, SampleStage
-from config.typed import dataclass, word_of, yaml_defaults
+from config.sections import dataclass, word_of, yaml_defaults
 from tests.tiny import ROOT
 
 FILES = {"config.yaml": Config, "eval.yaml": EvalStage, "sample.yaml": SampleStage, "label.yaml": LabelStage}

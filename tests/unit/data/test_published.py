@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from config.schema_data import DataConfig
-from config.typed import typed
+from config.sections import typed
 from data.chat import Renderer
 from data.detection import FORMATS
 from data.published import SOLVERS, transcript

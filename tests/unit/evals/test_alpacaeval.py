@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from common.errors import ConfigError, DataError, StoppedError
 from config.schema_eval import EvalStage
-from config.typed import typed
+from config.sections import typed
 from evals import alpacaeval
 from evals.base import Target
 from evals.running import evaluate

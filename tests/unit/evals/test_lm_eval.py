@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from common.errors import ConfigError, StoppedError
 from config.schema_eval import EvalStage
-from config.typed import typed
+from config.sections import typed
 from data import adder
 from data.chat import make_renderer
 from data.types import Completion

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from common.errors import ConfigError
 from config.load import dump, load
 from config.schema_eval import EvalStage
-from config.typed import typed, without_words
+from config.sections import typed, without_words
 from eval import evaluate
 from evals.targets import over_run, targets_of
 from sample import sample

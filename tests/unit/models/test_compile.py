@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 from benchmarks.steps import drawn_pairs, llama
 from config.schema_model import ModelConfig
-from config.typed import with_defaults
+from config.sections import with_defaults
 from data.batches import microbatch
 from data.types import Example
 from models.policy import Policy

@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from common.errors import ConfigError
 from config.schema_model import ModelConfig
-from config.typed import typed, without_words
+from config.sections import typed, without_words
 from data.batches import FILL, collate
 from models import policy as policy_module
 from models.distributed import shard, start

@@ -18,7 +18,7 @@ from common.imports import import_function
 from common.worker_process import ROOT, WorkerError
 from config.files import section
 from config.schema_sampler import SamplerConfig
-from config.typed import typed
+from config.sections import typed
 from data.chat import Renderer
 from data.types import Prompt, Sequence, Turn
 from models.distributed import start

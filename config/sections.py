@@ -25,7 +25,7 @@ from pydantic_core.core_schema import no_info_before_validator_function
 from common.errors import ConfigError, require
 from common.secrets import remember
 from config.files import section
-from config.unknown import NOTHING, names, remedy, section_says, type_hints
+from config.unknown_keys import NOTHING, names, remedy, section_says, type_hints
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from common.secrets import scrub_text
 from config.arguments import override_in
 from config.files import section
 from config.schema import Config
-from config.typed import word_of
+from config.sections import word_of
 
 REFUSE, NOTE = "refuse", "note"
 """The values of ``idle_settings``."""

@@ -16,7 +16,7 @@ from config.files import section
 from config.help import help_on
 from config.load import load
 from config.schema import Config
-from config.unknown import NEAR, NOTHING, names, names_of, nearest, no_file, remedy
+from config.unknown_keys import NEAR, NOTHING, names, names_of, nearest, no_file, remedy
 from tests.tiny import compose_config
 
 DPO = list(names_of(OmegaConf.to_container(composed([]), resolve=False)))

@@ -10,11 +10,11 @@ import pytest
 
 from common.errors import UserError
 from config.files import FOLDER, section
-from config.idle import ABSENT, _value, check_idle, conditions, why_idle
 from config.schema import Config
 from config.schema_stages import LabelStage, SampleStage
-from config.typed import word_of
-from config.unknown import names
+from config.sections import word_of
+from config.unknown_keys import names
+from config.unread import ABSENT, _value, check_idle, conditions, why_idle
 from tests.tiny import ROOT, compose_config
 from trainers import corrections
 from trainers.losses import shapes
