@@ -16,9 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from common.errors import ConfigError, require
-from common.files import check_name
+from common.files import check_name, regular_file
 from common.secrets import same_but_for_secrets, scrub, scrub_text
-from config import of_run  # noqa: F401, a model's file may say it
 from config.files import parsed
 from config.removed import LAST, refuse_removed
 from config.schema import Config
@@ -55,6 +54,23 @@ ABSENT = "not a setting"
 """The value that stands for a setting that is missing."""
 VERSION = "0.2.0"
 """This version of the project. A run's config.yaml begins with the version that wrote it."""
+
+
+def of_run(key: str, default: Any, *, _parent_: DictConfig) -> Any:
+    """Return what ``${of_run:key,default}`` in a model's file stands for: the model setting ``key`` of the
+    run whose folder, or whose ``model`` folder, ``name_or_path`` is; otherwise ``default``. A model thus
+    keeps the setting that it was trained with."""
+    if OmegaConf.is_missing(_parent_, "name_or_path") or not _parent_.get("name_or_path"):
+        return default
+    path = Path(str(_parent_.name_or_path))
+    folder = path.parent if path.name == "model" else path
+    try:
+        return parsed(regular_file(folder / "config.yaml").read_text(encoding="utf-8"))["model"][key]
+    except (OSError, ValueError, TypeError, KeyError, YAMLError):
+        return default
+
+
+OmegaConf.register_new_resolver("of_run", of_run, replace=True)
 
 
 def load(cfg: DictConfig | dict[str, Any]) -> Config:
