@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from common.errors import require
 from common.imports import import_function, written_attributes
-from config.sections import Auto, Share, Text, dataclass, typed
+from config.sections import Auto, NotNegative, Share, Text, dataclass, typed
 
 RESERVED_LOSS_KEYS = ("name", "_target_", "reference", "kl_anchor")
 """Keys of ``loss`` that are no numbers for the loss function or its trainer."""
@@ -23,6 +23,7 @@ class LossKeys:
 
     kl_anchor: Literal["reference", "initial"] = "reference"
     advantage: Auto[Literal["group", "group_mean", "rloo", "batch"]] = None
+    advantage_epsilon: NotNegative = 0.0
     gamma: Share = 1.0
     lam: Share = 1.0
     rewards: Literal["labels", "scores"] = "labels"

@@ -110,25 +110,28 @@ def _shuffled(group: Group, label: float) -> str:
     return hashlib.sha256(f"{label:+.0f}/{group.prompt.id}".encode()).hexdigest()
 
 
-def advantages(rewards: Iterable[float]) -> list[float]:
-    """Return ``(R - mean R) / std R`` within one prompt's group (eq. 1), with population std in float64 and
-    no epsilon, so a group of two gives exactly +-1. A group without variance gives zeros."""
+def advantages(rewards: Iterable[float], epsilon: float = 0.0) -> list[float]:
+    """Return ``(R - mean R) / (std R + epsilon)`` within one prompt's group (eq. 1), with population std in
+    float64. Without an epsilon, in units of the reward, a group of two gives exactly +-1. A group without
+    variance gives zeros."""
     values = [float(r) for r in rewards]
     if not varies(values):
         return [0.0] * len(values)
-    if len(values) == 2:
+    if len(values) == 2 and not epsilon:
         return [1.0, -1.0] if values[0] > values[1] else [-1.0, 1.0]
     mean, std = fmean(values), pstdev(values)
-    return [(v - mean) / std for v in values]
+    return [(v - mean) / (std + epsilon) for v in values]
 
 
-def group_advantages(group: Group, keep_zero_variance: bool = False) -> list[ExampleSpec]:
+def group_advantages(
+    group: Group, keep_zero_variance: bool = False, epsilon: float = 0.0
+) -> list[ExampleSpec]:
     """Return every completion with its advantage (GRPO, Algorithm 2). A group without variance is left out,
     or kept with A = 0 (spec of the verifiable setting, where compared runs must take the same number of
     steps)."""
     if len(group.rewards) < 2 or not (varies(group.rewards) or keep_zero_variance):
         return []
-    return [ExampleSpec((i,), a) for i, a in enumerate(advantages(group.rewards))]
+    return [ExampleSpec((i,), a) for i, a in enumerate(advantages(group.rewards, epsilon))]
 
 
 def centred_advantages(group: Group, keep_zero_variance: bool = False) -> list[ExampleSpec]:

@@ -3,6 +3,8 @@ mean over the global batch's completion tokens (DAPO, C.1.4)."""
 
 from __future__ import annotations
 
+from functools import partial
+
 from config.schema import Config
 from data.types import Example, Microbatch
 from data.views import ADVANTAGES, View, centred_advantages, group_advantages, normalised
@@ -11,18 +13,20 @@ from trainers.losses.base import LossResult, TokenScores
 
 
 class GRPOTrainer(BasicTrainer[None]):
-    view = staticmethod(group_advantages)
+    view: View = staticmethod(group_advantages)
     feedback = ("pair", "random", "min", "group")
     single_answers = False
     beta_scales_rewards = False
-    loss_keys = ("advantage",)
+    loss_keys = ("advantage", "advantage_epsilon")
     corrections = True
 
     @classmethod
     def view_of(cls, config: Config) -> View:
-        """Return the view that ``loss.advantage`` names, or the class's own where it names none."""
-        advantage = config.loss.get("advantage")
-        return cls.view if advantage is None else ADVANTAGES[advantage]
+        """Return the view that ``loss.advantage`` names, or the class's own where it names none, with
+        ``loss.advantage_epsilon`` where it divides by a group's std."""
+        advantage, epsilon = config.loss.get("advantage"), config.loss.get("advantage_epsilon", 0.0)
+        view: View = cls.view if advantage is None else ADVANTAGES[advantage]
+        return partial(group_advantages, epsilon=epsilon) if epsilon and view is group_advantages else view
 
     def loss_denominator(self, batch: list[Example]) -> int:
         if self.config.loss.get("normalization", "token") != "token":

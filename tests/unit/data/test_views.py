@@ -57,15 +57,15 @@ def test_a_pair_gives_the_same_rows_to_every_loss():
     assert [w.completions for w in views.demonstrations(pair)] == [(0,)]
 
 
-@given(REWARDS)
-def test_advantages_are_population_z_scores_without_epsilon(rewards):
-    got = views.advantages(rewards)
+@given(REWARDS, st.sampled_from([0.0, 0.01, 2.0]))
+def test_advantages_are_population_z_scores(rewards, epsilon):
+    got = views.advantages(rewards, epsilon)
     if max(rewards) - min(rewards) <= 1e-6:
         assert got == [0.0] * len(rewards)
     elif max(rewards) - min(rewards) > 5e-6:
         mean = statistics.fmean(rewards)
         std = statistics.fmean((r - mean) ** 2 for r in rewards) ** 0.5
-        assert got == pytest.approx([(r - mean) / std for r in rewards], abs=1e-6)
+        assert got == pytest.approx([(r - mean) / (std + epsilon) for r in rewards], abs=1e-6)
 
 
 @given(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6))

@@ -144,6 +144,7 @@ MATHS = {
     "data.path": "simplescaling/openaimath",
     "data.system_prompt": OPEN_R1,
 }
+HALOS: dict[str, dict[str, Any]] = {"dpo": {}, "kto": {}, "grpo": {"loss.advantage_epsilon": 0.01}}
 CHAT = {"model.max_prompt_length": 625, "model.max_length": 1250, "model.chat_template": CHATML}
 
 
@@ -153,7 +154,10 @@ CHAT = {"model.max_prompt_length": 625, "model.max_length": 1250, "model.chat_te
         ("math-grpo-online", MATHS | {"loss.kl_anchor": "initial"}),
         ("math-grpo-64x", MATHS | {"loss.kl_anchor": "initial"}),
         ("math-grpo-64x-humanline", MATHS | {"rounds.reset_reference": False}),
-        *((name(*row), CHAT | ({"sampler.max_tokens": 625} if row[1] else {})) for row in TABLE_3),
+        *(
+            (name(*row), CHAT | HALOS[row[0]] | ({"sampler.max_tokens": 625} if row[1] else {}))
+            for row in TABLE_3
+        ),
     ],
 )
 def test_the_authors_recipe_differs_in_these_settings_and_no_other(recipe, changed):
