@@ -36,10 +36,11 @@ from data.batches import Segment
 from data.views import mismatched
 from launch.composing import compose_config
 from memory.decisions import PlannedSettings, measured
-from models.distributed import World, on_main, shard, start, stop
+from models.distributed import World, on_main, start, stop
 from models.policy import Policy, decoder_blocks
 from models.pretrained import load_policy
 from models.shapes import architecture
+from models.sharding import shard
 from trainers.assembly import make_loss, trainer_class
 
 PEAK = 989e12
@@ -104,7 +105,8 @@ def timed(step: Work, steps: int) -> tuple[float, Spread]:
     clock between the ends of steps (by the host's clock without a device)."""
     marks: list[torch.cuda.Event] = []
     ends: list[float] = []
-    synchronize()
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    wait()
     began = time.perf_counter()
     for i in range(steps + 1):
         if i:
@@ -113,16 +115,11 @@ def timed(step: Work, steps: int) -> tuple[float, Spread]:
         if torch.cuda.is_available():
             marks.append(torch.cuda.Event(enable_timing=True))
             marks[-1].record()
-    synchronize()
+    wait()
     mean = (time.perf_counter() - began) / steps
     if marks:
         return mean, Spread.of(a.elapsed_time(b) / 1e3 for a, b in pairwise(marks))
     return mean, Spread.of(b - a for a, b in pairwise(ends))
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def operations_of(config: Config, hf_config: PretrainedConfig, plan: Segment) -> float:

@@ -15,9 +15,10 @@ from config.schema import Config
 from data.batches import Segment
 from data.types import Example, Sequence
 from launch.composing import compose_config
-from models.distributed import World, shard, start
+from models.distributed import World, start
 from models.policy import Policy, decoder_blocks, set_up_layers
 from models.shapes import without_weights
+from models.sharding import shard
 from trainers.assembly import make_loss, trainer_class
 from trainers.basic import BasicTrainer, StepRecord
 

@@ -16,7 +16,8 @@ from config.schema import Config
 from data.batches import Segment
 from data.types import Example
 from data.views import exceeds
-from models.distributed import gather_objects, unlike_gathered
+from models.distributed import gather_objects
+from models.sharding import unlike_gathered
 from trainers.basic import BasicTrainer
 from trainers.humanline import Humanline
 

@@ -18,8 +18,9 @@ import torch
 from data.batches import FILL, collate
 from data.types import Example, Microbatch, Sequence
 from jobs.tally import EDGES, SIDES, Tally, rounded, sides
-from models.distributed import gather_objects, reshard, sum_over_ranks
+from models.distributed import gather_objects, sum_over_ranks
 from models.reference import score
+from models.sharding import reshard
 from reports.tracking import Tracking
 from trainers.basic import BasicTrainer
 from trainers.drift import change_since

@@ -21,8 +21,9 @@ from data.batches import Segment
 from data.types import Example, Microbatch
 from jobs.initial_scores import initial_scores
 from jobs.retention import InitialKL
-from models.distributed import gather_objects, rounded
+from models.distributed import gather_objects
 from models.reference import Reference
+from models.sharding import rounded
 from rollouts.verify import Accuracy, AnswerRow, Shown
 from trainers.basic import BasicTrainer
 from trainers.humanline import Humanline

@@ -46,12 +46,11 @@ from jobs.signals import Signals
 from jobs.watch import RunWatch
 from memory.decisions import PlannedSettings, describe_memory, measured
 from models.attention import packs_rows, shares_prompts, why_not_shared
-from models.distributed import World, on_main, stop
+from models.distributed import World, ended_together, on_main, stop
 from models.export import export, full_state, remove_unfinished
 from models.loading import load_sharded
 from models.policy import Policy
 from models.pretrained import check_model, check_weights, export_dtype, load_tokenizer
-from models.ranks import Ranks
 from models.reference import Reference
 from models.routing import routing_notice
 from reports.answers import example_lines
@@ -225,7 +224,7 @@ class Job:
         Raises StoppedError if training ended with too few steps."""
         online = None if self.online is None else self.online.source(trainer, policy, run)
         try:
-            with Ranks(self.world).ended_together(alike=(UserError, EnoughError)):
+            with ended_together(alike=(UserError, EnoughError)):
                 trainer.train(online or Offline(self.plan.train), run)
         except EnoughError as why:
             run.stop_early(str(why))

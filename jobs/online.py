@@ -19,9 +19,8 @@ from data.types import Example, Prompt, Sequence
 from data.views import prompts_of
 from jobs.online_source import OnlineSource, RoundWatch
 from jobs.plan import Plan, load_data
-from models.distributed import World, from_main, gather_objects
+from models.distributed import World, on_every_rank, on_main
 from models.policy import Policy
-from models.ranks import catch, unwrap
 from rollouts.inputs import check_contexts
 from rollouts.ledger import RoundFolder
 from rollouts.rewards.base import Reward, make_reward
@@ -124,10 +123,8 @@ class Online:
         self.reward: Reward | None = None
         self.engine: Engine | None = None
         self.sampling = make_sampling(config, renderer, world, folder / "logs")
-        unwrap(from_main(catch(self._make_reward) if world.is_main else None))
-        for made in gather_objects(None if world.is_main else catch(self._make_share)):
-            if made is not None:
-                unwrap(made)
+        on_main(self._make_reward)
+        on_every_rank(lambda: None if world.is_main else self._make_share())
 
     def _make_reward(self) -> None:
         reward = make_reward(self.config.reward_config, self.world.device, self.folder / "logs")

@@ -26,8 +26,8 @@ from data.examples import Examples, make_examples
 from data.types import Group
 from data.views import ExampleSpec, View
 from jobs.same_data import reward_code
+from models.distributed import ShareError, ended_together, on_main
 from models.fingerprint import weights_fingerprint
-from models.ranks import ShareError
 from reports.metrics import read_metrics
 from rollouts.ledger import RoundFolder
 from rollouts.rewards.base import RewardError
@@ -83,7 +83,6 @@ class OnlineSource:
         """``builder`` is None on ranks above 0; ``folder`` is the run's."""
         self.config, self.trainer, self.renderer, self.contexts = config, trainer, renderer, contexts
         self.engine, self.builder, self.folder, self.watch = engine, builder, folder, watch
-        self.ranks = engine.ranks
         self.view = view_of_rounds(config, trainer.view_of(config))
         self._entered: float | None = None
         self._kept: dict[int, list[str]] = {}
@@ -138,7 +137,7 @@ class OnlineSource:
             except Exception as error:
                 self.watch.stop_with(error)
 
-        self.ranks.run_on_main(tried)
+        self.engine.ranks.on_main(tried)
         self.watch.stop_if_asked()
 
     def _first(self, index: int) -> int:
@@ -146,7 +145,7 @@ class OnlineSource:
 
         If the previous round does not exist, the result is the number of planned contexts."""
         behind = [0, self.contexts.planned]
-        return self.ranks.run_on_main(
+        return on_main(
             lambda: 0 if index == 0 else int(self.round(index - 1).record.get("contexts", behind)[1])
         )
 
@@ -156,9 +155,7 @@ class OnlineSource:
         None where only the contexts limit the run."""
         if self.config.rounds.examples is None:
             return None
-        trained = self.ranks.run_on_main(
-            lambda: sum(int(self.round(i).record["examples"]) for i in range(index))
-        )
+        trained = on_main(lambda: sum(int(self.round(i).record["examples"]) for i in range(index)))
         trained *= self.config.rounds.passes
         return max(0, self.config.rounds.examples - trained)
 
@@ -167,17 +164,17 @@ class OnlineSource:
 
         Returns the weights' fingerprint."""
         folder, builder, step = self.round(index), self.builder, self.trainer.progress.step
-        with self.ranks.ended_together():
+        with ended_together():
             weights = weights_fingerprint(self.trainer.policy.named_parameters())
         published: Facts = {}
         wanted = self.config.rounds.sampled(index)
-        if self.ranks.run_on_main(lambda: _required(builder).needs_weights(folder, first, wanted, weights)):
+        if on_main(lambda: _required(builder).needs_weights(folder, first, wanted, weights)):
             start = time.monotonic()
             with phase(f"round {index}: weights to the sampler, its start", "sampler"):
                 published = self.engine.publish(folder.weights, index, self.config.rounds.keep_weights)
             published["publish_seconds"] = time.monotonic() - start
         begun = {"round": index, "weights": weights, "sampled_step": step, **published}
-        self.ranks.run_on_main(lambda: folder.note(begun))
+        on_main(lambda: folder.note(begun))
         return weights
 
     def _enter(self, index: int, inside: bool) -> Segment:
@@ -195,7 +192,7 @@ class OnlineSource:
         noted = {"examples": count, "replayed": count - parts[-1].count, "untrainable": parts[-1].dropped}
         if not inside:
             noted["trained_seconds"] = self.watch.trained_seconds()
-        self.ranks.run_on_main(lambda: folder.note(noted))
+        on_main(lambda: folder.note(noted))
         planned, units, left = self.contexts.planned, count * self.config.rounds.passes, self._left(index)
         if left is not None:
             units, planned = min(units, left), int(self.config.rounds.examples or 0)
@@ -244,7 +241,7 @@ class OnlineSource:
         """Record the outcome of training on the round: time, KL, staleness, and the devices' idle shares."""
         trained, now = self.watch.trained_seconds(), time.monotonic()
         wall = None if self._entered is None else now - self._entered
-        self.ranks.run_on_main(lambda: self._note_end(index, trained, wall))
+        on_main(lambda: self._note_end(index, trained, wall))
 
     def _note_end(self, index: int, trained: float, wall: float | None) -> None:
         folder = self.round(index)

@@ -17,7 +17,7 @@ from config.machine import speaks
 
 
 class Request(Protocol):
-    """A request to stop that several ranks share (``models.agreement``)."""
+    """A request to stop that several ranks share (``models.distributed``)."""
 
     def tell(self, number: int) -> None: ...
 

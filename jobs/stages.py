@@ -19,9 +19,8 @@ from data.chat import make_renderer
 from data.sources import load_splits
 from data.views import prompts_of
 from data.vocabulary import limit_tokens
-from models.distributed import World, gather_objects
+from models.distributed import Ranks, World, on_every_rank
 from models.pretrained import check_model, load_tokenizer
-from models.ranks import Ranks, catch, unwrap
 from rollouts.files import Scores, read_samples, write_feedback, write_samples
 from rollouts.generate import Request, generate_answers, settings_of
 from rollouts.rewards.base import Reward, RewardError, make_reward
@@ -71,11 +70,11 @@ def label(config: Config, stage: LabelStage, world: World) -> None:
     and scores a share with the reward's models; rank 0 does the rest.
 
     Raises ConfigError, DataError, and StoppedError when too few samples get a score or a rank fails."""
-    ranks, reward = Ranks(world), _reward_of(config, world)
+    ranks, reward = Ranks(), _reward_of(config, world)
     if reward is not None:
         reward.share_over(ranks)
     try:
-        ranks.run_on_main(lambda: _label(config, stage, reward))
+        ranks.on_main(lambda: _label(config, stage, reward))
     finally:
         if reward is not None:
             reward.close()
@@ -92,8 +91,7 @@ def _reward_of(config: Config, world: World) -> Reward | None:
         if given is not None:
             made.append(make_reward(given, world.device, logs if world.is_main else None))
 
-    for done in gather_objects(catch(make)):
-        unwrap(done)
+    on_every_rank(make)
     return made[0] if made else None
 
 

@@ -25,10 +25,9 @@ from jobs.observers import Observers
 from jobs.ranking import EnoughError, Patience, RankedCheckpoints, Ranking
 from jobs.same_data import DATA, INPUTS, hub_commits
 from jobs.signals import Signals
-from models.agreement import StopRequest
 from models.checkpoint import everywhere
 from models.checkpoint_reading import CheckpointError
-from models.distributed import any_rank, from_main, on_main
+from models.distributed import StopRequest, any_rank, from_main, on_main
 from models.watchdog import Watchdog
 from reports.answers import FILE as ANSWERS
 from reports.answers import copy_answers, keep_answers

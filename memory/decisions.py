@@ -31,9 +31,10 @@ from memory.plan import (
     of_shapes,
     unplanned,
 )
-from models.distributed import World, gather_objects, keep_gathered, on_main
+from models.distributed import World, gather_objects, on_main
 from models.policy import Policy, decoder_blocks, set_up_layers
 from models.shapes import architecture
+from models.sharding import keep_gathered
 from trainers.basic import BasicTrainer
 
 SECONDS = 1800.0
@@ -120,8 +121,7 @@ class PlannedSettings:
             held = heaviest_evaluated(held_out) if undecided else []
             # Rows are joined as this machine's GPU allows; where the plan is made, no kernel can be tried.
             packing, shared = how_rows_are_joined(config, architecture(config.model), gpu=False)
-            joined = replace(config.model, packing=packing, share_prompts=shared)
-            asked = replace(config, model=joined)
+            asked = replace(config, model=replace(config.model, packing=packing, share_prompts=shared))
             pool = ThreadPoolExecutor(1)
             self._plan = pool.submit(simulated_plan, asked, train, held, trainer, world.size, card)
             pool.shutdown(wait=False)

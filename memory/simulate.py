@@ -30,11 +30,12 @@ from data.batches import Segment, Size
 from data.types import Example, Microbatch
 from memory.tracker import Moment, StorageTracker
 from models.attention import packs_rows
-from models.distributed import rounded, shard, simulated_ranks, to_empty
+from models.distributed import simulated_ranks
 from models.policy import Policy, decoder_blocks
 from models.pretrained import FLASH_ATTENTION, empty_policy, export_dtype, kernels_of
 from models.quantization import count_weights
 from models.reference import Reference, sequences_of
+from models.sharding import rounded, shard, to_empty
 from models.simulated import simulated_gpu
 from trainers.assembly import make_loss, trainer_class
 from trainers.basic import BasicTrainer
@@ -42,7 +43,6 @@ from trainers.humanline import Humanline
 
 STEPS = 2
 """Number of simulated steps. Only from the second step on does the optimizer hold its moments."""
-
 LEAST = 4
 """Smallest number of layers of the smaller model: two first and two last ones."""
 

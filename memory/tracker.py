@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
-from models.distributed import local_part
+from models.sharding import local_part
 from models.simulated import simulates_gpu
 
 Moment = tuple[str, int | None]

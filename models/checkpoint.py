@@ -37,7 +37,15 @@ from torch.distributed.checkpoint.state_dict import (
 from common.files import on_disk, read_json, regular_file
 from data.batches import dealing
 from models.checkpoint_reading import CheckpointError, Planner, Reader
-from models.distributed import Group, World, any_rank, aside, from_main, gather_objects, patient
+from models.distributed import (
+    Group,
+    World,
+    any_rank,
+    from_main,
+    gather_objects,
+    long_timeout_group,
+    side_group,
+)
 
 T = TypeVar("T")
 FAILURES = (SafetensorError, OSError, RuntimeError, ValueError)
@@ -66,7 +74,7 @@ class Checkpoints:
         checkpoint exists, as any other, only once it is complete; one that a kill interrupts does not."""
         self.folder, self.world, self.keep = folder, world, keep
         self._behind = behind
-        self._group = aside() if behind else patient()
+        self._group = side_group() if behind else long_timeout_group()
         self._writing: Writing | None = None
 
     def path(self, step: int) -> Path:
@@ -325,8 +333,9 @@ def reason(error: BaseException) -> str:
 def _fill(path: Path, saved: dict[str, Any], policy: nn.Module) -> None:
     """Fill ``saved`` from the checkpoint's shards, read as data, and the policy's weights from it. Raises
     CheckpointError on every rank."""
+    group = long_timeout_group()
     everywhere(
-        lambda: dcp.load(saved, storage_reader=Reader(path), planner=Planner(), process_group=patient()), path
+        lambda: dcp.load(saved, storage_reader=Reader(path), planner=Planner(), process_group=group), path
     )
     set_model_state_dict(
         policy, saved["model"], options=StateDictOptions(ignore_frozen_params=True, strict=False)

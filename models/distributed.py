@@ -1,4 +1,4 @@
-"""Processes, devices, sharding, and the only collectives of the project.
+"""Processes and devices, the only collectives of the project, and work that ranks share.
 
 A process group always exists: torchrun or accelerate launch starts it, and without a launcher it has one
 rank. So one CPU process, two gloo ranks and eight GPUs run the same code.
@@ -9,21 +9,24 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from common.errors import UserError
+from common.errors import Requeue, StoppedError, UserError
+from common.progress import by_itself, pause
+from common.secrets import scrub_text
 from common.versions import refusal
 from common.worker_process import run_workers_on
 from config.machine import refuse_left_over
@@ -31,15 +34,21 @@ from models.deterministic import compute_as_torch_does, compute_deterministicall
 
 TIMEOUT = timedelta(minutes=10)
 """How long a collective between devices may take: a rank that is dead or hangs ends the others after it."""
-PATIENCE = timedelta(days=7)
+LONG_TIMEOUT = timedelta(days=7)
+STOP_SECONDS = 0.5
+"""A rank looks so often whether another was requested to stop."""
+_ENDED = "ended"
+"""Key, in the launcher's store, of the message of a rank that ended while others waited for it."""
+_SENT = "the other ranks are told"
+Group = dist.ProcessGroup
 T = TypeVar("T")
+R = TypeVar("R")
+Done = tuple[T | None, BaseException | None]
+"""The result of a work, or the exception that it raised."""
 
-_patient: dist.ProcessGroup | None = None
+_long_timeout: Group | None = None
 """Gloo group for waits on the CPU: ranks may wait for hours while one samples or scores a round, or writes a
 checkpoint. The death of a rank still ends these waits; a device that hangs is not detected here."""
-
-
-Group = dist.ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -73,16 +82,16 @@ def start(replicas: int = 1, deterministic: bool = False, lends: bool = False) -
         torch.cuda.set_device(device)
         if not lends:
             let_segments_grow()
-    global _patient
+    global _long_timeout
     if not dist.is_initialized():
-        _patient = None
+        _long_timeout = None
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         if int(os.environ.get("WORLD_SIZE") or 1) > 1:
             dist.init_process_group(backend, timeout=TIMEOUT)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
-    if _patient is None:  # a group has a thread, and lives as long as the process group
-        _patient = dist.new_group(backend="gloo", timeout=PATIENCE)
+    if _long_timeout is None:  # a group has a thread, and lives as long as the process group
+        _long_timeout = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT)
     size = dist.get_world_size()
     if hasattr(os, "sched_getaffinity"):  # Linux
         mine = socket.gethostname(), os.sched_getaffinity(0)
@@ -125,189 +134,21 @@ def simulated_ranks(size: int, replicas: int = 1) -> Iterator[World]:
 
 def make_mesh(device: str, size: int, replicas: int) -> DeviceMesh:
     """Return the mesh of the ranks; the model is sharded over all of them, or over those of each replica."""
-    if (
-        replicas > 1 and size % replicas == 0
-    ):  # a number that does not divide the ranks is refused with the other settings
+    # A number that does not divide the ranks is refused with the other settings.
+    if replicas > 1 and size % replicas == 0:
         return init_device_mesh(device, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
     return init_device_mesh(device, (size,), mesh_dim_names=("shard",))
 
 
 def stop() -> None:
-    global _patient
-    _patient = None
+    global _long_timeout
+    _long_timeout = None
     compute_as_torch_does()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def shard(
-    policy: nn.Module, blocks: Iterable[nn.Module], world: World, dtype: torch.dtype, again: bool = True
-) -> None:
-    """Shard the policy with FSDP2: each decoder block is a unit, the rest (embedding, norm, head) is the
-    root's. Master weights stay as loaded (float32), the computation runs in ``dtype``, gradients are reduced
-    in float32. ``again``: shard a block again after its forward, and gather it a second time for its
-    backward."""
-    precision = MixedPrecisionPolicy(
-        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
-    )
-    for block in blocks:
-        fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=again)
-        block.__dict__[_AGAIN] = again
-    fully_shard(policy, mesh=world.mesh, mp_policy=precision)
-    register_fsdp_forward_method(policy, "generate")
-
-
-def keep_gathered(blocks: Iterable[nn.Module]) -> None:
-    """Keep every block gathered from its forward to its backward from now on, as ``shard`` with
-    ``again=False`` does."""
-    for block in blocks:
-        if isinstance(block, FSDPModule):
-            block.set_reshard_after_forward(False, recurse=False)
-            block.__dict__[_AGAIN] = False
-
-
-_AGAIN = "shards_again"
-"""Attribute of a block: whether it is sharded again after its forward."""
-
-
-@contextmanager
-def gathered_once(policy: nn.Module) -> Iterator[None]:
-    """Gather every block for the first forward within alone, where the forwards of an answer's tokens would
-    each copy all weights. It is so on a single rank and on CPUs; GPUs that share a model may have no room for
-    all of it, and gather block by block."""
-    of_cpu = next(policy.parameters()).device.type == "cpu"
-    blocks = [
-        module
-        for module in policy.modules()
-        if isinstance(module, FSDPModule) and module.__dict__.get(_AGAIN)
-    ]
-    if not of_cpu and dist.get_world_size() > 1:
-        blocks = []
-    for block in blocks:
-        block.set_reshard_after_forward(False, recurse=False)
-    try:
-        yield
-    finally:
-        for block in blocks:
-            block.set_reshard_after_forward(True, recurse=False)
-        reshard(policy)
-
-
-def reduced_once(policy: nn.Module, world: World, slots: Sequence[T]) -> Iterator[T]:
-    """Yield the slots of a step, each to be run forward and backward. Gradients are reduced over the ranks of
-    a replica in every slot, but over the replicas (the nodes) only in the last. Until then each rank keeps
-    its sharded gradients. A single rank has whole gradients in any case: it adds them up where the backward
-    leaves them, and FSDP copies the sums once, in the last slot. The sums are the same to the bit."""
-    for i, slot in enumerate(slots):
-        last = i == len(slots) - 1
-        if isinstance(policy, FSDPModule) and world.size == 1:
-            policy.set_requires_gradient_sync(last)
-        elif isinstance(policy, FSDPModule) and world.mesh.ndim > 1:
-            policy.set_requires_all_reduce(last)
-        yield slot
-
-
-def reshard(policy: nn.Module) -> None:
-    """Shard everything again after a forward without backward. FSDP2 leaves the root whole, and with blocks
-    that stay gathered (``keep_gathered``) every block too; they would be stale after the next optimizer
-    step."""
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def to_empty(policy: nn.Module, device: torch.device) -> None:
-    """Give a sharded policy on the meta device tensors without values on ``device``. A weight that modules
-    share stays one parameter: FSDP2 knows it as one, whose owner is the first of these modules."""
-    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in policy.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            owners.setdefault(parameter, []).append((module, name))
-    policy.to_empty(device=device)
-    for (first, name), *others in owners.values():
-        for module, its_name in others:
-            setattr(module, its_name, getattr(first, name))
-
-
-@torch.no_grad()
-def fill(policy: nn.Module, whole: dict[str, Tensor], device: torch.device, sends: bool) -> None:
-    """Fill a sharded policy on the meta device with its part of the weights ``whole``, of any dtype. Buffers,
-    which every rank has made for itself, go to ``device``. ``sends``: rank 0 alone has ``whole`` and sends
-    it, one tensor at a time."""
-    buffers = {name: buffer.to(device) for name, buffer in policy.named_buffers()}
-    to_empty(policy, device)
-    for name, buffer in policy.named_buffers():
-        buffer.copy_(buffers[name])
-    for name, tensor in policy.state_dict().items():
-        if sends and dist.get_rank() == 0:
-            given = whole[name].to(device, tensor.dtype).contiguous()
-        else:
-            given = whole[name] if not sends else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        if sends:
-            dist.broadcast(given, src=0)
-        local_part(tensor).copy_(given[rows_of(tensor)] if isinstance(tensor, DTensor) else given)
-
-
-@torch.no_grad()
-def unlike_gathered(policy: nn.Module) -> list[str]:
-    """Return the names of the weights of which a forward gathers other values than the state dict holds, in
-    this rank's part. Every rank calls it, between steps; one unit is gathered at a time."""
-    held = dict(policy.named_parameters(remove_duplicate=False))
-    names = []
-    for prefix, unit in policy.named_modules():
-        if not isinstance(unit, FSDPModule):
-            continue
-        unit.unshard()
-        for name, whole in cast(nn.Module, unit).named_parameters(prefix, remove_duplicate=False):
-            own = held[name]
-            if not isinstance(own, DTensor) or isinstance(whole, DTensor):
-                continue  # not sharded, or of another unit
-            if not torch.equal(whole[rows_of(own)], local_part(own).to(whole.dtype)):
-                names.append(name)
-        unit.reshard()
-    return names
-
-
-@contextmanager
-def rounded(policy: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Round the policy's weights to ``dtype`` and back, as they will be exported, for as long as the context
-    lasts."""
-    params = [] if dtype == torch.float32 else [p for p in policy.parameters() if p.dtype == torch.float32]
-    masters = [p.detach().clone() for p in params]
-    with torch.no_grad():
-        for p in params:
-            p.copy_(p.to(dtype))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for p, master in zip(params, masters, strict=True):
-                p.copy_(master)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of ``tensor``."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def rows_of(tensor: DTensor) -> slice:
-    """Return which rows of the whole tensor are this rank's part."""
-    assert not any(isinstance(p, Shard) and p.dim for p in tensor.placements), (
-        "FSDP shards the first dimension"
-    )
-    shape, first = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return slice(first[0], first[0] + shape[0])
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return the whole plain tensor behind a DTensor; a plain tensor is returned unchanged."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale the gradients so that their norm over the whole model is at most ``max_norm``; return the norm
-    before scaling, [] on the device."""
-    return local(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
+# -- collectives -----------------------------------------------------------------------------------
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:
@@ -316,70 +157,61 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def gather_values(values: Tensor, fill: float) -> Tensor:
-    """Return the ``values`` [N] (on the device) of all ranks end to end, on every rank; ``fill`` pads a rank
-    that has fewer than another."""
-    room = values.new_full((max(gather_objects(len(values))),), fill)
-    room[: len(values)] = values
-    every = [torch.empty_like(room) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, room)
-    return torch.cat(every)
+def broadcast(tensor: Tensor) -> None:
+    """Set ``tensor`` (on the device) to rank 0's, in place."""
+    dist.broadcast(tensor, src=0)
 
 
 def gather_objects(value: Any, group: Group | None = None) -> list[Any]:
     """Return the ``value`` of every rank, in rank order, on every rank. For small Python objects only (it
-    goes through the CPU). ``group``: that of another thread (``aside``); None: that of the training
+    goes through the CPU). ``group``: that of another thread (``side_group``); None: that of the training
     thread. Simulated ranks have the value of this one."""
     out: list[Any] = [value] * dist.get_world_size()
     if dist.get_backend() == "fake":
         return out
-    dist.all_gather_object(out, value, group=_patient if group is None else group)
+    dist.all_gather_object(out, value, group=_long_timeout if group is None else group)
     return out
-
-
-def patient() -> Group | None:
-    """Return the group of the training thread's waits on the CPU, for libraries that take a group; None: that
-    of all collectives, where ``start`` has made no other."""
-    return _patient
-
-
-def aside() -> Group | None:
-    """Return a group of all ranks for a thread beside the training thread, whose messages must not mix with
-    it. Every rank calls it."""
-    return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def from_main(value: Any) -> Any:
     """Return rank 0's ``value`` on every rank."""
     box = [value]
-    dist.broadcast_object_list(box, src=0, group=_patient)
+    dist.broadcast_object_list(box, src=0, group=_long_timeout)
     return box[0]
 
 
-def on_main(work: Callable[[], T]) -> T:
-    """Run ``work`` on rank 0 and return its result on every rank; an error that a user can fix (ValueError,
-    OSError, UserError) is raised on every rank."""
-    value, failure = from_main(_tried(work) if dist.get_rank() == 0 else None)
-    if failure is not None:
-        raise failure
-    return value  # type: ignore[no-any-return]
+def barrier() -> None:
+    """Wait for every rank, on the CPU."""
+    dist.all_reduce(torch.zeros(1), group=_long_timeout)
 
 
-def on_every_rank(work: Callable[[], T]) -> list[T]:
-    """Run ``work``, which uses no collectives, on every rank and return the small results in rank order; an
-    error that a user can fix on any of them is raised on every rank."""
-    done = gather_objects(_tried(work))
-    for _, failure in done:
-        if failure is not None:
-            raise failure
-    return [value for value, _ in done]
+def any_rank(flag: bool) -> bool:
+    """Return whether ``flag`` is true on any rank."""
+    return any_rank_later(flag)()
 
 
-def _tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    try:
-        return work(), None
-    except (ValueError, OSError, UserError) as error:
-        return None, error
+def any_rank_later(flag: bool) -> Callable[[], bool]:
+    """Begin what ``any_rank`` does, while the ranks go on; return the function that waits for it."""
+    box = torch.tensor([int(flag)])
+    work = dist.all_reduce(box, group=_long_timeout, async_op=True)
+
+    def wait() -> bool:
+        work.wait()
+        return bool(box.item())
+
+    return wait
+
+
+def long_timeout_group() -> Group | None:
+    """Return the group of the training thread's waits on the CPU, for libraries that take a group; None: that
+    of all collectives, where ``start`` has made no other."""
+    return _long_timeout
+
+
+def side_group() -> Group | None:
+    """Return a group of all ranks for a thread beside the training thread, whose messages must not mix with
+    it. Every rank calls it."""
+    return dist.new_group(backend="gloo", timeout=LONG_TIMEOUT)
 
 
 def launchers_store(prefix: str) -> dist.Store:
@@ -388,25 +220,205 @@ def launchers_store(prefix: str) -> dist.Store:
     return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
 
 
-def barrier() -> None:
-    """Wait for every rank, on the CPU."""
-    dist.all_reduce(torch.zeros(1), group=_patient)
+# -- shared work -----------------------------------------------------------------------------------
 
 
-def any_rank_later(flag: bool) -> Callable[[], bool]:
-    """Begin to ask what ``any_rank`` asks, while the ranks go on; return the function that waits for it."""
-    box = torch.tensor([int(flag)])
-    work = dist.all_reduce(box, group=_patient, async_op=True)
-
-    def said() -> bool:
-        work.wait()
-        return bool(box.item())
-
-    return said
+class ShareError(StoppedError):
+    """A rank could not do its share; the message says which rank and why."""
 
 
-def any_rank(flag: bool) -> bool:
-    """Return whether ``flag`` is true on any rank."""
-    box = torch.tensor([int(flag)])
-    dist.all_reduce(box, group=_patient)
-    return bool(box.item())
+def on_main(work: Callable[[], T], duties: Sequence[Callable[[Any], Any]] = ()) -> T:
+    """Run ``work``, plain code without collectives, on rank 0; return its result, or raise its exception, on
+    every rank. ``duties``: what rank 0 may request of the others meanwhile (``Ranks``)."""
+    if dist.get_rank() != 0:
+        return _unwrap(_help(duties))
+    with by_itself():
+        done = _caught(work)
+    if dist.get_world_size() > 1:
+        _refuse_if_one_has_ended()
+        from_main((None, done))
+    return _unwrap(done)
+
+
+def on_every_rank(work: Callable[[], T]) -> list[T]:
+    """Run ``work``, which uses no collectives, on every rank and return the small results in rank order, or
+    raise the first rank's exception on every rank."""
+    return [_unwrap(done) for done in gather_objects(_caught(work))]
+
+
+@contextmanager
+def ended_together(alike: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """End all ranks with one message if the work within, which uses collectives, fails on this one, while the
+    others wait for it. The process of this rank must end then, which ends their waiting; they and rank 0
+    raise ShareError with its message. ``alike``: what every rank raises at once, if one does."""
+    try:
+        yield
+    except Exception as error:
+        if dist.get_world_size() == 1 or isinstance(error, alike) or _SENT in getattr(error, "__notes__", ()):
+            raise
+        _refuse_if_one_has_ended()
+        if "gloo" in str(error):  # another rank was killed
+            raise
+        message = f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}"
+        with suppress(RuntimeError):  # rank 0 is gone, and its store
+            launchers_store("ranks").set(_ENDED, message)
+        if dist.get_rank() == 0 and not alike:
+            raise ShareError(message) from error
+        print(f"error: {scrub_text(message)}", file=sys.stderr, flush=True)
+        error.add_note(_SENT)
+        raise
+
+
+class Ranks:
+    """The ranks of a run where rank 0 does the work that is done once a round, and the others wait and help
+    on request: to sample, to gather weights and to score.
+
+    Every rank declares alike and beforehand, when samplers and rewards are built, what rank 0 may request."""
+
+    def __init__(self) -> None:
+        self._duties: list[Callable[[Any], Any]] = []
+        self._listening = False
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        """Do as the function ``on_main``; ``work`` may call the functions that ``collective`` and
+        ``map_over_ranks`` returned. Every rank calls this."""
+        self._listening = True
+        try:
+            return on_main(work, self._duties)
+        finally:
+            self._listening = False
+
+    def collective(self, work: Callable[[T], R]) -> Callable[[T], R]:
+        """Return a function that runs ``work`` on every rank when rank 0 calls it inside ``on_main``;
+        ``work`` may use collectives. What it raises on any rank ends all (``ended_together``). Every rank
+        calls this alike, and in the same order."""
+        duty = len(self._duties)
+        self._duties.append(work)
+
+        def request(value: T) -> R:
+            if dist.get_world_size() > 1:
+                assert self._listening, "the other ranks do not listen outside of on_main"
+                from_main((duty, value))
+            with ended_together(), by_itself(False):
+                return work(value)
+
+        return request
+
+    def map_over_ranks(self, work: Callable[[T], R]) -> Callable[[Sequence[T]], list[R]]:
+        """Return a function that applies ``work`` to many items, a share of them on every rank, and returns
+        the results in the items' order. ``work`` uses no collectives. Every rank calls this alike, as
+        ``collective``.
+
+        With several ranks, what ``work`` raises on any of them is raised once all are done: a UserError as it
+        is, anything else as a ShareError.
+        """
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if size == 1:
+            return map_locally(work)
+
+        def share(items: Sequence[T]) -> list[Done[list[R]]]:
+            with by_itself():
+                done = _caught(partial(_each, work, items[rank::size]))
+            error = done[1]
+            if isinstance(error, Exception) and not isinstance(error, UserError):  # not each can be sent
+                traceback.print_exception(error)
+                words = " ".join(f"{type(error).__name__}: {error}".split())
+                done = None, ShareError(f"rank {rank} could not do its share: {words}")
+            return gather_objects(done)
+
+        of_every_rank = self.collective(share)
+
+        def each(items: Sequence[T]) -> list[R]:
+            parts = [_unwrap(done) for done in of_every_rank(items)]
+            return [parts[i % size][i // size] for i in range(len(items))]
+
+        return each
+
+
+def map_locally(work: Callable[[T], R]) -> Callable[[Sequence[T]], list[R]]:
+    """Return the function that ``Ranks.map_over_ranks`` returns, for this process alone."""
+    return partial(_each, work)
+
+
+def _each(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """Return the result of ``work`` for each item. Raises Requeue where the run is requested to stop
+    meanwhile."""
+    done = []
+    for item in items:
+        pause()
+        done.append(work(item))
+    return done
+
+
+def _help(duties: Sequence[Callable[[Any], Any]]) -> Done[Any]:
+    """Do what rank 0 requests until its work is done; return the outcome of that work."""
+    while True:
+        try:
+            duty, value = from_main(None)
+        except RuntimeError:
+            _refuse_if_one_has_ended()
+            raise
+        if duty is None:
+            return value
+        # Where it stops, as all ranks then do, rank 0's outcome says so.
+        with ended_together(), suppress(Requeue):
+            duties[duty](value)
+
+
+def _refuse_if_one_has_ended() -> None:
+    """Raise ShareError with the message of a rank that has ended, if there is one."""
+    try:
+        store = launchers_store("ranks")
+        message = store.get(_ENDED).decode() if store.check([_ENDED]) else None
+    except RuntimeError:  # the store has ended with rank 0
+        return
+    if message is not None:
+        raise ShareError(message)
+
+
+def _caught(work: Callable[[], T]) -> Done[T]:
+    """Return what ``work`` returns or raises. An exception goes to the ranks that wait, which would wait for
+    ever if this rank left."""
+    try:
+        return work(), None
+    except BaseException as error:
+        return None, error
+
+
+def _unwrap(done: Done[T]) -> T:
+    """Return the result in ``done``, or raise its exception."""
+    value, error = done
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]
+
+
+class StopRequest:
+    """Whether one of several ranks was requested to stop, and the microbatch at which all stop. Nothing here
+    waits for a device."""
+
+    def __init__(self) -> None:
+        self._store = launchers_store("stop")
+        self._looked, self._number = 0.0, 0
+        self._before: Callable[[], bool] = bool
+
+    def tell(self, number: int) -> None:
+        """Tell the other ranks that this one got the signal ``number``. Any thread may call it."""
+        with suppress(RuntimeError):  # rank 0 is gone, and its store
+            self._store.set("signal", str(number))
+
+    def heard(self) -> int:
+        """Return the number of a signal that a rank got, or 0; the ranks learn it one after another."""
+        if not self._number and time.monotonic() - self._looked > STOP_SECONDS:
+            self._looked = time.monotonic()
+            with suppress(RuntimeError):
+                self._number = int(self._store.get("signal")) if self._store.check(["signal"]) else 0
+        return self._number
+
+    def agreed(self, asked: bool, now: bool = False) -> bool:
+        """Return on every rank whether one of them had ``asked`` at the call before; ``now``: at this one,
+        for which the ranks wait. Every rank calls it alike, and the flags travel until the next call."""
+        if now:
+            return any_rank(asked)
+        before, self._before = self._before, any_rank_later(asked)
+        return before()

@@ -25,9 +25,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from models.distributed import local
 from models.policy import Policy, causal_lm, is_adapted
 from models.quantization import quantised, weight_name
+from models.sharding import local
 from models.weight_files import INDEX
 
 if TYPE_CHECKING:

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from common.files import files_digest
 from config.schema_model import ModelConfig
-from models.distributed import gather_objects, rows_of
+from models.distributed import gather_objects
 from models.pretrained import model_config
+from models.sharding import rows_of
 from models.weight_files import resolve_model_path
 
 _STEP, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685

@@ -8,10 +8,11 @@ import torch
 
 from common.progress import phase
 from config.schema_model import ModelConfig
-from models.distributed import World, fill, on_every_rank, on_main, shard
+from models.distributed import World, on_every_rank, on_main
 from models.fingerprint import weights_fingerprint
 from models.policy import Policy, causal_lm, decoder_blocks
 from models.pretrained import empty_policy, load_policy
+from models.sharding import fill, shard
 from models.stored import check_finite, made_of_files, stored_alike
 
 
@@ -51,7 +52,7 @@ def _load_sharded(config: ModelConfig, world: World, seed: int) -> tuple[Policy,
         on_every_rank(lambda: None if world.is_main else read())
     policy = empty_policy(config, untied=untied)
     shard(policy, decoder_blocks(policy), world, dtype, config.shards_again)
-    fill(policy, whole, world.device, sends=not everywhere)
+    fill(policy, whole, world, sends=not everywhere)
     whole.clear()
     on_every_rank(lambda: check_finite(policy, config))
     return policy, weights_fingerprint(policy.named_parameters())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from data.types import Microbatch, Sequence, Sequences
-from models.distributed import reshard
+from models.sharding import reshard
 
 Scored = Iterable[tuple[int, list[Microbatch]]]
 """(step, this rank's microbatches of that step)"""

@@ -14,7 +14,7 @@ from transformers.core_model_loading import WeightConverter
 
 from common.errors import ConfigError
 from config.schema_model import ModelConfig
-from models.distributed import local_part
+from models.sharding import local_part
 from models.weight_files import FLOATS, Stored, check_files, resolve_model_path, weight_files
 
 KEY = "model.name_or_path"

@@ -12,10 +12,9 @@ import torch
 from config.schema import Config
 from data.chat import Renderer
 from data.types import Prompt
-from models.distributed import World, gather_objects
+from models.distributed import Ranks, World, gather_objects
 from models.loading import load_sharded
 from models.policy import Policy
-from models.ranks import Ranks
 from rollouts.samplers import Answered, EmbeddedSampler, Sample, SamplingSettings
 from rollouts.sampling import Facts, refuse_options, write_weights
 from rollouts.stop_strings import stop_strings_of
@@ -26,13 +25,13 @@ class EmbeddedEngine:
 
     def __init__(self, sampler: EmbeddedSampler, world: World, dtype: torch.dtype) -> None:
         """``dtype``: the policy's compute dtype, in which kept weights are written."""
-        self.sampler, self.world, self.dtype, self.ranks = sampler, world, dtype, Ranks(world)
+        self.sampler, self.world, self.dtype, self.ranks = sampler, world, dtype, Ranks()
         self._shares = self.ranks.collective(self._share)
 
     def publish(self, folder: Path, version: int, keep: bool) -> Facts:
         if keep:
             tokenizer = self.sampler.renderer.tokenizer
-            write_weights(self.ranks, self.sampler.policy, tokenizer, folder, self.dtype)
+            write_weights(self.sampler.policy, tokenizer, folder, self.dtype)
         return {}
 
     def sample(

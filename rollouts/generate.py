@@ -83,7 +83,7 @@ def generate_answers(
                     bar.update(done + len(part) - bar.n)
             return [every[prompt.id] for prompt in asked]
 
-        made: list[list[list[Sample]]] = sampler.ranks.run_on_main(
+        made: list[list[list[Sample]]] = sampler.ranks.on_main(
             lambda: [draw(*one) for one in zip(requests, kept, known, strict=True)]
         )
     if world.device.type == "cuda":

@@ -20,8 +20,9 @@ import torch
 from common.progress import SOON, progress
 from data.chat import Renderer, vocabulary_fingerprint
 from data.types import Completion, Prompt
-from models.distributed import gather_objects, gathered_once
+from models.distributed import gather_objects
 from models.policy import Policy
+from models.sharding import gathered_once
 from rollouts.decoding import Decoder
 
 
@@ -147,7 +148,7 @@ class EmbeddedSampler:
         out = [Sample((), False)] * len(rows)
         most = [max(rows[i].max_tokens for i in batch) for batch in batches]
         with (
-            gathered_once(self.policy),
+            gathered_once(self.policy, several=self.synced),
             progress(sum(most), self.what, unit="token", shown=None, delay=SOON) as bar,
         ):
             self.decoder.tick = bar.update

@@ -2,7 +2,7 @@
 samples the rounds of a run on any number of ranks. No other code knows samplers by name.
 
 The embedded sampler runs on every rank's share; vLLM runs beside rank 0 (``rollouts.vllm.engine``). Rank 0
-makes the round, and the others help (``models.ranks``).
+makes the round, and the others help (``models.distributed``).
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from common.imports import import_function
 from config.schema import Config
 from data.chat import Renderer
 from data.types import Prompt
-from models.distributed import World
+from models.distributed import Ranks, World, ended_together, on_main
 from models.export import export, full_state, remove_unfinished
 from models.policy import Policy
-from models.ranks import Ranks
 from rollouts.samplers import Answered, Sample, SamplingSettings
 
 Facts = dict[str, Any]
@@ -42,7 +41,7 @@ class OpenSampler(Protocol):
         seed: int,
         answered: Answered | None = None,
     ) -> list[list[Sample]]:
-        """Return ``n`` answers to each prompt, in order. Called on rank 0, inside ``ranks.run_on_main``.
+        """Return ``n`` answers to each prompt, in order. Called on rank 0, inside ``ranks.on_main``.
         ``answered`` may be called with a prompt's answers as soon as they are there."""
 
 
@@ -105,15 +104,15 @@ def sampling_class(config: Config) -> Any:
 
 
 def write_weights(
-    ranks: Ranks, policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype
+    policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype
 ) -> None:
     """Write the policy's current weights to ``folder``, within the run, as a model. Every rank calls it.
     Raises OSError on all ranks."""
-    with ranks.ended_together():
+    with ended_together():
         state = full_state(policy)
 
     def write() -> None:
         remove_unfinished(folder)
         export(state, policy, tokenizer, folder, dtype)
 
-    ranks.run_on_main(write)
+    on_main(write)

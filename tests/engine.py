@@ -14,8 +14,9 @@ import torch
 from config.schema import Config
 from data.batches import Segment
 from jobs.initial_scores import initial_scores
-from models.distributed import World, local, shard, start
+from models.distributed import World, start
 from models.policy import Policy, decoder_blocks
+from models.sharding import local, shard
 from tests.tiny import KINDS, make_config, random_groups, tiny_policy
 from trainers.assembly import Offline, make_loss, trainer_class
 from trainers.basic import BasicTrainer, StepRecord

@@ -21,9 +21,10 @@ from common.ports import free_port
 from common.worker_process import WorkerProcess, serve
 from data.batches import Segment
 from memory.simulate import MemoryRequest, as_folder, deal_heaviest
-from models.distributed import World, keep_gathered, local_part, start, stop
+from models.distributed import World, start, stop
 from models.loading import load_sharded
 from models.policy import decoder_blocks
+from models.sharding import keep_gathered, local_part
 from trainers.assembly import make_loss, trainer_class
 
 STEPS = 12

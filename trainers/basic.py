@@ -24,9 +24,10 @@ from data.batches import Segment, Size, deal, dealing, microbatch, size_of, toke
 from data.types import Example, Microbatch
 from data.views import View
 from models.attention import all_pack_rows, shares_prompts
-from models.distributed import World, clip_grad_norm, gather_objects, reduced_once
+from models.distributed import World, gather_objects
 from models.policy import Policy, causal_lm
 from models.reference import Reference, Scored
+from models.sharding import clip_grad_norm, reduced_once
 from models.soft_reference import SoftReference
 from trainers.corrections import Behavior, Correction
 from trainers.drift import mean_log_ratio, reference_kl
@@ -165,9 +166,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
         self.optimizer = make_optimizer(policy, config)
         self.progress = Progress()
         model_config = causal_lm(cast(Policy, policy).model).config
-        self.packing = all_pack_rows(
-            config.model, model_config, gather_objects
-        )  # all ranks must deal rows alike
+        # All ranks must deal rows alike.
+        self.packing = all_pack_rows(config.model, model_config, gather_objects)
         self.shares_prompts = all(gather_objects(shares_prompts(config.model, model_config, self.packing)))
         self.work = self.work_of(config, model_config)
         self.micro_size = size_of(config.model, world.size)

@@ -39,17 +39,12 @@ class ConditionedSFTTrainer(SFTTrainer):
 
     def arrange(self, batch: list[Example]) -> list[Example]:
         """Append the control tokens to the prompt of every row, so that they are read and not learned."""
-        chosen, rejected = self.control
-        return [
-            replace(
-                e, rows=tuple(self._conditioned(row, chosen if e.label > 0 else rejected) for row in e.rows)
-            )
-            for e in batch
-        ]
+        return [replace(e, rows=tuple(self._conditioned(row, e.label) for row in e.rows)) for e in batch]
 
-    def _conditioned(self, row: Sequence, control: np.ndarray) -> Sequence:
-        """Append ``control`` to the row's prompt; a row that gets too long loses the beginning of its
-        prompt."""
+    def _conditioned(self, row: Sequence, label: float) -> Sequence:
+        """Append the control tokens of ``label`` to the row's prompt; a row that gets too long loses the
+        beginning of its prompt."""
+        control = self.control[0 if label > 0 else 1]
         excess = max(0, len(row) + len(control) - self.config.model.max_length)
         return replace(row, prompt_ids=np.concatenate([row.prompt_ids[excess:], control]))
 

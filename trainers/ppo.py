@@ -13,7 +13,8 @@ from config.schema import Config
 from data import views
 from data.types import Example, Microbatch, Sequences
 from data.views import View
-from models.distributed import reshard, sum_over_ranks
+from models.distributed import sum_over_ranks
+from models.sharding import reshard
 from trainers.basic import BasicTrainer
 from trainers.losses.base import LossResult, TokenScores, kl_term
 from trainers.losses.ppo import gae

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from data.types import Sequences
-from models.distributed import reshard
 from models.reference import Reference
+from models.sharding import reshard
 from trainers.humanline import Humanline, RejectionKey
 from trainers.losses.base import TokenScores
 

@@ -25,7 +25,7 @@ from data.types import Prompt
 if TYPE_CHECKING:
     import torch
 
-    from models.ranks import Ranks  # a verifier needs no torch
+    from models.distributed import Ranks  # a verifier needs no torch
 
 V = TypeVar("V")
 

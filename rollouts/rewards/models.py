@@ -32,8 +32,8 @@ from data.chat import Renderer
 from data.templates import load_template
 from data.types import Completion, Prompt
 from data.types import Sequence as Row
+from models.distributed import Ranks, map_locally
 from models.pretrained import not_found, reachable
-from models.ranks import Ranks, map_locally
 from models.weight_files import read_header
 from rollouts.rewards.base import Missing, Scorer
 

@@ -17,7 +17,7 @@ from rollouts.rewards.base import Missing, Scorer, finite
 if TYPE_CHECKING:
     import torch
 
-    from models.ranks import Ranks
+    from models.distributed import Ranks
 
 
 class WeightedReward(Scorer):

@@ -16,10 +16,9 @@ from common.worker_process import WorkerError
 from data.batches import collate
 from data.chat import Renderer
 from data.types import Prompt, Sequence
-from models.distributed import World, gather_objects
+from models.distributed import Ranks, World, ended_together, gather_objects, on_main
 from models.export import config_json, whole_weights
 from models.policy import Policy, causal_lm
-from models.ranks import Ranks, catch
 from models.reference import score
 from rollouts.probe import Probe, check_probe
 from rollouts.samplers import Answered, Sample, SamplingSettings
@@ -79,7 +78,7 @@ class VllmEngine:
         self._source = WeightSource(partial(whole_weights, policy, getattr(torch, sampler.dtype)))
         self._client = DeferredErrors(sampler if world.is_main else None)
         self._transfer: Transfer | None = None
-        self.ranks = Ranks(world)
+        self.ranks = Ranks()
         self._send_all = self.ranks.collective(self._send)
         self.sampler.transfers_by(None if self.backend == "disk" else self.backend)
 
@@ -101,11 +100,11 @@ class VllmEngine:
             except TransferError as error:
                 if replaceable and error.died:  # since the last hand-over, or in this one
                     replaceable = False
-                    self.ranks.run_on_main(partial(self._give_up, error, "it is started again"))
+                    self.ranks.on_main(partial(self._give_up, error, "it is started again"))
                 elif not self._another_way(error):
                     raise
         self._worked = True
-        return self.ranks.run_on_main(
+        return self.ranks.on_main(
             lambda: {
                 "weight_transfer": self.backend,
                 "sampler_engines": self.sampler.engines,
@@ -120,7 +119,7 @@ class VllmEngine:
     def _scored(self) -> list[list[float]]:
         """Return the trainer's log-probabilities of the probe, nats: [rows][tokens]. Every rank calls it."""
         # vLLM reports a prompt's tokens at 1
-        with self.ranks.ended_together(), self.policy.at_temperature(1.0):
+        with ended_together(), self.policy.at_temperature(1.0):
             return self._scores(self.probe)
 
     def _scores(self, rows: list[Sequence]) -> list[list[float]]:
@@ -136,7 +135,7 @@ class VllmEngine:
         """Send the weights and prove that they arrived. Every rank calls it. Raises TransferError."""
         if (keep or self.backend == "disk") and self._kept is None:
             self._write(folder)
-        self.ranks.run_on_main(self._give)
+        self.ranks.on_main(self._give)
 
     def _another_way(self, error: TransferError) -> bool:
         """Switch to another way of sending weights if the first try failed, and return whether there is one.
@@ -157,13 +156,13 @@ class VllmEngine:
         """Write the current weights to ``folder``, with the trainer's log-probabilities of the probe. Every
         rank calls it."""
         start, dtype = time.monotonic(), getattr(torch, self.sampler.dtype)
-        write_weights(self.ranks, self.policy, self.renderer.tokenizer, folder, dtype)
-        self.ranks.run_on_main(lambda: write_whole(folder / _PROBE, json.dumps(self._said)))
+        write_weights(self.policy, self.renderer.tokenizer, folder, dtype)
+        on_main(lambda: write_whole(folder / _PROBE, json.dumps(self._said)))
         self._kept, self._writing = folder, self._writing + time.monotonic() - start
 
     def _give(self) -> None:
         """Send the current weights, or those that were kept. Called on rank 0, inside
-        ``ranks.run_on_main``."""
+        ``ranks.on_main``."""
         if self.backend == "disk":
             assert self._kept is not None
             try:
@@ -204,9 +203,12 @@ class VllmEngine:
             if self._transfer is not None:
                 self._transfer.shutdown()  # the engines at its other end are gone
             self._transfer = None
-            self._transfer, error = catch(self._connected)
-            failed = gather_objects(None if error is None else f"{type(error).__name__}: {error}")
-            for rank, said in enumerate(failed):
+            failure = None
+            try:
+                self._transfer = self._connected()
+            except Exception as error:
+                failure = f"{type(error).__name__}: {error}"
+            for rank, said in enumerate(gather_objects(failure)):
                 if said is not None:
                     return f"rank {rank}: {said}" if rank else said
         assert self._transfer is not None

@@ -16,9 +16,8 @@ from config.schema import Config
 from config.schema_sampler import SamplerConfig
 from data.chat import Renderer
 from data.types import Prompt
-from models.distributed import World
+from models.distributed import Ranks, World
 from models.policy import Policy
-from models.ranks import Ranks
 from rollouts.samplers import SamplingSettings
 from rollouts.sampling import refuse_options
 from rollouts.stop_strings import stop_strings_of
@@ -130,4 +129,4 @@ class OneProcess:
     """vLLM outside rounds. It has its own processes, and no other rank helps."""
 
     def __init__(self, sampler: VllmSampler, world: World) -> None:
-        self.sample, self.ranks = sampler.sample, Ranks(world)
+        self.sample, self.ranks = sampler.sample, Ranks()

@@ -16,12 +16,13 @@ from config.schema_model import ModelConfig
 from data.batches import Segment, collate
 from data.types import Example, Sequence
 from jobs.evaluation import Evaluator
-from models.distributed import World, local
+from models.distributed import World
 from models.fingerprint import weights_fingerprint
 from models.loading import load_sharded
 from models.policy import Policy
 from models.pretrained import load_policy
 from models.reference import score
+from models.sharding import local
 from tests.distributed.joining import join
 from tests.engine import engine_config, make_trainer, run, weights
 from tests.tiny import KINDS, VOCABULARY, random_groups, tiny_llama, tiny_policy

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from models.distributed import World, shard, start
+from models.distributed import World, start
 from models.policy import decoder_blocks
+from models.sharding import shard
 from rollouts.samplers import Continuation, EmbeddedSampler, Sample, SamplingSettings
 from tests.programs import HANG
 from tests.unit.models.test_families import tiny

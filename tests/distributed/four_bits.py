@@ -11,13 +11,14 @@ from torch import Tensor
 from config.schema import Config
 from data.batches import collate
 from models.checkpoint import Checkpoints
-from models.distributed import World, local
+from models.distributed import World
 from models.export import full_state, whole_weights
 from models.fingerprint import weights_fingerprint
 from models.loading import load_sharded
 from models.pretrained import load_policy
 from models.quantization import quantised
 from models.reference import score
+from models.sharding import local
 from tests.distributed.joining import join
 from tests.engine import engine_config, make_segment, run, weights
 from tests.tiny import random_groups, tiny_llama

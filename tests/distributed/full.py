@@ -19,7 +19,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from models.checkpoint import Checkpoints
 from models.checkpoint_reading import CheckpointError
-from models.distributed import local, start
+from models.distributed import start
+from models.sharding import local
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
 from tests.full_disk import full_disk
 from tests.programs import HANG

@@ -30,7 +30,7 @@ class Beside(Second):
             torch.save(state, folder / "weights.pt")
             self.other.model.load_state_dict(state)
 
-        self.ranks.run_on_main(write)
+        self.ranks.on_main(write)
         return {}
 
 

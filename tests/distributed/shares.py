@@ -16,8 +16,7 @@ from common.errors import StoppedError, UserError
 from config.schema_rewards import RewardConfig
 from config.schema_weighted import WeightedConfig
 from data.types import Prompt, Turn
-from models.distributed import World, stop
-from models.ranks import Ranks
+from models.distributed import Ranks, World, stop
 from rollouts.rewards.base import Reward, make_reward
 from tests.distributed.joining import join
 
@@ -39,9 +38,9 @@ def weighted(armorm: Path) -> RewardConfig:
     return RewardConfig.of_kind("weighted", WeightedConfig(parts=parts), 0.5)
 
 
-def shared(config: RewardConfig, ranks: Ranks) -> Reward:
+def shared(config: RewardConfig, world: World, ranks: Ranks) -> Reward:
     """As ``jobs.online`` makes it: all of it on rank 0, its models elsewhere."""
-    mine = config if ranks.world.is_main else config.models_alone()
+    mine = config if world.is_main else config.models_alone()
     assert mine is not None
     reward = make_reward(mine)
     reward.share_over(ranks)
@@ -50,8 +49,8 @@ def shared(config: RewardConfig, ranks: Ranks) -> Reward:
 
 def scored(world: World, armorm: Path) -> dict[str, Any]:
     """What rank 0 gets of every reward, twice; the same on every rank."""
-    ranks = Ranks(world)
-    summed = shared(weighted(armorm), ranks)
+    ranks = Ranks()
+    summed = shared(weighted(armorm), world, ranks)
 
     def work() -> dict[str, Any]:
         found = []
@@ -60,7 +59,7 @@ def scored(world: World, armorm: Path) -> dict[str, Any]:
             summed.release()
         return {"scores": found, "metrics": {k: v for k, v in summed.metrics.items() if "reward_" in k}}
 
-    given = ranks.run_on_main(work)
+    given = ranks.on_main(work)
     summed.close()
     return given
 
@@ -76,16 +75,16 @@ def fail(rank: int, ranks: int, store: str, folder: str, how: str) -> None:
     own, world = Path(folder) / f"armorm-{how}-{rank}", join(rank, ranks, store)
     last = rank == ranks - 1
     shutil.copytree(Path(folder) / ("small" if last and how == "vocabulary" else "armorm"), own)
-    line = Ranks(world)
-    reward = shared(weighted(own), line)
+    line = Ranks()
+    reward = shared(weighted(own), world, line)
     if last and how == "weights":
         (own / "model.safetensors").unlink()
     try:
-        line.run_on_main(lambda: reward.score(PROMPTS, TEXTS))
+        line.on_main(lambda: reward.score(PROMPTS, TEXTS))
         said = "nothing"
     except UserError as error:
         said = f"{type(error).__name__}: {error}"
-    line.run_on_main(reward.release)  # they listen still
+    line.on_main(reward.release)  # they listen still
     (Path(folder) / f"{how}-{rank}").write_text(said)
     reward.close()
     stop()
@@ -93,8 +92,8 @@ def fail(rank: int, ranks: int, store: str, folder: str, how: str) -> None:
 
 def die(rank: int, ranks: int, store: str, folder: str) -> None:
     """The last rank is killed within its share."""
-    world = join(rank, ranks, store)
-    line = Ranks(world)
+    join(rank, ranks, store)
+    line = Ranks()
 
     def work(item: int) -> int:
         if rank == ranks - 1:
@@ -103,7 +102,7 @@ def die(rank: int, ranks: int, store: str, folder: str) -> None:
 
     each = line.map_over_ranks(work)
     try:
-        line.run_on_main(lambda: each(list(range(10))))
+        line.on_main(lambda: each(list(range(10))))
     except StoppedError:
         raise AssertionError("who is killed says nothing") from None
     finally:
@@ -112,8 +111,8 @@ def die(rank: int, ranks: int, store: str, folder: str) -> None:
 
 def fall(rank: int, ranks: int, store: str, folder: str, which: str) -> None:
     """A rank fails between the gathers of a hand-over, which the others wait in. They say why, and end."""
-    world = join(rank, ranks, store)
-    line = Ranks(world)
+    join(rank, ranks, store)
+    line = Ranks()
 
     def gathers(_: None) -> None:
         for turn in range(3):
@@ -123,7 +122,7 @@ def fall(rank: int, ranks: int, store: str, folder: str, which: str) -> None:
 
     send = line.collective(gathers)
     try:
-        line.run_on_main(lambda: send(None))
+        line.on_main(lambda: send(None))
     except UserError as error:
         (Path(folder) / f"fell-{which}-{rank}").write_text(f"{type(error).__name__}: {error}")
         raise SystemExit(1) from None

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from common.errors import Requeue
 from jobs.watch import RunWatch
-from models import agreement
+from models import distributed
 from models.reference import Reference
 from rollouts.decoding import ManyEnded
 from tests.programs import HANG
@@ -61,7 +61,7 @@ def done(rank: int, ranks: int, folder: Path, name: str, *more: str) -> bool:
 
 def worker(rank: int, ranks: int, at: str, phases: str) -> None:
     torch.set_num_threads(1)
-    agreement.SECONDS = 0.0  # type: ignore[misc]
+    distributed.STOP_SECONDS = 0.0  # type: ignore[misc]
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), TORCHELASTIC_RUN_ID="test")
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     folder, counts = Path(at), {}

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from common.ports import free_port
-from models.distributed import start
-from models.ranks import Ranks
+from models.distributed import Ranks, start
 from tests import programs
 from tests.distributed import shares
 from tests.distributed.shares import TEXTS, weighted
@@ -108,7 +107,8 @@ def test_a_rank_that_fails_in_a_step_says_why_to_all(tmp_path):
 
 
 def test_every_item_once_and_in_order_by_one_process():
-    each = Ranks(start()).map_over_ranks(lambda item: item * item)
+    start()
+    each = Ranks().map_over_ranks(lambda item: item * item)
     assert each([3, 1, 2]) == [9, 1, 4] and each([]) == []
 
 

@@ -12,12 +12,13 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from data.batches import Segment, collate
 from data.types import Sequences
 from models.checkpoint import Checkpoints
-from models.distributed import World, gather_objects, local, rounded, shard, to_empty, unlike_gathered
+from models.distributed import World, gather_objects
 from models.export import export, full_state, whole_weights
 from models.loading import load_sharded
 from models.policy import Policy, causal_lm, decoder_blocks, output_head
 from models.pretrained import empty_policy, load_tokenizer
 from models.reference import score
+from models.sharding import local, rounded, shard, to_empty, unlike_gathered
 from tests.distributed.joining import join
 from tests.engine import engine_config, run
 from tests.tiny import random_groups

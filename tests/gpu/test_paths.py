@@ -33,11 +33,12 @@ from data.batches import microbatch
 from data.types import Example, Sequence
 from models import attention, flash_kernel, logprobs
 from models.attention import flash_fails, heads_of, why_not_faster
-from models.distributed import local, start
+from models.distributed import start
 from models.fingerprint import weights_fingerprint
 from models.logprobs import chunked_logprobs
 from models.policy import Policy, decoder_blocks, set_up_layers
 from models.quantization import NF4Linear
+from models.sharding import local
 from trainers.optimizer import make_optimizer, update
 
 GPU = [

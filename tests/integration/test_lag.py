@@ -14,9 +14,9 @@ import torch
 import jobs.online
 from common.errors import StoppedError
 from jobs.online_source import OnlineSource
+from models.distributed import Ranks
 from models.export import full_state
 from models.pretrained import load_policy
-from models.ranks import Ranks
 from rollouts.ledger import RoundFolder
 from rollouts.rewards.base import RewardError
 from rollouts.round_builder import RoundBuilder
@@ -41,7 +41,7 @@ class Second:
     """An engine whose weights are a second model's; they reach it through a folder, as vLLM's do."""
 
     def __init__(self, policy, renderer, world):
-        self.policy, self.ranks = policy, Ranks(world)
+        self.policy, self.ranks = policy, Ranks()
         self.other = load_policy(make_config().model, torch.device("cpu"))
         self.sampler = EmbeddedSampler(
             self.other, renderer, torch.device("cpu"), batch_size=256, synced=False

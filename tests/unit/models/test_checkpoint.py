@@ -21,7 +21,8 @@ from torch.distributed.checkpoint import metadata as records
 
 from models.checkpoint import Checkpoints
 from models.checkpoint_reading import CheckpointError, read_table
-from models.distributed import local, start
+from models.distributed import start
+from models.sharding import local
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
 from tests.full_disk import full_disk
 from tests.tiny import tiny_policy

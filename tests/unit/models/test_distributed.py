@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models.distributed import gather_objects, rounded, start, stop
+from models.distributed import gather_objects, start, stop
+from models.sharding import rounded
 from tests.tiny import tiny_policy
 
 

@@ -31,10 +31,11 @@ from config.schema_model import ModelConfig
 from data.batches import collate
 from data.types import Sequence
 from models.attention import KEPT_APART, MODEL_TYPES, packable, packs_rows
-from models.distributed import local, shard, start
+from models.distributed import start
 from models.export import export, full_state
 from models.policy import Policy, decoder_blocks
 from models.pretrained import check_model
+from models.sharding import local, shard
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
 from tests.tiny import ROOT, VOCABULARY, random_row
 from tests.unit.models.test_policy import tokenizer

@@ -11,12 +11,13 @@ from common.errors import ConfigError
 from config.schema_rewards import ClassifierConfig
 from data.batches import microbatch
 from data.types import Example, Prompt, Turn
-from models.distributed import shard, start
+from models.distributed import start
 from models.export import export, full_state
 from models.heads import RewardModel, ValuePolicy
 from models.loading import load_sharded
 from models.policy import Policy, causal_lm, decoder_blocks
 from models.pretrained import load_policy, load_tokenizer
+from models.sharding import shard
 from rollouts.rewards.models import Place
 from rollouts.rewards.models import make as classifier
 from tests.tiny import make_config, random_groups, tiny_llama

@@ -9,10 +9,11 @@ from transformers.utils import logging
 
 from common.errors import ConfigError
 from config.schema_model import ModelConfig, PeftConfig
-from models.distributed import shard, start
+from models.distributed import start
 from models.export import export, full_state
 from models.policy import Policy, decoder_blocks
 from models.pretrained import check_model, check_weights, load_policy
+from models.sharding import shard
 from tests.tiny import tiny_llama, tiny_policy
 from tests.unit.models.test_policy import CPU, batch, tokenizer
 

@@ -31,12 +31,17 @@ print(status("VmHWM") - before)
 """  # noqa: E501
 
 
-def peak_mb(vocabulary: int, how: str = "chunked") -> float:
-    """What one forward and backward add to the process's peak, MB."""
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = [sys.executable, "-c", SCRIPT, str(vocabulary), how]
+def printed(script: str, *words: object, **environment: str) -> float:
+    """The number that a program prints."""
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", script, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True, env=environment)
     return float(done.stdout)
+
+
+def peak_mb(vocabulary: int, how: str = "chunked") -> float:
+    """What one forward and backward add to the process's peak, MB."""
+    return printed(SCRIPT, vocabulary, how, MALLOC_MMAP_THRESHOLD_="65536")
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
@@ -71,7 +76,4 @@ print(before - resident())
     [("returned", 1 << 26, True), ("returned", 1 << 25, False), ("kept", 0, False)],
 )
 def test_freed_blocks_between_living_ones_are_returned(how: str, weights: int, returned: bool) -> None:
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", FREED, how, str(weights)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True, env=environment)
-    assert (float(done.stdout) > 60) == returned, done.stdout  # 32 of 2 MiB
+    assert (printed(FREED, how, weights) > 60) == returned  # 32 of 2 MiB

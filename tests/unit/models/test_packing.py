@@ -12,9 +12,10 @@ from config.schema_model import ModelConfig
 from data.batches import Segment
 from models import attention
 from models.attention import MODEL_TYPES, flash_fails, packs_rows, shares_prompts
-from models.distributed import shard, start
+from models.distributed import start
 from models.policy import decoder_blocks
 from models.pretrained import load_policy
+from models.sharding import shard
 from tests.engine import engine_config, run, weights
 from tests.tiny import random_groups, tiny_llama
 from tests.unit.models.test_families import FAMILIES, PACKED

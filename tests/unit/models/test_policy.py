@@ -22,10 +22,11 @@ from config.schema_model import ModelConfig
 from config.sections import typed, without_words
 from data.batches import FILL, collate
 from models import policy as policy_module
-from models.distributed import shard, start
+from models.distributed import start
 from models.export import export, full_state
 from models.policy import checkpoint_activations, decoder_blocks, keep_expensive
 from models.pretrained import check_model, export_dtype, load_policy, load_tokenizer, resolve_model_path
+from models.sharding import shard
 from tests.tiny import ROOT, VOCABULARY, random_row, tiny_llama, tiny_policy
 
 CPU = torch.device("cpu")
@@ -50,18 +51,8 @@ def tokenizer(**special: str) -> PreTrainedTokenizerFast:
 
 
 def settings(path: Path | str, **more) -> ModelConfig:
-    return ModelConfig(
-        **(
-            {
-                "name": "m",
-                "name_or_path": str(path),
-                "max_length": 128,
-                "max_prompt_length": 64,
-                "dtype": "float32",
-            }
-            | more
-        )
-    )
+    sizes = {"max_length": 128, "max_prompt_length": 64, "dtype": "float32"}
+    return ModelConfig(**({"name": "m", "name_or_path": str(path)} | sizes | more))
 
 
 def batch(n: int = 3, pack: bool = False):

@@ -22,12 +22,13 @@ from common.errors import ConfigError
 from config.schema_model import ModelConfig, PeftConfig
 from models import quantization
 from models.checkpoint_reading import read_table
-from models.distributed import shard, start
+from models.distributed import start
 from models.export import export, full_state, whole_weights
 from models.fingerprint import weights_fingerprint
 from models.policy import Policy, decoder_blocks
 from models.pretrained import check_model, load_policy
 from models.quantization import BLOCK, LEVELS, NF4Linear, block_length, pack, quantise, quantised, unpack
+from models.sharding import shard
 from tests.integration import test_runs, test_two_models
 from tests.tiny import make_config, tiny_llama
 from tests.unit.models.test_families import FAMILIES, MIXTURES
@@ -221,13 +222,8 @@ def test_the_reference_is_that_of_a_second_model(loss: str, k: int | None) -> No
 
 
 def test_a_resumed_run_ends_where_it_would_have() -> None:
-    variant = (
-        "dpo",
-        "humanline=true",
-        "model.use_peft=true",
-        "model.peft.lora_r=4",
-        "model.quantization=nf4",
-    )
+    peft = ("model.use_peft=true", "model.peft.lora_r=4", "model.quantization=nf4")
+    variant = ("dpo", "humanline=true", *peft)
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         here = Path(folder)
         whole = test_runs.undisturbed_runs(here, here / "cache")
@@ -288,24 +284,12 @@ def test_settings_that_cannot_be_are_refused(given, said):
         (LlamaConfig(**SIZES, hidden_size=32, intermediate_size=37), "rows of 37 weights, which no even bl"),
         (LlamaConfig(**SIZES, hidden_size=32, intermediate_size=74), "rows of 74 weights, which no even bl"),
         (GPT2Config(**SIZES), "0% of the weights of this model's layers are in linear layers"),
+        (LlamaConfig(**SIZES, quantization_config={"quant_method": "fp8"}), " is stored quantised"),
     ],
-    ids=["odd rows", "short blocks", "transposed weights"],
+    ids=["odd rows", "short blocks", "transposed weights", "stored quantised"],
 )
 def test_a_model_that_cannot_be_quantised_is_refused_before_weights_are_loaded(tmp_path, found, said):
     """There is a folder with a config.json alone."""
     found.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=rf"model\.quantization=nf4: .*{said}.*use off"):
         check_model(settings(tmp_path, **LORA))
-
-
-def test_a_model_that_is_stored_quantised_is_refused(tmp_path):
-    found = LlamaConfig(**SIZES, hidden_size=32, intermediate_size=64)
-    found.quantization_config = {"quant_method": "fp8"}
-    found.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"model\.quantization=nf4: .* is stored quantised"):
-        check_model(settings(tmp_path, **LORA))
-
-
-@pytest.mark.parametrize(("columns", "block"), [(64, 64), (1536, 64), (352, 44), (48, 48), (16, 16)])
-def test_blocks_lie_within_rows(columns, block):
-    assert block_length(columns) == block

@@ -68,19 +68,17 @@ def test_longrope_is_refused_beyond_its_switch_and_taken_up_to_it(tmp_path):
     assert check_model(replace(config, max_length=128)).model_type == "phi3"
 
 
+def scaled(kind: str) -> LlamaConfig:
+    return LlamaConfig(max_position_embeddings=48, rope_parameters={"rope_type": kind, "factor": 2.0})
+
+
 @pytest.mark.parametrize(
     ("config", "reached"),
     [
         (GPT2Config(n_positions=48), 48),
         (LlamaConfig(max_position_embeddings=48), None),
-        (
-            LlamaConfig(max_position_embeddings=48, rope_parameters={"rope_type": "linear", "factor": 2.0}),
-            None,
-        ),
-        (
-            LlamaConfig(max_position_embeddings=48, rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
-            48,
-        ),
+        (scaled("linear"), None),
+        (scaled("dynamic"), 48),
         (phi3(), SWITCH),
         (MambaConfig(), None),
     ],

@@ -20,9 +20,10 @@ from data import adder
 from data.batches import collate
 from data.chat import Renderer
 from data.types import Prompt, Sequence, Turn
-from models.distributed import World, shard, start, stop
+from models.distributed import World, start, stop
 from models.policy import Policy, causal_lm, decoder_blocks
 from models.pretrained import load_policy
+from models.sharding import shard
 from rollouts import stop_strings
 from rollouts.decoding import InverseCdfProcessor, left_padded
 from rollouts.samplers import EmbeddedSampler, Sample, SamplingSettings, uniforms

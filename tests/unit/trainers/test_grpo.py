@@ -14,8 +14,8 @@ from common.errors import ConfigError
 from config.files import parsed
 from config.schema_trainer import LossKeys
 from data import views
-from models.distributed import local
 from models.reference import Reference
+from models.sharding import local
 from tests.engine import engine_config, make_segment, make_trainer
 from tests.tiny import make_config, tiny_policy
 from trainers.assembly import make_loss, trainer_class

@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.batches import Segment, to_device
 from jobs.diagnostics import Diagnostics
-from models.distributed import shard, start
+from models.distributed import start
 from models.policy import decoder_blocks
 from models.pretrained import load_policy
+from models.sharding import shard
 from tests.engine import engine_config
 from tests.tiny import ROOT, random_groups, tiny_llama
 from trainers.assembly import make_loss, trainer_class

@@ -15,8 +15,9 @@ from data.types import Completion, Example, Group, Prompt, Sequence, Turn
 from data.views import centred_advantages, group_advantages
 from jobs.online_source import view_of_rounds
 from models.checkpoint import Checkpoints
-from models.distributed import local, start
+from models.distributed import start
 from models.heads import RewardModel, ValuePolicy
+from models.sharding import local
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
 from tests.tiny import KINDS, make_config, tiny_llama, tiny_policy
 from trainers.assembly import make_loss, trainer_class

@@ -18,8 +18,9 @@ from transformers.optimization import (
 
 from data.balance import part_tokens, share_tokens
 from data.batches import Segment, deal, size_of
-from models.distributed import local, start
+from models.distributed import start
 from models.reference import Reference, score, sequences_of
+from models.sharding import local
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
 from tests.tiny import random_groups, tiny_policy
 from trainers import basic
@@ -237,8 +238,8 @@ def test_nothing_stale_after_a_no_grad_forward(again):
     resharding, the forward after an update uses stale weights."""
     policy, world = tiny_policy(), start()
     plain = copy.deepcopy(policy)
-    from models.distributed import shard
     from models.policy import decoder_blocks
+    from models.sharding import shard
 
     shard(policy, decoder_blocks(policy.model), world, torch.float32, again)
     from data.batches import microbatch
