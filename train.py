@@ -50,31 +50,35 @@ def train(config: Config, name: str, observers: Sequence[Any] = ()) -> dict[str,
 
 def run(config: Config, name: str, signals: Signals, observers: Sequence[Any] = ()) -> dict[str, Any]:
     """Do the same as ``train`` with the given signal handlers."""
-    from jobs.early import check_early
+    from jobs.preflight import check_with_torch, check_without_torch
 
-    check_early(config, name)  # without torch
+    complete, notices = with_environment(config, os.environ)
+    data = check_without_torch(complete, name)
     with importing("torch"):
-        from trainers.assembly import make_loss
-
-        make_loss(config)  # with torch alone
+        loss = check_with_torch(complete, observers)
     with importing("transformers"):
         from jobs.job import Job
+        from jobs.prepare import describe, prepare
         from jobs.run_folder import RunFolder
         from models.distributed import on_main, start, stop
 
-    config, said = with_environment(config, os.environ)
-    for sentence in said if speaks(os.environ) else ():
-        print(f"from the environment: {sentence}", flush=True)
-    lends = config.sampler.separate and config.sampler.shares_devices
-    world = start(config.replicas, config.deterministic, lends)
-    folder = RunFolder(config, name)
+    for notice in notices if speaks(os.environ) else ():
+        print(f"from the environment: {notice}", flush=True)
+    lends = complete.sampler.separate and complete.sampler.shares_devices
+    world = start(complete.replicas, complete.deterministic, lends)
+    folder = RunFolder(complete, name)
     try:
-        if not config.dry_run:
+        if not complete.dry_run:
             on_main(folder.claim)
-        with phase("read settings, data and tokenizer", "data.path"):
-            job = Job(config, folder, world, observers)
+        with phase("read the tokenizer, tokenise the data", "data.path"):
+            prepared = prepare(complete, data, loss, folder, world)
+        del data  # offline training needs no texts once they are token ids
+        if world.is_main:
+            print("\n".join(prepared.messages), flush=True)
+        job = Job(prepared, folder, world, observers)
         try:
-            return job.describe() if config.dry_run else job.run(signals)
+            job.start()
+            return describe(prepared, world) if complete.dry_run else job.run(signals)
         finally:
             job.close()
     finally:

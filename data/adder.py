@@ -176,7 +176,7 @@ def adder_pairs(config: DataConfig, split: str) -> Loaded:
     key, path = ("data.path", config.path) if split == "train" else ("data.eval_path", config.eval_path)
     if path is None:
         raise ConfigError(key, None, f"give the groups file, as in {key}=assets/adder/pairs.jsonl")
-    groups = read_groups(Path(path))
+    groups = read_groups(Path(path), key)
     if split == "eval":
         paired = {prompt.id for prompt in prompts_of(groups)}
         groups += [Group(prompt) for prompt in prompts("eval") if prompt.id not in paired]

@@ -56,11 +56,11 @@ def write_groups(path: Path, groups: Iterable[Group]) -> None:
             stream.write((lines.of(group) + "\n").encode())
 
 
-def read_groups(path: Path) -> list[Group]:
-    """Return the groups of a file that ``write_groups`` wrote. Raises DataError at the first row that is not
-    a group, because no row may be missing."""
+def read_groups(path: Path, key: str = "data.path") -> list[Group]:
+    """Return the groups of a file that ``write_groups`` wrote, and the setting ``key`` named. Raises
+    DataError at the first row that is not a group, because no row may be missing."""
     result = []
-    for row in read_rows(path):
+    for row in read_rows(path, key):
         if not isinstance(row, Row):
             raise DataError(
                 f"{path}, line {row.row}: {row.reason}; the file was not written whole, make it again"

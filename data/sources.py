@@ -69,13 +69,10 @@ def load_splits(config: DataConfig) -> tuple[Loaded, Loaded]:
     return _thinned(config, _finished(config, train)), _finished(config, evaluation)
 
 
-def check_found(
-    config: DataConfig, splits: Iterable[Split] = ("train", "eval"), columns_reach: bool = True
-) -> dict[Split, Loaded]:
+def check_found(config: DataConfig, splits: Iterable[Split] = ("train", "eval")) -> dict[Split, Loaded]:
     """Convert the first rows of local data, so that files that are not there, and columns that nothing reads,
     are said before anything else is loaded. Return those of each split. Raises ConfigError and DataError as
-    ``load_groups`` does. ``columns_reach``: whether a reward may get the columns of prompts'
-    rows."""
+    ``load_groups`` does."""
     config = _local_copy(config)
     keys: dict[Split, str] = {"train": "path", "eval": "eval_path"}
     loaded_splits: dict[Split, Loaded] = {}
@@ -89,8 +86,6 @@ def check_found(
             rows = _of_split(config, _rows(key, path, split_key, name), name if split == "train" else None)
             first = list(itertools.islice(rows, EARLY))
             loaded = convert(first, config, path, whole=len(first) < EARLY)
-            if loaded.refusal is not None and not columns_reach:
-                raise loaded.refusal
             if len(first) < EARLY:
                 _check_usable(config, loaded)
                 if split == "train" and config.eval_split is not None:

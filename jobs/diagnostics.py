@@ -17,6 +17,7 @@ import torch
 
 from data.batches import FILL, collate
 from data.types import Example, Microbatch, Sequence
+from jobs.plan import Plan
 from jobs.tally import EDGES, SIDES, Tally, rounded, sides
 from models.distributed import gather_objects, sum_over_ranks
 from models.reference import score
@@ -48,6 +49,15 @@ class Diagnostics:
         self.tally = Tally(config.log_epsilon_P, config.log_epsilon_R, trainer.world.device)
         self.first = 0
         """The first step of the current interval."""
+
+    @classmethod
+    def of_run(cls, trainer: BasicTrainer, plan: Plan) -> Diagnostics | None:
+        """Return the diagnostics of a run; None if they are off or the loss has no reference."""
+        config = trainer.config
+        if not (config.diagnostics and config.has_reference):
+            return None
+        sample = plan.held_out or (None if config.online else plan.train)
+        return cls(trainer, [] if sample is None else sample.batch(0), plan.steps)
 
     def observe(self, micro: Microbatch, scores: TokenScores) -> None:
         """Add a microbatch of a step, without waiting for the device."""

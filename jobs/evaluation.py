@@ -9,22 +9,34 @@ the number of ranks, except for rounding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
+from typing import cast
 
 import torch
 
+from common.files import read_sealed
 from common.progress import SOON, interruptible, progress
+from config.record import MARKER
 from config.schema import Config
 from data.batches import Segment
+from data.chat import Renderer
 from data.types import Example, Microbatch
+from data.views import prompts_of
+from jobs.evaluation_sets import EvaluationSet
 from jobs.initial_scores import initial_scores
+from jobs.plan import Plan
 from jobs.retention import InitialKL
-from models.distributed import gather_objects
+from jobs.run_folder import note
+from models.distributed import World, gather_objects, on_main
+from models.policy import Policy
+from models.pretrained import export_dtype
 from models.reference import Reference
 from models.sharding import rounded
-from rollouts.verify import Accuracy, AnswerRow, Shown
+from rollouts.stop_strings import StopStrings
+from rollouts.verify import Accuracy, AnswerRow, Shown, embedded_sampler, make_accuracy
 from trainers.basic import BasicTrainer
 from trainers.humanline import Humanline
 from trainers.losses.base import TokenScores
@@ -202,6 +214,57 @@ class Evaluator:
             else:
                 alone.setdefault(group[0].prompt_id, []).extend(rows)
         return groups + list(alone.values())
+
+
+def make_evaluator(
+    trainer: BasicTrainer,
+    plan: Plan,
+    sets: Sequence[EvaluationSet],
+    renderer: Renderer,
+    stops: StopStrings | None,
+    folder: Path,
+) -> Evaluator:
+    """Return the evaluator of a run, further ``sets`` included. Every rank calls it. ``stops``: what ends an
+    answer that a verifier judges, besides an end token. ``folder``: the run's."""
+    config, world, held_out = trainer.config, trainer.world, plan.evaluation.groups
+    policy = cast(Policy, trainer.policy)
+    accuracy = make_accuracy(config, policy, renderer, held_out, world, stops=stops)
+    initial_kl = shown = None
+    if held_out and config.model.head != "reward":
+        prompts, tokens = on_main(lambda: _own_counts(config, folder, world))
+        tokens = min(tokens, config.model.max_length - config.model.max_prompt_length)
+        sampler_arguments = (config, policy, renderer, world)
+        if config.retention.kl:
+            what = "initial answers (retention.prompts, retention.tokens)"
+            sampler = embedded_sampler(*sampler_arguments, what)
+            initial_kl = InitialKL(trainer, sampler, held_out, renderer, (prompts, tokens))
+        if accuracy is None:
+            sampler = embedded_sampler(*sampler_arguments, "answers to read (retention.tokens)")
+            shown = Shown(sampler, prompts_of(held_out), renderer, world, tokens)
+
+    def accuracy_on(one: EvaluationSet) -> Accuracy | None:
+        if not one.checkable:
+            return None
+        ends = stops if one.data.source == config.data.source else None
+        arguments = (config, policy, renderer, one.checkable, world, one.data, ends)
+        return make_accuracy(*arguments, section=f"evaluations.{one.name}")
+
+    dtype = export_dtype(config.model)
+    named = {one.name: Evaluator(trainer, one.held_out, accuracy_on(one), dtype) for one in sets}
+    return Evaluator(trainer, plan.held_out, accuracy, dtype, initial_kl, named, shown)
+
+
+def _own_counts(config: Config, folder: Path, world: World) -> tuple[int, int]:
+    """Return how many prompts the initial weights answer, and by how many tokens, at most: as the run was
+    started, if it is resumed elsewhere. Called on rank 0 alone."""
+    typed = asdict(config.retention)
+    before = (read_sealed(folder / MARKER).get("own_answers") or [{}])[-1] if config.resume else {}
+    names = ("prompts", "tokens")
+    here = dict(zip(names, config.retention.counts(world.device.type), strict=True))
+    before = {key: n for key, n in before.items() if type(n) is int}
+    used = {key: typed[key] or before.get(key) or here[key] for key in names}
+    note(folder, "own_answers", used)
+    return used["prompts"], used["tokens"]
 
 
 def arranged(trainer: BasicTrainer, held_out: Segment) -> list[list[Example]]:

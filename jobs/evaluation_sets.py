@@ -1,29 +1,30 @@
-"""Load the further held-out sets that every evaluation of a run measures (``evaluations``)."""
+"""The further held-out sets that every evaluation of a run measures (``evaluations``)."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from common.errors import ConfigError, DataError, require
+from common.errors import require
 from common.imports import import_function
 from config.schema import Config
 from config.schema_data import DataConfig
-from config.schema_evaluations import evaluation_sets, of_set
+from config.schema_evaluations import evaluation_sets
 from data.batches import Segment
 from data.chat import Renderer
 from data.examples import Examples, make_examples, token_ids
 from data.group_store import Groups, prompt_ids
 from data.kinds import advice
 from data.quality import shortened
-from data.sources import load_groups
+from data.rows import Loaded
 from data.types import Group
 from data.views import prompts_of
 from data.vocabulary import check_vocabulary
 from jobs.plan import check_read
+from jobs.preflight import errors_of_set
 from rollouts.rounds import usable_prompts
 from trainers.basic import BasicTrainer
 
@@ -43,36 +44,37 @@ class EvaluationSet:
 
 
 def load_evaluation_sets(
-    config: Config, trainer: type[BasicTrainer], renderer: Renderer, trained_on: Groups
+    config: Config,
+    trainer: type[BasicTrainer],
+    renderer: Renderer,
+    trained_on: Groups,
+    loaded: Mapping[str, Loaded],
 ) -> list[EvaluationSet]:
-    """Load the sets that ``config.evaluations`` names, in its order.
+    """Return the sets that ``config.evaluations`` names, in its order.
 
-    ``trained_on``: the training groups; a set should share no prompt with them. Raises ConfigError or
-    DataError that names the set if its rows cannot be read, if they are tokens of another model, or if
+    ``trained_on``: the training groups; a set should share no prompt with them. ``loaded``: name -> what was
+    read. Raises ConfigError or DataError that names the set if its rows are tokens of another model, or if
     neither the loss nor a verifier can use any of them.
     """
     seen = prompt_ids(trained_on)
     sets = []
     for name, data in evaluation_sets(config.evaluations, config.data).items():
-        key = f"evaluations.{name}"
-        try:
-            sets.append(_loaded(config, name, data, trainer, renderer, seen))
-        except (ConfigError, DataError) as error:
-            raise of_set(key, error) from error
+        with errors_of_set(name):
+            sets.append(_tokenised(config, name, data, loaded[name], trainer, renderer, seen))
     _check_ranked(config, sets)
     return sets
 
 
-def _loaded(
+def _tokenised(
     config: Config,
     name: str,
     data: DataConfig,
+    loaded: Loaded,
     trainer: type[BasicTrainer],
     renderer: Renderer,
     seen: np.ndarray,
 ) -> EvaluationSet:
     key = f"evaluations.{name}"
-    loaded = load_groups(data, "eval")
     origin = loaded.origin.partition(";")[0]
     require(loaded.groups != [], key, origin, "has no held-out row; give path or split")
     check_read(config, loaded.groups, renderer)

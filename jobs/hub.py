@@ -17,12 +17,10 @@ from reports.provenance import git_commit
 ROOT = Path(__file__).parents[1]
 
 
-def check_push(repository: str | None) -> None:
+def check_push(repository: str) -> None:
     """Raise ConfigError where ``push_to_hub`` could not be honoured: invalid id, no token, offline mode.
 
     The hub itself is not contacted, because it may be unreachable until the end of the run."""
-    if repository is None:
-        return
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
@@ -30,18 +28,10 @@ def check_push(repository: str | None) -> None:
             "push_to_hub", repository, f"is no id of a repository, as org/name is: {error}"
         ) from error
     require(repository.count("/") == 1, "push_to_hub", repository, "names no owner: write it as org/name")
-    require(
-        not constants.HF_HUB_OFFLINE,
-        "push_to_hub",
-        repository,
-        "nothing is uploaded with HF_HUB_OFFLINE=1: unset it",
-    )
-    require(
-        get_token() is not None,
-        "push_to_hub",
-        repository,
-        "needs a token that may write: `hf auth login` once, or HF_TOKEN in the environment",
-    )
+    offline = "nothing is uploaded with HF_HUB_OFFLINE=1: unset it"
+    require(not constants.HF_HUB_OFFLINE, "push_to_hub", repository, offline)
+    token = "needs a token that may write: `hf auth login` once, or HF_TOKEN in the environment"
+    require(get_token() is not None, "push_to_hub", repository, token)
 
 
 def push(model_dir: Path, repository: str, private: bool) -> str:

@@ -33,58 +33,33 @@ def notice(config: Config, segments: Sequence[int], exact: bool) -> str | None:
         return None
     if config.keeps_reference:  # a reference that outlives rounds sees them as one segment
         segments = [sum(segments)]
-    moot, clips = not moves(config, segments, exact), can_clip(config, max(segments))
-    if clips and not moot:
+    idle, unclipped = _why_no_sync(config, segments, exact), _why_no_clip(config, max(segments))
+    if idle is None and unclipped is None:
         return None
-    why = [_why_no_sync(config, segments)] if moot else []
-    if not clips:
-        why.append(
-            "every step is the first with its reference, so that all log-ratios are 0"
-            if max(segments) == 1
-            else f"nothing is clipped (log_epsilon_P={config.log_epsilon_P:g}, "
-            f"log_epsilon_R={config.log_epsilon_R:g})"
-        )
-    if moot and not clips:
-        return f"note: humanline=true can change nothing in this run: {'; '.join(why)}"
-    if moot and config.syncing == "humanline":
-        return f"note: humanline=true only clips in this run, its syncing changes nothing: {why[0]}"
+    if idle is not None and unclipped is not None:
+        return f"note: humanline=true can change nothing in this run: {idle}; {unclipped}"
+    if idle is not None and config.syncing == "humanline":
+        return f"note: humanline=true only clips in this run, its syncing changes nothing: {idle}"
     return None
 
 
-def moves(config: Config, segments: Sequence[int], exact: bool) -> bool:
-    """Return whether humanline's syncing may change the reference of some step.
-
-    False for any other ``sync_mode``, which does the same with ``humanline=false``."""
-    if config.syncing != "humanline":
-        return False
-    k, planned = config.sync_freq, sum(segments)
-    if not config.online or config.keeps_reference:
-        return len(segments) > 1 or planned > k + 1
-    if not exact:
-        return max(segments) > 2 and planned > k + 1
-    begin, changes_reference = 0, False
-    for steps in segments:
-        sync = (begin // k + 1) * k  # the first sync after the segment's first step
-        changes_reference = changes_reference or sync + 1 < begin + steps
-        begin += steps
-    return changes_reference
-
-
-def can_clip(config: Config, longest: int) -> bool:
-    """Return whether a log-ratio may exceed a clipping bound in segments of at most ``longest`` steps."""
-    if config.humanline_mode != "clip":
-        return True
-    bounds = (-config.log_epsilon_P, config.log_epsilon_R)
-    if longest == 1:
-        return config.reference_batch_size is not None and min(bounds) < ROUNDING
-    return any(map(math.isfinite, bounds))
-
-
-def _why_no_sync(config: Config, segments: Sequence[int]) -> str:
+def _why_no_sync(config: Config, segments: Sequence[int], exact: bool) -> str | None:
+    """Return why humanline's syncing changes the reference of no step; None where it may."""
     if config.syncing != "humanline":
         return f"sync_mode={config.syncing} syncs without it too"
     k, planned = config.sync_freq, sum(segments)
-    if config.online and not config.keeps_reference:
+    rounds = config.online and not config.keeps_reference
+    if not rounds:
+        changes = len(segments) > 1 or planned > k + 1
+    elif not exact:
+        changes = max(segments) > 2 and planned > k + 1
+    else:
+        begins = [sum(segments[:i]) for i in range(len(segments))]
+        # the first sync after a segment's first step
+        changes = any((b // k + 1) * k + 1 < b + n for b, n in zip(begins, segments, strict=True))
+    if changes:
+        return None
+    if rounds:
         return (
             f"rounds of at most {max(segments)} steps: with sync_freq={k} all steps of a round are compared "
             "with the policy that it began with"
@@ -92,4 +67,19 @@ def _why_no_sync(config: Config, segments: Sequence[int]) -> str:
     return (
         f"with sync_freq={k} the reference first changes for step {k + 1}, counted from 0, and the run has "
         f"{planned}"
+    )
+
+
+def _why_no_clip(config: Config, longest: int) -> str | None:
+    """Return why no log-ratio exceeds a clipping bound in segments of at most ``longest`` steps; None where
+    one may."""
+    bounds = (-config.log_epsilon_P, config.log_epsilon_R)
+    if longest == 1:
+        close = config.reference_batch_size is not None and min(bounds) < ROUNDING
+        why = "every step is the first with its reference, so that all log-ratios are 0"
+        return None if config.humanline_mode != "clip" or close else why
+    if config.humanline_mode != "clip" or any(map(math.isfinite, bounds)):
+        return None
+    return (
+        f"nothing is clipped (log_epsilon_P={config.log_epsilon_P:g}, log_epsilon_R={config.log_epsilon_R:g})"
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ def initial_scores(
     batches. Raises StoppedError if scores that were just written cannot be read back.
     """
     if not arranged:
-        batches = Arranged(trainer, batches)
+        batches = Lazy(batches, trainer.arrange)
     wanted = _wanted(batches, reference)
     if not reference.by_row:
         several = trainer.packing and trainer.world.size > 1
@@ -126,19 +126,17 @@ def _counted(micros: list[Microbatch], bar: Bar) -> Iterator[Microbatch]:
         yield micro
 
 
-class Arranged(Seq[list[Example]]):
-    """Batches as the trainer arranges them; each is arranged on access."""
+class Lazy(Seq[list[Example]]):
+    """The batches that ``make`` makes of ``items``, each on access."""
 
-    def __init__(self, trainer: BasicTrainer, batches: Seq[list[Example]]) -> None:
-        self.trainer, self.batches = trainer, batches
+    def __init__(self, items: Seq[Any], make: Callable[[Any], list[Example]]) -> None:
+        self.items, self.make = items, make
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return len(self.items)
 
     def __getitem__(self, at: Any) -> Any:
-        if isinstance(at, slice):
-            return [self[i] for i in range(*at.indices(len(self)))]
-        return self.trainer.arrange(self.batches[at])
+        return Lazy(self.items[at], self.make) if isinstance(at, slice) else self.make(self.items[at])
 
 
 def _wanted(batches: Seq[list[Example]], reference: Reference) -> np.ndarray:
@@ -179,7 +177,7 @@ def _work(
     stride = size * trainer.world.size
     whole, rest = divmod(len(missing), WINDOW)
     forwards = whole * -(-WINDOW // stride) + -(-rest // stride)
-    return _alone(trainer, _windows(batches, missing), size, stride), forwards
+    return alone(trainer, _windows(batches, missing), size), forwards
 
 
 def _windows(batches: Seq[list[Example]], missing: np.ndarray) -> Iterator[list[Sequence]]:
@@ -197,9 +195,11 @@ def _windows(batches: Seq[list[Example]], missing: np.ndarray) -> Iterator[list[
                 rows = []
 
 
-def _alone(trainer: BasicTrainer, windows: Iterator[list[Sequence]], size: int, stride: int) -> Work:
+def alone(trainer: BasicTrainer, windows: Iterable[list[Sequence]], size: int) -> Work:
+    """Yield the work on rows that are scored alone, ``size`` at once on a rank."""
+    stride = size * trainer.world.size
     for rows in windows:
         for first in range(0, len(rows), stride):
-            alone = [Example(prompt_id=row.key, rows=(row,)) for row in rows[first : first + stride]]
-            mine = cut(alone, trainer.world.rank, trainer.world.size, size, 1, trainer.packing)
+            examples = [Example(prompt_id=row.key, rows=(row,)) for row in rows[first : first + stride]]
+            mine = cut(examples, trainer.world.rank, trainer.world.size, size, 1, trainer.packing)
             yield 0, [microbatch(part, trainer.world.device, trainer.packing) for part in mine]

@@ -1,12 +1,13 @@
-"""Measure the likelihood of the training data under the initial weights, for the selection of groups by
-``data.logprob_range`` and for the data report (paper §5.2.1, Figure 6)."""
+"""The likelihood of the training data under the initial weights: it selects groups (``data.logprob_range``),
+is the reference where that stays, and is reported (paper §5.2.1, Figure 6)."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,20 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from common.errors import ConfigError
+from common.errors import ConfigError, require
 from common.files import read_sealed, sealed, write_whole
+from common.secrets import scrub, scrub_text
 from data.examples import ExampleGroups, Examples, columns_of, picked_groups, row_keys
-from data.quality import can_be_clipped
+from data.quality import DataReport, can_be_clipped
 from data.selection import Selection, Spread, select
-from jobs.initial_scores import initial_scores
-from jobs.run_folder import SELECTION
+from data.types import Example
+from jobs.initial_scores import Lazy, initial_scores
+from jobs.plan import Plan, training_segment
+from jobs.run_folder import SELECTION, RunFolder
 from models.distributed import on_main
 from models.reference import Reference
+from models.score_cache import KeyIndex
+from reports.data_tables import page as data_page
 from trainers.basic import BasicTrainer
 
 Scores = Mapping[str, Tensor]
@@ -97,24 +103,23 @@ def kept_before(path: Path, groups: ExampleGroups, fresh: Selection) -> Selectio
     if not path.exists():
         write_whole(path, sealed({"rows": digest, "selection": asdict(fresh)}))
         return fresh
+    put_back = "or start another run (exp_name)"
     try:
         record = read_sealed(path)
         rows, saved = record["rows"], _selection(record["selection"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            "data.logprob_range",
-            list(fresh.range),
-            f"{path} is damaged ({type(error).__name__}: {error}): it says which groups this run trains on; "
-            "put it back, or start another run (exp_name)",
-        ) from error
-    if rows != digest:
-        raise ConfigError(
-            "data.logprob_range",
-            list(fresh.range),
-            f"{path}: the training data are not those that this run was started "
-            "with, so it would go on with other groups; bring the old data back, or start another run "
-            "(exp_name)",
+        why = (
+            f"is damaged ({type(error).__name__}: {error}): it says which groups this run trains on; "
+            f"put it back, {put_back}"
         )
+        raise ConfigError("data.logprob_range", list(fresh.range), f"{path} {why}") from error
+    require(
+        rows == digest,
+        "data.logprob_range",
+        list(fresh.range),
+        f"{path}: the training data are not those that this run was started with, so it would go on with "
+        f"other groups; bring the old data back, {put_back}",
+    )
     return saved
 
 
@@ -146,3 +151,101 @@ def clippable_share(rows: Iterable[Tensor], log_epsilon_R: float) -> float | Non
     ).reshape(-1, 2)
     clippable, tokens = counts.sum(axis=0)
     return float(clippable / tokens) if tokens else None
+
+
+def ready_rows(
+    plan: Plan,
+    report: DataReport,
+    trainer: BasicTrainer,
+    parts: dict[str, str],
+    folder: RunFolder,
+    likelihoods: list[float],
+    say: Callable[[str], None],
+) -> Plan:
+    """Return the plan that is trained on, once its rows are scored where the trainer compares with the
+    initial weights, and the data report is written. Every rank calls it.
+
+    ``parts``: what scores depend on (``scored_with``). ``likelihoods``: the mean token log-probability of
+    each of the initial weights' answers, nats. ``say`` prints on rank 0. Raises ConfigError where the loss
+    cannot be trained on the groups that are kept."""
+    reported: Mapping[str, Tensor] | None = None
+    config = trainer.config
+    if config.data.logprob_range is not None:
+        examples, selection, scores = choose_groups(trainer, plan.examples, parts, folder.path)
+        plan = replace(plan, examples=examples, train=training_segment(config, examples.groups))
+        trainer.check(config, plan.train)
+        report = report.with_selection(selection, examples)
+        rows = (row for group in examples.groups for example in group for row in example.rows)
+        reported = {row.key: scores[row.key] for row in rows}
+        say(
+            f"{len(selection.kept)} of {selection.all.count} groups kept, by mean token log-probability in "
+            f"[{selection.lowest:.3f}, {selection.highest:.3f}] nats: {plan.train.n_examples} "
+            f"{trainer.counts} in all, {plan.steps} steps"
+        )
+    scored = _score(plan, trainer, parts)
+    reported = scored if reported is None else reported
+    if reported is not None:
+        clips = config.humanline and config.humanline_mode == "clip"
+        clippable = clippable_share(reported.values(), config.log_epsilon_R) if clips else None
+        report = report.with_logprobs(completion_means(plan.train.groups, reported), clippable, likelihoods)
+    found = report.to_dict()
+    on_main(lambda: folder.write("data_report.json", json.dumps(scrub(found), indent=2)))
+    on_main(lambda: folder.write("data_report.md", scrub_text(data_page(found))))
+    for warning in report.warnings():
+        say(f"warning: {warning} (docs/symptoms.md)")
+    return plan
+
+
+def _score(plan: Plan, trainer: BasicTrainer, parts: dict[str, str]) -> OfRows | None:
+    """Score training rows under the initial weights, and hand the scores to the trainer; None where it needs
+    none.
+
+    All rows are scored where an offline run compares with the initial weights at every step, as its
+    reference or as the anchor of its KL term. Otherwise only the rows of one batch in n are scored, if
+    ``drift`` is logged."""
+    config = trainer.config
+    fixed = trainer.fixed_reference or trainer.anchor is not None
+    if not config.has_reference or config.online or not (fixed or config.log_drift):
+        return None
+    reference = Reference(by_row=trainer.reference.by_row or not fixed)
+    by_row = config.reference_batch_size or config.model.eval_batch_size
+    size = by_row if reference.by_row else trainer.micro_size
+    n = plan.train.n_examples
+    every = 1 if fixed else max(1, n // (config.drift_examples or n))
+    batches = Lazy(range(0, plan.steps, every), plan.train.batch)
+    scores = initial_scores(trainer, batches, size, reference, parts, "score training rows (n_examples)")
+    rows = OfRows(scores, batches, reference)
+    trainer.use_initial_scores(rows, scores)
+    return rows
+
+
+class OfRows(Mapping[str, Tensor]):
+    """Row key -> [C] log-probabilities, nats, of every row of ``batches``.
+
+    A row in several batches has the scores of the last one."""
+
+    def __init__(
+        self, scores: Mapping[str, Tensor], batches: Sequence[list[Example]], reference: Reference
+    ) -> None:
+        """``scores``: the result of ``initial_scores`` for these batches, with the keys of ``reference``."""
+        self._scores, self._by_row = scores, reference.by_row
+        keys, counts = [np.zeros(0, "S32")], []
+        for batch in batches:
+            rows = [row.key.encode() for example in batch for row in example.rows]
+            keys.append(np.array(rows, "S32"))
+            counts.append(len(rows))
+        self._index = KeyIndex(np.concatenate(keys))
+        self._steps = np.repeat(np.arange(len(counts)), counts)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the keys in the order in which the scores lie, or else of the steps that have them."""
+        if not self._by_row:
+            return iter(self._index)
+        return (key for key in self._scores if key in self._index)
+
+    def __getitem__(self, key: str) -> Tensor:
+        step = self._steps[self._index.place(key)]
+        return self._scores[key if self._by_row else f"{step}/{key}"]

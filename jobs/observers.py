@@ -14,7 +14,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,8 @@ import torch
 
 from common.errors import ConfigError, UserError, require
 from common.imports import check_keys, import_function
-from common.secrets import scrub, scrub_text
+from common.secrets import scrub_text
 from models.distributed import World, any_rank, on_main
-from reports.metrics import plain
 from rollouts.inputs import target_of
 
 METHODS = {
@@ -51,40 +49,13 @@ class Observers:
         self._stop: tuple[int, str] | None = None
 
     @classmethod
-    def of(
-        cls, callbacks: Mapping[str, Any], given: Sequence[Any], world: World, make: bool = True
-    ) -> Observers:
-        """Return the observers that the settings name and those that are ``given``.
-
-        ``make``: whether rank 0 creates the former; a dry run only checks them. Raises ConfigError on every
-        rank."""
+    def of(cls, callbacks: Mapping[str, Any], given: Sequence[Any], world: World) -> Observers:
+        """Return the observers that the settings name, which rank 0 creates, and those that are ``given``.
+        Raises ConfigError on every rank."""
         objects = {f"observers[{i}]": observer for i, observer in enumerate(given)}
-        for name, tree in callbacks.items():
-            check_callback(name, tree)
-        for name, observer in objects.items():
-            check_observer(name, observer)
         made: dict[str, Any] = {}
-        if make:
-            on_main(
-                lambda: made.update({f"callbacks.{name}": _made(name, t) for name, t in callbacks.items()})
-            )
+        on_main(lambda: made.update({f"callbacks.{name}": _made(name, t) for name, t in callbacks.items()}))
         return cls(made | (objects if world.is_main else {}), bool(callbacks) or len(given) > 0)
-
-    def start(self, run_dir: Path, config: dict[str, Any], step: int) -> None:
-        self._tell("on_start", run_dir, scrub(config), step)
-
-    def step(self, record: dict[str, Any]) -> None:
-        """Tell a line of metrics.jsonl; a stop takes effect before the step after the one that runs now."""
-        self._tell("on_step", plain(record), stop_at=record["step"] + 2)
-
-    def evaluation(self, step: int, values: Mapping[str, Any]) -> None:
-        self._tell("on_evaluation", step, plain(dict(values)), stop_at=step)
-
-    def round(self, index: int, step: int, values: Mapping[str, Any]) -> None:
-        self._tell("on_round", index, plain(dict(values)), stop_at=step)
-
-    def end(self, summary: dict[str, Any]) -> None:
-        self._tell("on_end", plain(summary))
 
     def stops(self, step: int) -> str | None:
         """Return the reason why the run is to end before ``step``; None where it continues.
@@ -104,22 +75,25 @@ class Observers:
         if state is not None and self.present:
             self._stop = (int(state[0]), str(state[1]))
 
-    def _tell(self, method: str, *arguments: Any, stop_at: int | None = None) -> None:
-        """Call the method of each observer that has it. The first that asks for a stop gets it before step
-        ``stop_at``."""
+    def tell(self, method: str, *arguments: Any, stop_at: int | None = None) -> None:
+        """Call the method of each observer that has it, with copies. The first that asks for a stop gets it
+        before step ``stop_at``."""
         for name, observer in list(self._members.items()):
             try:
                 with _own_random_numbers():
-                    asked = getattr(observer, method, lambda *_: None)(*copy.deepcopy(arguments))
-                if not isinstance(asked, str | bool | np.bool_ | None):
-                    raise TypeError(f"it returned {asked!r}, which is neither the reason for a stop nor True")
+                    answer = getattr(observer, method, lambda *_: None)(*copy.deepcopy(arguments))
+                if not isinstance(answer, str | bool | np.bool_ | None):
+                    raise TypeError(
+                        f"it returned {answer!r}, which is neither the reason for a stop nor True"
+                    )
             except Exception as error:
                 del self._members[name]
-                said = f"{name}: {method} failed, {_where(error)}; the run goes on without it"
-                print(f"warning: {said}", file=sys.stderr, flush=True)
+                message = f"{name}: {method} failed, {_where(error)}; the run goes on without it"
+                print(f"warning: {message}", file=sys.stderr, flush=True)
                 continue
-            if asked and stop_at is not None and self._stop is None:
-                self._stop = (stop_at, f"{name} asked for it{f': {asked}' if isinstance(asked, str) else ''}")
+            if answer and stop_at is not None and self._stop is None:
+                why = f": {answer}" if isinstance(answer, str) else ""
+                self._stop = (stop_at, f"{name} asked for it{why}")
 
 
 def check_callback(name: str, tree: Any) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -17,27 +16,33 @@ from data.chat import Renderer
 from data.examples import Examples, make_examples
 from data.types import Example, Prompt, Sequence
 from data.views import prompts_of
-from jobs.online_source import OnlineSource, RoundWatch
-from jobs.plan import Plan, load_data
-from models.distributed import World, on_every_rank, on_main
+from jobs.online_source import OnlineSource
+from jobs.plan import Plan, check_data
+from jobs.preflight import LoadedData
+from jobs.stages import reward_on_ranks
+from jobs.watch import RunWatch
+from models.distributed import World, on_main
 from models.policy import Policy
 from rollouts.inputs import check_contexts
 from rollouts.ledger import RoundFolder
-from rollouts.rewards.base import Reward, make_reward
+from rollouts.rewards.base import Reward
 from rollouts.round_builder import RoundBuilder
 from rollouts.rounds import PromptSchedule, usable_prompts
-from rollouts.sampling import Engine, make_sampling
+from rollouts.sampling import Engine, Sampling, make_sampling
 from trainers.basic import BasicTrainer
 
 
-def make_online_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer) -> Plan:
+def make_online_plan(
+    config: Config, trainer: type[BasicTrainer], renderer: Renderer, data: LoadedData
+) -> Plan:
     """Return the plan known before the first round: the held-out examples, and the training prompts.
 
     ``train`` is a placeholder for the rounds: as many examples as they can give at most, each as long as
     allowed. Raises DataError; raises ConfigError if no prompt can be rendered, or if a round has more
     contexts than there are prompts.
     """
-    loaded, evaluation = load_data(config, renderer)
+    check_data(config, data, renderer)
+    loaded, evaluation = data.train, data.evaluation
     prompts, reasons = usable_prompts(prompts_of(loaded.groups), renderer)
     rounds, cuts = config.rounds, dict(renderer.cuts)
     check_contexts(config, len(prompts))
@@ -104,48 +109,37 @@ def _check_references(config: Config, prompts: list[Prompt]) -> None:
     )
 
 
-class OnlineWatch(RoundWatch, Protocol):
-    """The events that rounds and their stages report to a run."""
-
-    def between_stages(self) -> None:
-        """Called between two stages; may raise to stop the run there."""
-
-
 class Online:
-    """The parts that only online training has: reward, sampler, and the source built from them.
+    """The parts that only online training has: prompts, reward, sampler, and the source built from them.
 
-    ``close`` must be called at the end."""
+    ``close`` must be called at the end of what ``start`` has begun."""
 
     def __init__(self, config: Config, plan: Plan, renderer: Renderer, world: World, folder: Path) -> None:
-        """``folder``: the run's folder. Raises the ConfigError of the reward or the sampler on every rank."""
+        """``folder``: the run's folder."""
         self.config, self.renderer, self.world, self.folder = config, renderer, world, folder
         self.contexts = PromptSchedule(list(plan.prompts), config.rounds.contexts, config.seed)
         self.reward: Reward | None = None
         self.engine: Engine | None = None
-        self.sampling = make_sampling(config, renderer, world, folder / "logs")
-        on_main(self._make_reward)
-        on_every_rank(lambda: None if world.is_main else self._make_share())
+        self.sampling: Sampling | None = None
 
-    def _make_reward(self) -> None:
-        reward = make_reward(self.config.reward_config, self.world.device, self.folder / "logs")
-        self.reward = reward
-        reward.check_prompts(self.contexts.prompts)
+    def start(self) -> None:
+        """Make the sampler, and the reward with its processes. Every rank calls it. Raises the ConfigError of
+        either on every rank."""
+        logs = self.folder / "logs"
+        self.sampling = make_sampling(self.config, self.renderer, self.world, logs)
+        reward = self.reward = reward_on_ranks(self.config.reward_config, self.world, logs)
+        on_main(lambda: None if reward is None else reward.check_prompts(self.contexts.prompts))
 
-    def _make_share(self) -> None:
-        """Load the reward's models on a rank above 0, which scores a share of the samples with them."""
-        models = self.config.reward_config.models_alone()
-        if models is not None:
-            self.reward = make_reward(models, self.world.device)
-
-    def source(self, trainer: BasicTrainer, policy: Policy, watch: OnlineWatch) -> OnlineSource:
-        """Return the rounds of ``trainer``'s run as a source; ``watch`` is told of them."""
+    def source(self, trainer: BasicTrainer, policy: Policy, watch: RunWatch) -> OnlineSource:
+        """Return the rounds of ``trainer``'s run as a source; ``watch`` saves and logs them."""
+        assert self.sampling is not None, "start was called"
         engine = self.engine = self.sampling.engine(policy, list(self.contexts.prompts))
         if self.reward is not None:
             self.reward.share_over(engine.ranks)
         builder = None
         if self.world.is_main and self.reward is not None:
             builder = RoundBuilder(
-                self.config, self.contexts, self.renderer, engine, self.reward, watch.between_stages
+                self.config, self.contexts, self.renderer, engine, self.reward, watch.saver.between_stages
             )
         return OnlineSource(
             self.config, trainer, self.renderer, self.contexts, engine, builder, self.folder, watch

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any, cast
 
 from common.errors import StoppedError
 from common.progress import phase
@@ -26,6 +26,7 @@ from data.examples import Examples, make_examples
 from data.types import Group
 from data.views import ExampleSpec, View
 from jobs.same_data import reward_code
+from jobs.watch import RunWatch
 from models.distributed import ShareError, ended_together, on_main
 from models.fingerprint import weights_fingerprint
 from reports.metrics import read_metrics
@@ -37,31 +38,6 @@ from rollouts.sampling import Engine
 from trainers.basic import BasicTrainer
 
 Facts = dict[str, Any]
-
-
-class RoundWatch(Protocol):
-    """Follows the rounds of a run in addition to its steps."""
-
-    def before_round(self) -> None:
-        """Called where a round begins, before anything is sampled; may save a checkpoint."""
-
-    def round_started(self, facts: Facts, metrics: Facts, table: list[list[Any]]) -> None:
-        """Called when training on a round begins.
-
-        ``facts`` (``round``) belong to each of its steps, ``metrics`` and the ``table`` of samples to its
-        first step. ``metrics`` and ``table`` are empty where training resumes inside a round."""
-
-    def round_planned(self, round_: Segment) -> None:
-        """Called with the round's segment: its number of steps and its share of the run."""
-
-    def stop_with(self, error: Exception) -> None:
-        """Called on rank 0, where a round cannot be made: the run ends at the next ``stop_if_asked``."""
-
-    def stop_if_asked(self) -> None:
-        """Save and end the run, on every rank, if it was asked to stop on any (``stop_with``)."""
-
-    def trained_seconds(self) -> float:
-        """Return the seconds spent in steps so far, in all processes of the run."""
 
 
 class OnlineSource:
@@ -78,7 +54,7 @@ class OnlineSource:
         engine: Engine,
         builder: RoundBuilder | None,
         folder: Path,
-        watch: RoundWatch,
+        watch: RunWatch,
     ) -> None:
         """``builder`` is None on ranks above 0; ``folder`` is the run's."""
         self.config, self.trainer, self.renderer, self.contexts = config, trainer, renderer, contexts
@@ -105,19 +81,15 @@ class OnlineSource:
             self.watch.before_round()
         if index > 0 and not inside:
             self._close(index - 1)
-        if not self._planned(index) or self._left(index) == 0:
+        if self._first(index) >= self.contexts.planned or self._left(index) == 0:
             return None
         if not inside:
             ahead = index + self.config.rounds.lag
             for due in range(0 if index == 0 else ahead, ahead + 1):  # those that come from these weights
-                if self._planned(due):
+                if self._first(due) < self.contexts.planned:
                     self._make(due)
         self._entered = None if inside else time.monotonic()
         return self._enter(index, inside)
-
-    def _planned(self, index: int) -> bool:
-        """Return whether the round exists, which means that contexts are left for it."""
-        return self._first(index) < self.contexts.planned
 
     def _make(self, index: int) -> None:
         first, wanted = self._first(index), self.config.rounds.sampled(index)
@@ -125,7 +97,7 @@ class OnlineSource:
             weights = self._publish(index, first)
             with phase(f"round {index}", "rounds.contexts_per_round"):
                 self._on_main(
-                    lambda: _required(self.builder).build(self.round(index), first, wanted, weights)
+                    lambda: cast(RoundBuilder, self.builder).build(self.round(index), first, wanted, weights)
                 )
 
     def _on_main(self, work: Callable[[], None]) -> None:
@@ -135,10 +107,10 @@ class OnlineSource:
             try:
                 work()
             except Exception as error:
-                self.watch.stop_with(error)
+                self.watch.saver.stop_with(error)
 
         self.engine.ranks.on_main(tried)
-        self.watch.stop_if_asked()
+        self.watch.saver.stop_if_asked()
 
     def _first(self, index: int) -> int:
         """Return the round's first context, which is where the previous round ended.
@@ -168,7 +140,7 @@ class OnlineSource:
             weights = weights_fingerprint(self.trainer.policy.named_parameters())
         published: Facts = {}
         wanted = self.config.rounds.sampled(index)
-        if on_main(lambda: _required(builder).needs_weights(folder, first, wanted, weights)):
+        if on_main(lambda: cast(RoundBuilder, builder).needs_weights(folder, first, wanted, weights)):
             start = time.monotonic()
             with phase(f"round {index}: weights to the sampler, its start", "sampler"):
                 published = self.engine.publish(folder.weights, index, self.config.rounds.keep_weights)
@@ -186,12 +158,14 @@ class OnlineSource:
         metrics = {
             key: record[key] for key in ("publish_seconds", "probe_largest", "probe_mean") if key in record
         } | record["metrics"]
-        self.watch.round_started(facts, {} if inside else metrics, [] if inside else samples_table(folder))
+        self.watch.log.round_started(
+            facts, {} if inside else metrics, [] if inside else samples_table(folder)
+        )
         first, end = record["contexts"]
         count = sum(part.count for part in parts)
         noted = {"examples": count, "replayed": count - parts[-1].count, "untrainable": parts[-1].dropped}
         if not inside:
-            noted["trained_seconds"] = self.watch.trained_seconds()
+            noted["trained_seconds"] = self.watch.log.trained_seconds()
         on_main(lambda: folder.note(noted))
         planned, units, left = self.contexts.planned, count * self.config.rounds.passes, self._left(index)
         if left is not None:
@@ -206,7 +180,7 @@ class OnlineSource:
             start=first / planned,
             end=end / planned,
         )
-        self.watch.round_planned(segment)
+        self.watch.log.round_planned(segment)
         return segment
 
     def _examples(self, index: int) -> list[Examples]:
@@ -239,7 +213,7 @@ class OnlineSource:
 
     def _close(self, index: int) -> None:
         """Record the outcome of training on the round: time, KL, staleness, and the devices' idle shares."""
-        trained, now = self.watch.trained_seconds(), time.monotonic()
+        trained, now = self.watch.log.trained_seconds(), time.monotonic()
         wall = None if self._entered is None else now - self._entered
         on_main(lambda: self._note_end(index, trained, wall))
 
@@ -255,6 +229,11 @@ class OnlineSource:
             "score": made.get("score_seconds", 0.0),
             "train": trained - record["trained_seconds"],
         }
+        # The seconds follow each other; an embedded sampler counts as the trainer.
+        total, train, sample = max(sum(seconds.values()), 1e-9), seconds["train"], seconds["sample"]
+        idle = {"trainer": 1 - (train + sample) / total}
+        if self.config.sampler.separate:
+            idle = {"trainer": 1 - train / total, "sampler": 1 - sample / total}
         kl = [line["kl"] for line in lines if line.get("kl") is not None]
         folder.note(
             {
@@ -263,7 +242,7 @@ class OnlineSource:
                 "staleness": fmean(line["staleness"] for line in lines) if lines else None,
                 "seconds": seconds,
                 "train_wall_seconds": wall,
-                "idle": idle_shares(self.config, seconds),
+                "idle": idle,
             }
         )
 
@@ -282,16 +261,6 @@ def stopping(index: int, config: Config) -> Iterator[None]:
         raise StoppedError(f"round {index}: {error}\n{goes_on}") from error
 
 
-def idle_shares(config: Config, seconds: dict[str, float]) -> dict[str, float]:
-    """Return the shares of the round's time in which trainer and sampler were idle.
-
-    An embedded sampler counts as the trainer. ``seconds``: seconds by activity, one after another."""
-    total = max(sum(seconds.values()), 1e-9)
-    if not config.sampler.separate:
-        return {"trainer": 1 - (seconds["train"] + seconds["sample"]) / total}
-    return {"trainer": 1 - seconds["train"] / total, "sampler": 1 - seconds["sample"] / total}
-
-
 def view_of_rounds(config: Config, view: View) -> View:
     """Return the trainer's view, which keeps groups of equal rewards if ``rounds.zero_variance`` says so, and
     leaves out samples that were cut, once they have counted in their group's advantages, with
@@ -304,8 +273,3 @@ def finished_alone(view: View, group: Group) -> list[ExampleSpec]:
     """Return the examples of ``view`` whose completions all ended by themselves (DAPO's overlong filtering,
     Yu et al. 2025, arXiv 2503.14476)."""
     return [want for want in view(group) if all(group.completions[i].finished for i in want.completions)]
-
-
-def _required(builder: RoundBuilder | None) -> RoundBuilder:
-    assert builder is not None, "rank 0 has a builder"
-    return builder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import ConfigError, require
@@ -17,10 +17,11 @@ from data.groups import check_token_ids
 from data.kinds import ONE_LABEL, advice
 from data.rows import reasons
 from data.selection import places
-from data.sources import Loaded, load_splits
+from data.sources import Loaded
 from data.token_cache import TokenCache
 from data.types import Group, Prompt
 from data.vocabulary import check_vocabulary
+from jobs.preflight import LoadedData
 from models.distributed import on_main
 from models.pretrained import model_config
 from trainers.basic import BasicTrainer
@@ -45,13 +46,14 @@ class Plan:
         return self.train.steps
 
 
-def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer) -> Plan:
-    """Load the data, make the loss's examples and tokenise them.
+def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer, data: LoadedData) -> Plan:
+    """Make the loss's examples of the data and tokenise them.
 
     With ``data.logprob_range`` the plan has as many groups as will be kept; the initial weights decide later
     which ones (``jobs.likelihood``). Raises ConfigError when nothing is left to train on.
     """
-    loaded, evaluation = load_data(config, renderer)
+    check_data(config, data, renderer)
+    loaded, evaluation = data.train, data.evaluation
     examples = _tokenised(config, loaded.groups, trainer, renderer)
     cuts = dict(renderer.cuts)
     if examples.count == 0:
@@ -89,13 +91,6 @@ def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer) -
     )
 
 
-def without_texts(plan: Plan) -> Plan:
-    """Return the plan without the groups that were read, which take a temporary file if they are many.
-
-    Offline training no longer needs their texts once they are tokenised and in the data report."""
-    return replace(plan, loaded=replace(plan.loaded, groups=()))
-
-
 def first_example(plan: Plan, renderer: Renderer) -> list[str]:
     """Return the decoded first example, special tokens included: its prompt, then its completions.
 
@@ -110,18 +105,13 @@ def first_example(plan: Plan, renderer: Renderer) -> list[str]:
     return [str(decode(ids)) for ids in itertools.islice(prompts, 1)]
 
 
-def load_data(config: Config, renderer: Renderer) -> tuple[Loaded, Loaded]:
-    """Return the training and the evaluation data.
-
-    Raises ConfigError, and DataError for token ids that are not the model's own. Online, the completions of
-    the training data are not used, so their token ids are not checked."""
-    loaded, evaluation = load_splits(config.data)
-    if loaded.refusal is not None and not config.reward_gets_columns:
-        raise loaded.refusal
-    read = evaluation.groups if config.online else itertools.chain(evaluation.groups, loaded.groups)
-    check_read(config, read, renderer)
-    check_not_rendered(itertools.chain(loaded.groups, evaluation.groups), renderer)
-    return loaded, evaluation
+def check_data(config: Config, data: LoadedData, renderer: Renderer) -> None:
+    """Raise ConfigError for prompts that are rendered already, and DataError for token ids that are not the
+    model's own. Online, the completions of the training data are not used, so their token ids are not
+    checked."""
+    train, evaluation = data.train.groups, data.evaluation.groups
+    check_read(config, evaluation if config.online else itertools.chain(evaluation, train), renderer)
+    check_not_rendered(itertools.chain(train, evaluation), renderer)
 
 
 def check_not_rendered(groups: Iterable[Group], renderer: Renderer) -> None:

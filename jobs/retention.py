@@ -7,7 +7,6 @@ RL's Razor, arXiv 2509.04259). Its samples come from pi_0, so they are drawn onc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +14,11 @@ import torch
 from torch import Tensor
 
 from common.progress import interruptible
-from data.batches import cut, microbatch
 from data.chat import Renderer
 from data.group_store import Groups
-from data.types import Example, Microbatch, Sequence
+from data.types import Example, Sequence
 from data.views import prompts_of
-from jobs.initial_scores import initial_scores
+from jobs.initial_scores import alone, initial_scores
 from models.distributed import sum_over_ranks
 from models.reference import Reference, score
 from rollouts.answers import Answers
@@ -88,9 +86,11 @@ class InitialKL:
 
     @torch.no_grad()
     def __call__(self) -> float | None:
-        """Return the divergence, nats per token; None if there is no answer."""
+        """Return the divergence, nats per token; None if there is no answer. Rows are cut as
+        ``initial_scores`` cuts them, so that unchanged weights give exactly the same scores."""
         total = torch.zeros(2, dtype=torch.float64)
-        for micro in interruptible(self._microbatches()):
+        cut = (micro for _, micros in alone(self.trainer, [self.rows], self.size) for micro in micros)
+        for micro in interruptible(cut):
             scores = score(self.trainer.policy, micro.sequences).double().cpu()
             for row, values in zip(micro.sequences.rows, scores, strict=True):
                 if n := len(row.completion_ids):
@@ -98,14 +98,3 @@ class InitialKL:
                     total += torch.stack([(torch.expm1(log_ratio) - log_ratio).sum(), torch.tensor(n)])
         kl, tokens = sum_over_ranks(total.to(self.trainer.world.device)).tolist()
         return kl / tokens if tokens else None
-
-    def _microbatches(self) -> Iterator[Microbatch]:
-        """Yield this rank's rows, cut into microbatches as ``initial_scores`` cuts them.
-
-        With the same cut, unchanged weights give exactly the same scores."""
-        world, packing = self.trainer.world, self.trainer.packing
-        stride = self.size * world.size
-        for first in range(0, len(self.rows), stride):
-            part = [Example(row.key, (row,)) for row in self.rows[first : first + stride]]
-            for mine in cut(part, world.rank, world.size, self.size, 1, packing):
-                yield microbatch(mine, world.device, packing)

@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, require
-from common.files import check_name, on_disk, part_of, sealed, write_if_changed, write_whole
+from common.files import (
+    check_name,
+    on_disk,
+    part_of,
+    read_sealed,
+    sealed,
+    write_if_changed,
+    write_whole,
+)
 from common.lock import FileLock, LockedError
 from config.load import ABSENT, Change, dump, texts
 from config.record import (
@@ -116,8 +124,6 @@ class RunFolder:
 
     def note(self, key: str, value: Any) -> None:
         """Add ``value`` to the list ``key`` of run.json. Raises ConfigError where it cannot be written."""
-        from jobs.same_data import note  # imports torch, which ``check`` does without
-
         with self._refusals():
             note(self.path, key, value)
 
@@ -186,16 +192,10 @@ class RunFolder:
     def _check_deletion(self) -> None:
         """Raise ConfigError unless the folder holds one run and nothing else."""
         path = self.path
-        for bad, why in (
-            (path.is_symlink(), "is a link, and nothing is deleted through a link"),
-            (
-                not marked(path),
-                f"has no {MARKER} to say that it is a run's",
-            ),
-        ):
-            require(
-                not bad, "overwrite", True, f"{path} {why}; delete it by hand, or exp_name=… names another"
-            )
+        rest = "delete it by hand, or exp_name=… names another"
+        link = f"{path} is a link, and nothing is deleted through a link; {rest}"
+        require(not path.is_symlink(), "overwrite", True, link)
+        require(marked(path), "overwrite", True, f"{path} has no {MARKER} to say that it is a run's; {rest}")
         for key, value in texts(asdict(self.config)):
             require(
                 "\0" in value or not Path(value).resolve().is_relative_to(path.resolve()),
@@ -263,6 +263,15 @@ class RunFolder:
                 f"{error.filename or self.path}: {error.strerror or error} {on_disk(self.path)}; make room "
                 "there, or name a folder to write in",
             ) from error
+
+
+def note(folder: Path, key: str, value: Any) -> None:
+    """Add ``value`` to the list ``key`` of the run's run.json. Raises OSError."""
+    path = folder / MARKER
+    about = read_sealed(path)
+    known = about.get(key, [])
+    if known[-1:] != [value]:
+        write_whole(path, sealed(about | {key: [*known, value]}))
 
 
 def _goes_on(refused: list[Change]) -> str:

@@ -15,9 +15,8 @@ from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
 from common.errors import ConfigError, require
-from common.files import files_digest, read_json, read_sealed, sealed, write_whole
+from common.files import files_digest, read_json
 from config.load import texts
-from config.record import MARKER
 from config.schema import Config
 from config.schema_evaluations import evaluation_sets
 from data.batches import Segment
@@ -26,6 +25,7 @@ from data.types import Group
 from data.views import prompts_of
 from jobs.evaluation_sets import EvaluationSet
 from jobs.plan import Plan
+from jobs.run_folder import note
 from rollouts.rounds import PromptSchedule
 
 DATA, INPUTS = "data", "inputs"
@@ -153,50 +153,38 @@ def check_inputs(folder: Path, config: Config, inputs: Mapping[str, str]) -> Non
         if name not in config.resume_with_other:
             raise _refused(folder, config, name)
         print(f"note: {name} is not what this run was started with; it goes on (resume_with_other)")
-        note(folder, "went_on_with_other", {name: [before[name], inputs[name]], "at": _now()})
-
-
-def note(folder: Path, key: str, value: Any) -> None:
-    """Add ``value`` to the list ``key`` of the run's run.json. Raises OSError."""
-    path = folder / MARKER
-    about = read_sealed(path)
-    known = about.get(key, [])
-    if known[-1:] != [value]:
-        write_whole(path, sealed(about | {key: [*known, value]}))
-
-
-def _now() -> str:
-    return datetime.now().astimezone().isoformat(timespec="seconds")
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        note(folder, "went_on_with_other", {name: [before[name], inputs[name]], "at": now})
 
 
 def _refused(folder: Path, config: Config, name: str) -> ConfigError:
-    goes_on = f"; resume_with_other=[{name}] goes on with what is there now"
-    again = f"bring the old one back, or start another run (exp_name){goes_on}"
+    settings: Any = asdict(config)
+    for part in name.split("."):
+        settings = settings.get(part) if isinstance(settings, dict) else None
+    key, value, why = name, settings, f"is not what this run was started with ({folder})"
     if name in (DATA, "token_values"):
         key, value = ("data.path", config.data.path) if config.data.path else ("data", config.data.name)
         what = "prompts" if config.online else "rows" if name == DATA else "behavior_logprobs"
         compared = "compared as token ids" if name == DATA else "compared bit by bit"
-        return ConfigError(
-            key,
-            value,
+        why = (
             f"the training data are not those that this run was started with ({folder}; their {what} are "
-            f"{compared}), so it would go on with other {what}; {again}",
+            f"{compared}), so it would go on with other {what}"
         )
-    if name == "evaluation":
-        return ConfigError(
-            "data.eval_path",
-            config.data.eval_path,
+    elif name == "evaluation":
+        key, value = "data.eval_path", config.data.eval_path
+        why = (
             "the held-out rows are not those that this run was started with: its evaluations, keep_best and "
-            f"patience would compare two different sets; {again}",
+            "patience would compare two different sets"
         )
-    if name == WEIGHTS:
+    elif name == WEIGHTS:
         key, value = "model.name_or_path", config.model.name_or_path
-        said = "the initial weights are not those that this run was started with, which are its reference"
-        return ConfigError(key, value, f"{said} (and, with LoRA, its frozen base); {again}")
-    settings: Any = asdict(config)
-    for part in name.split("."):
-        settings = settings.get(part) if isinstance(settings, dict) else None
-    return ConfigError(name, settings, f"is not what this run was started with ({folder}); {again}")
+        why = (
+            "the initial weights are not those that this run was started with, which are its reference (and, "
+            "with LoRA, its frozen base)"
+        )
+    again = "bring the old one back, or start another run (exp_name)"
+    goes_on = f"resume_with_other=[{name}] goes on with what is there now"
+    return ConfigError(key, value, f"{why}; {again}; {goes_on}")
 
 
 def _recorded(folder: Path) -> dict[str, str]:

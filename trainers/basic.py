@@ -160,9 +160,9 @@ class BasicTrainer(ABC, Generic[Prepared]):
             ratio_to_behavior=config.ratio_reference == "behavior",
             entropy=bool(config.loss.get("entropy_bonus")),
         )
-        self.initial_logprobs: Mapping[str, float] = {}
-        """Row key -> log-probability of its completion under the initial weights, nats (for ``drift``); rows
-        may be missing."""
+        self.initial_logprobs: Mapping[str, Tensor] = {}
+        """Row key -> [C] log-probabilities under the initial weights, nats (for ``drift``); rows may be
+        missing."""
         self.optimizer = make_optimizer(policy, config)
         self.progress = Progress()
         model_config = causal_lm(cast(Policy, policy).model).config
@@ -422,11 +422,11 @@ class BasicTrainer(ABC, Generic[Prepared]):
 
     # -- state of a run --------------------------------------------------------------------------------
 
-    def use_initial_scores(self, initial_logprobs: Mapping[str, float], scores: Mapping[str, Tensor]) -> None:
-        """Store scores of the training rows under the initial weights: ``initial_logprobs`` for ``drift``
-        (row key -> nats), and ``scores`` (key -> [C] nats) for a reference that stays at the initial weights
-        (``fixed_reference``) or a KL term that is anchored to them."""
-        self.initial_logprobs = initial_logprobs
+    def use_initial_scores(self, rows: Mapping[str, Tensor], scores: Mapping[str, Tensor]) -> None:
+        """Store scores of the training rows under the initial weights, [C] nats: ``rows`` (by row key) for
+        ``drift``, and ``scores`` for a reference that stays at the initial weights (``fixed_reference``) or a
+        KL term that is anchored to them."""
+        self.initial_logprobs = rows
         if self.fixed_reference:
             self.reference.scores = scores
         elif self.anchor is not None:

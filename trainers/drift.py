@@ -15,19 +15,20 @@ from trainers.losses.base import Mean, TokenScores, kl_estimate, mean_where
 
 
 def change_since(
-    micro: Microbatch, scores: TokenScores, before: Mapping[str, float]
+    micro: Microbatch, scores: TokenScores, before: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return ([R] the change of each row's log-probability since ``before`` (row key -> nats), in nats; [R]
-    bool, whether that change is known)."""
-    old = torch.tensor([before.get(row.key, math.nan) for row in micro.sequences.rows], dtype=torch.float32)
-    old = to_device(old, scores.mask.device)
+    """Return ([R] the change of each row's log-probability since ``before`` (row key -> [C], nats), in nats;
+    [R] bool, whether that change is known)."""
+    rows = [before.get(row.key) for row in micro.sequences.rows]
+    sums = [math.nan if row is None else float(row.sum()) for row in rows]
+    old = to_device(torch.tensor(sums, dtype=torch.float32), scores.mask.device)
     known = ~old.isnan() & scores.valid
     return torch.where(scores.mask, scores.policy.detach(), 0.0).sum(dim=-1) - old, known
 
 
-def mean_log_ratio(micro: Microbatch, scores: TokenScores, before: Mapping[str, float]) -> Mean:
-    """Return the mean token log-ratio of the policy to ``before`` (row key -> nats), over the rows that
-    ``before`` has."""
+def mean_log_ratio(micro: Microbatch, scores: TokenScores, before: Mapping[str, Tensor]) -> Mean:
+    """Return the mean token log-ratio of the policy to ``before`` (row key -> [C], nats), over the rows
+    that ``before`` has."""
     change, known = change_since(micro, scores, before)
     tokens = torch.where(known, scores.mask.sum(dim=-1), 0).sum()
     return Mean(mean_where(change, known).sum, tokens)

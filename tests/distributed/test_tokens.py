@@ -10,7 +10,9 @@ import numpy as np
 import torch.distributed as dist
 
 from data.chat import Renderer, make_renderer
+from data.sources import load_splits
 from jobs.plan import make_plan
+from jobs.preflight import LoadedData
 from models.distributed import start
 from models.pretrained import load_tokenizer
 from tests.programs import HANG, in_ranks
@@ -39,7 +41,8 @@ def worker(rank: int, folder: str) -> None:
         return own(self, rows)
 
     Renderer.sequences = few  # type: ignore[assignment,method-assign]
-    plan = make_plan(config, trainer_class(config), renderer)
+    data = LoadedData(*load_splits(config.data), {})
+    plan = make_plan(config, trainer_class(config), renderer, data)
     np.save(
         f"{folder}/{rank}.npy",
         np.array([row.key for group in plan.train.groups for example in group for row in example.rows]),

@@ -217,9 +217,9 @@ def test_rounds_are_told_and_may_be_the_last():
             return f"reward {values['reward']}" if index == 1 else None
 
     observers = Observers.of({}, [Rounds()], start())
-    observers.round(0, 3, {"reward": 0.5})
+    observers.tell("on_round", 0, {"reward": 0.5}, stop_at=3)
     assert observers.stops(3) is None
-    observers.round(1, 7, {"reward": 0.25})
+    observers.tell("on_round", 1, {"reward": 0.25}, stop_at=7)
     assert observers.stops(6) is None and "observers[0] asked for it: reward 0.25" in str(observers.stops(7))
     again = Observers.of({}, [Recorder()], start())
     again.restore(json.loads(json.dumps(observers.state())))

@@ -64,7 +64,6 @@ def test_what_is_not_there_is_refused_before_torch_is_imported(tmp_path):
         "online=true reward=function reward.function.path=data.nope.f": "cannot be imported",
         "callbacks.mine._target_=nope.F": "callbacks.mine._target_=nope.F: cannot be imported",
         "callbacks.mine=nope.F": "callbacks.mine=nope.F: needs a _target_, as in callbacks.mine._target_=",
-        f"{rows} {chat} online=true reward=armorm": "has 1 prompts to sample, and none comes twice",
         "online=true reward=classifier reward.classifier.name_or_path=./nope": "./nope: no such folder",
         "online=true reward=http reward.http.url=x": "reward.http.url=x: is not a setting",
         "push_to_hub=x": "push_to_hub=x: names no owner",

@@ -10,8 +10,9 @@ import torch
 
 from config.schema import Config
 from jobs.idle_humanline import notice
-from jobs.job import Job
 from jobs.online import round_steps
+from jobs.preflight import check_with_torch, check_without_torch
+from jobs.prepare import prepare
 from jobs.run_folder import RunFolder
 from models.distributed import start
 from tests.engine import Log, engine_config, make_segment, make_trainer, run, weights
@@ -121,12 +122,14 @@ def test_offline_the_weights_say_the_same(tmp_path, k):
     assert same(*found) == (k == 3)
 
 
-def test_it_is_said_when_a_job_is_planned(tmp_path, capsys):
+def test_a_prepared_run_says_it_and_prints_nothing(tmp_path, capsys):
     def said(*words: str) -> str:
         given = ("loss=dpo", "humanline=true", "dry_run=true", f"runs_dir={tmp_path}", *words)
         config = make_config(*given)
-        Job(config, RunFolder(config, "r"), start()).close()
-        return capsys.readouterr().out
+        loss, data = check_with_torch(config, []), check_without_torch(config, "r")
+        prepared = prepare(config, data, loss, RunFolder(config, "r"), start())
+        assert capsys.readouterr().out == ""
+        return "\n".join(prepared.messages)
 
     assert "note: humanline=true can change nothing in this run: with" in said("n_examples=64", *FREE)
     assert "note: humanline=true only clips" in said("n_examples=64")

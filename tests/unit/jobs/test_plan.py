@@ -8,7 +8,9 @@ import pytest
 
 from common.errors import DataError
 from data.chat import make_renderer, vocabulary_fingerprint
-from jobs.plan import load_data
+from data.sources import load_splits
+from jobs.plan import check_data
+from jobs.preflight import LoadedData
 from models.pretrained import load_tokenizer
 from tests.tiny import make_config
 
@@ -27,14 +29,17 @@ def loaded(tmp_path, renderer, ids, *settings, tokenizer=None):
     line = {"prompt": "1+1=", "completions": [sampled, "3"], "rewards": [1, 0]}
     path.write_text(json.dumps(line) + "\n" + json.dumps(line | {"prompt": "2+1="}) + "\n")
     given = settings or ("data.eval_fraction=0", "~reward")
-    return load_data(make_config("data=local", f"data.path={path}", *given), renderer)
+    config = make_config("data=local", f"data.path={path}", *given)
+    data = LoadedData(*load_splits(config.data), {})
+    check_data(config, data, renderer)
+    return data.train
 
 
 def test_ids_are_checked_by_fingerprint_or_by_the_size_of_the_vocabulary(tmp_path, run):
     renderer, ours = run
     size = len(renderer.tokenizer)
     for tokenizer in (None, ours):
-        train, _ = loaded(tmp_path, renderer, [size - 1], tokenizer=tokenizer)
+        train = loaded(tmp_path, renderer, [size - 1], tokenizer=tokenizer)
         assert train.groups[0].completions[0].token_ids == (size - 1,)
         with pytest.raises(DataError, match=f"groups.jsonl, row 1: the token id {size}"):
             loaded(tmp_path, renderer, [size], tokenizer=tokenizer)
@@ -47,5 +52,5 @@ def test_evaluation_data_are_checked_too_and_online_training_reads_prompts_alone
     online = ["online=true", "reward=adder"]
     with pytest.raises(DataError, match="another tokenizer"):
         loaded(tmp_path, renderer, [1], *online, tokenizer="f" * 16)
-    train, _ = loaded(tmp_path, renderer, [1], *online, "data.eval_fraction=0", tokenizer="f" * 16)
+    train = loaded(tmp_path, renderer, [1], *online, "data.eval_fraction=0", tokenizer="f" * 16)
     assert len(train.groups) == 2

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from jobs.ranking import Patience, RankedCheckpoints, Ranking
-from jobs.watch import RunWatch
+from jobs.saving import Saver
 from models.distributed import start
 from trainers.basic import Progress
 
@@ -46,46 +45,19 @@ def test_the_best_is_that_of_the_metric_asked_for_now(tmp_path: Path) -> None:
             assert {int(path.name[5:]) for path in kept.all()} == stay
 
 
-def watch(keep_best: str | None) -> Any:
-    """As much of a watch as ``_restore`` needs."""
-    nothing = SimpleNamespace(restore=lambda state: None, initial=0, n=0)
-    main = SimpleNamespace(is_main=True)
-    trainer = SimpleNamespace(load_state_dict=lambda *of: None, progress=Progress(step=3), world=main)
-    return SimpleNamespace(
-        trainer=trainer,
-        _marks={},
-        before={},
-        _evaluated={},
-        bar=nothing,
-        observers=nothing,
-        diagnostics=None,
-        patience=Patience(2),
-        ranking=Ranking(keep_best),
-    )
-
-
-STATE = {
-    "marks": {},
-    "before": {},
-    "evaluated": {},
-    "seconds": 1.0,
-    "wall": 1.0,
-    "tokens_timed": 2,
-    "diagnostics": None,
-    "progress": asdict(Progress(step=3)),
-}
 COUNTED = {"best": 0.75, "no_better": 1}
 
 
 def test_patience_does_not_compare_two_metrics(capsys) -> None:
-    state = STATE | {"patience": COUNTED}
     for before, now, goes_on in (
         ("eval_accuracy", "eval_accuracy", True),
         ("eval_accuracy", "eval_loss", False),
         (None, "eval_loss", False),
     ):
-        made = watch(now)
-        RunWatch._restore(made, state | {"keep_best": before}, {})
-        assert made.patience.state() == (COUNTED if goes_on else {"best": None, "no_better": 0})
+        trainer = SimpleNamespace(load_state_dict=lambda *of: None, progress=Progress(step=3), world=start())
+        saver: Any = SimpleNamespace(trainer=trainer, log=SimpleNamespace(restore=lambda state: None))
+        saver.diagnostics, saver.patience, saver.ranking = None, Patience(2), Ranking(now)
+        Saver._restore(saver, {"patience": COUNTED, "keep_best": before}, {})
+        assert saver.patience.state() == (COUNTED if goes_on else {"best": None, "no_better": 0})
         said = capsys.readouterr().out
         assert (said == "") is goes_on and (goes_on or f"keep_best was {before} and is eval_loss now" in said)

@@ -9,7 +9,9 @@ import pytest
 
 from common.errors import ConfigError
 from data.chat import make_renderer
+from data.sources import load_splits
 from jobs.online import make_online_plan
+from jobs.preflight import LoadedData
 from models.pretrained import load_tokenizer
 from tests.tiny import make_config
 from trainers.grpo import GRPOTrainer
@@ -22,7 +24,8 @@ def planned(tmp_path, with_reference, of, *words):
     given = ["loss=grpo", "online=true", "data=local", f"data.path={path}", "data.eval_fraction=0", *words]
     config = make_config(*given, "rounds.contexts=2", "rounds.contexts_per_round=2")
     renderer = make_renderer(load_tokenizer(config.model), config.model, config.data)
-    return len(make_online_plan(config, GRPOTrainer, renderer).prompts)
+    data = LoadedData(*load_splits(config.data), {})
+    return len(make_online_plan(config, GRPOTrainer, renderer, data).prompts)
 
 
 @pytest.mark.parametrize("reward", ["constraints", "adder", "verifier"])
@@ -48,6 +51,11 @@ def test_some_prompts_without_a_reference_may_be_as_many_as_verdicts_may_miss(
     else:
         with pytest.raises(ConfigError, match=re.escape(told)):
             planned(tmp_path, with_reference, of, f"reward={reward}")
+
+
+def test_a_round_has_no_more_contexts_than_there_are_prompts(tmp_path):
+    with pytest.raises(ConfigError, match="has 1 prompts to sample, and none comes twice"):
+        planned(tmp_path, 1, 1, "reward=adder")
 
 
 def test_a_function_may_score_a_prompt_without_a_reference(tmp_path):

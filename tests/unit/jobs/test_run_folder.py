@@ -81,8 +81,11 @@ def test_all_settings_that_are_others_are_said_with_both_values(at):
     assert "lr=0.0001 seed=1 warmup=0.1 goes on" in error.remedy
 
 
-def test_what_changes_nothing_that_is_trained_may_be_another_but_not_the_length(at):
+def test_what_changes_nothing_that_is_trained_may_be_another_but_not_the_length(at, plain):
     begin(at())
+    assert {"resume=true", "overwrite=true"} <= {*refused(at()).remedy.replace(",", "").split()}
+    model = replace(plain.model, batch_size=8)
+    assert refused(at(model=model, resume=True)).key == "model.batch_size"
     assert overwritten(at(resume=True, eval_every=8, save_every=16))
     begin(at(), "b")
     error = refused(at(resume=True, n_epochs=3), "b")
@@ -205,14 +208,10 @@ def test_a_deletion_that_was_killed_leaves_a_run(at):
 # -- starting and going on -------------------------------------------------------------------------
 
 
-def test_a_refused_start_leaves_nothing(at, tmp_path):
-    path = begin(at(), steps=0)
-    assert not path.exists()
-
-
 def test_a_start_that_came_to_nothing_does_not_stand_in_the_way(at):
     """Refused after it had chosen its groups and written its settings, or killed there: others may be given
-    without a word."""
+    without a word. One that was refused while it loaded leaves nothing."""
+    assert not begin(at(), "refused", steps=0).exists()
     for lr in (0.1, 0.2):
         folder = RunFolder(at(lr=lr), "a")
         folder.claim()
@@ -223,21 +222,6 @@ def test_a_start_that_came_to_nothing_does_not_stand_in_the_way(at):
         folder.release()
         assert f"lr: {lr}" in (folder.path / RECORD).read_text()
     assert not overwritten(at(lr=0.3, resume=True)), "and resume=true starts afresh"
-
-
-def test_a_run_that_is_there_says_what_can_be_done(at):
-    begin(at())
-    assert "resume=true" in refused(at()).remedy and "overwrite=true" in refused(at()).remedy
-    assert overwritten(at(resume=True))
-
-
-def test_other_settings_are_shown_with_both_values(at, plain):
-    begin(at(lr=1e-5))
-    error = refused(at(lr=2e-5, resume=True))
-    assert (error.key, error.value) == ("lr", 2e-5) and "was 1e-05 when" in error.remedy
-    model = replace(plain.model, batch_size=8)
-    assert refused(at(lr=1e-5, model=model, resume=True)).key == "model.batch_size"
-    assert overwritten(at(lr=1e-5, resume=True, save_every=4)), "what computes nothing may change"
 
 
 @pytest.mark.parametrize("content", ["", "\0\0\0", "- a", "a: [", "7", "seed", "model:\n  name: adder\n"])

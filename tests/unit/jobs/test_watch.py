@@ -9,7 +9,7 @@ import pytest
 
 from common.progress import progress
 from data.batches import Segment
-from jobs.watch import RunWatch
+from jobs.step_log import StepLog
 
 
 @pytest.mark.parametrize(
@@ -22,5 +22,5 @@ def test_rounds_to_come_count_as_those_so_far_and_an_empty_first_one_says_nothin
     with progress(100, "train", shown=False) as bar:
         at: Any = SimpleNamespace(progress=SimpleNamespace(step=done, position=0))
         watch: Any = SimpleNamespace(trainer=at, bar=bar)
-        RunWatch.round_planned(watch, Segment((), 8, examples, seed=0, end=end))
+        StepLog.round_planned(watch, Segment((), 8, examples, seed=0, end=end))
         assert bar.total == total

@@ -1,0 +1,156 @@
+"""Everything that a run has before its weights are loaded. What a user can get wrong is found here, or before
+(``jobs.preflight``). Nothing is started, and nothing printed: the result has the messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from common.imports import import_function
+from common.progress import phase
+from config.schema import Config
+from data.batches import Segment
+from data.chat import Renderer, make_renderer
+from data.quality import DataReport
+from data.vocabulary import limit_tokens
+from jobs import idle_humanline
+from jobs.evaluation_sets import EvaluationSet, load_evaluation_sets
+from jobs.online import Online, make_online_plan, round_steps
+from jobs.plan import Plan, first_example, make_plan
+from jobs.preflight import LoadedData
+from jobs.run_folder import RunFolder
+from memory.decisions import describe_memory
+from models.attention import packs_rows, shares_prompts, why_not_shared
+from models.distributed import World, on_main, stop
+from models.pretrained import check_model, check_weights, load_tokenizer
+from models.routing import routing_notice
+from reports.data_tables import page as data_page
+from rollouts.stop_strings import StopStrings, stop_strings_of
+from trainers.assembly import Loss, check_budget, trainer_class
+from trainers.basic import BasicTrainer
+from trainers.corrections import check_correction
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run before its weights are loaded."""
+
+    config: Config
+    loss: Loss
+    trainer_class: type[BasicTrainer]
+    tokenizer: PreTrainedTokenizerBase
+    renderer: Renderer
+    plan: Plan
+    evaluation_sets: list[EvaluationSet]
+    stops: StopStrings | None
+    """What ends an answer that a verifier judges, besides an end token."""
+    online: Online | None
+    report: DataReport
+    messages: list[str]
+
+    @property
+    def held_out(self) -> list[Segment]:
+        """Everything that is evaluated."""
+        sets = [self.plan.held_out, *(one.held_out for one in self.evaluation_sets)]
+        return [part for part in sets if part is not None]
+
+
+def prepare(config: Config, data: LoadedData, loss: Loss, folder: RunFolder, world: World) -> Prepared:
+    """Return the run in ``folder``, which ``data`` were read for. Every rank calls it. Raises ConfigError and
+    DataError."""
+    disable_progress_bar()  # transformers draws a bar for every file; the run has its own bar
+    cls = trainer_class(config)
+    hf_config = check_model(config.model)
+    weights_notes = on_main(lambda: check_weights(config.model, hf_config))
+    packing, why = packs_rows(config.model, hf_config)
+    tokenizer = load_tokenizer(config.model)
+    renderer = make_renderer(tokenizer, config.model, config.data)
+    limit_tokens(tokenizer, hf_config.get_text_config().vocab_size, renderer.stop_token_ids)
+    if renderer.template is not None:
+        # The exported model uses the template it was trained with.
+        tokenizer.chat_template = renderer.template
+    plan = (make_online_plan if config.online else make_plan)(config, cls, renderer, data)
+    # Not online: a round may end with a one-prompt batch, which has no mismatched row, and then z0 is 0.
+    if not config.online:
+        cls.check(config, plan.train)
+        check_correction(config, plan.train)
+    check_budget(config, plan.train, packing)
+    stops = None
+    if config.data.verifier is not None:
+        import_function("data.verifier", config.data.verifier)
+        stops = stop_strings_of(config, renderer)
+    sets = load_evaluation_sets(config, cls, renderer, plan.loaded.groups, data.sets)
+    labelled = config.accepts.labelled_examples
+    report = DataReport.of(plan.loaded, plan.evaluation, plan.examples, plan.cuts, labelled)
+    report = report.with_example(first_example(plan, renderer))
+    online = Online(config, plan, renderer, world, folder.path) if config.online else None
+    messages = [
+        f"{folder.name}: {config.variant} {config.loss['name']}, {world.size} x {world.device.type}",
+        *weights_notes,
+        *_about_rows(config, hf_config, packing, why),
+        *report.beginning(),
+        *(one.about for one in sets),
+        *_about_length(config, plan, cls, online),
+    ]
+    # The texts, a temporary file if they are many, are in the report and are token ids now.
+    plan = replace(plan, loaded=replace(plan.loaded, groups=()))
+    return Prepared(config, loss, cls, tokenizer, renderer, plan, sets, stops, online, report, messages)
+
+
+def _about_rows(config: Config, hf_config: PretrainedConfig, packing: bool, why: str) -> Iterator[str]:
+    """Yield how the model computes the rows of a microbatch."""
+    if (notice := routing_notice(config.model, hf_config)) is not None:
+        yield notice
+    yield f"rows of a microbatch {'end to end' if packing else 'padded to the longest'}: {why}"
+    if shares_prompts(config.model, hf_config, packing):
+        yield "prompts that rows of a microbatch share are computed once"
+    elif config.model.share_prompts is None:
+        yield f"no prompt is shared: {why_not_shared(config.model, hf_config, packing)}"
+
+
+def _about_length(
+    config: Config, plan: Plan, trainer: type[BasicTrainer], online: Online | None
+) -> Iterator[str]:
+    """Yield how long the run will be, and whether humanline changes nothing in it."""
+    if online is not None:
+        yield online.describe(plan, trainer.counts)
+        idle = idle_humanline.notice(config, *round_steps(config, trainer))
+    else:
+        share = config.data.logprob_range
+        kept = f", of which {share} will be kept (data.logprob_range)" if share else ""
+        yield (
+            f"{plan.examples.count} {trainer.counts} to train on{kept}, {plan.train.n_examples} in all, "
+            f"{plan.steps} steps of {config.model.batch_size}"
+        )
+        idle = idle_humanline.notice(config, [plan.steps], exact=True)
+    if idle is not None:
+        yield idle
+
+
+def describe(prepared: Prepared, world: World) -> dict[str, Any]:
+    """Print, on rank 0, what a dry run would do and return its size, without writing files or loading
+    weights. It may end the process group."""
+    plan, config, report = prepared.plan, prepared.config, prepared.report
+    ranks, most = config.plan.ranks or world.size, ""
+    if prepared.online is not None:  # rows as long as they may be, else as the data's in the mean
+        most, length = "at most ", float(config.model.max_prompt_length + config.max_tokens)
+    else:
+        assert report.prompt_tokens is not None and report.completion_tokens is not None
+        length = report.prompt_tokens.mean + report.completion_tokens.mean
+    tokens = round(plan.train.n_examples * prepared.trainer_class.rows_per_example * length)
+    if world.is_main:
+        print(data_page(report.to_dict()), f"{most}{tokens:,} tokens to train on", sep="\n")
+    memory_arguments = (config, plan.train, prepared.held_out, prepared.trainer_class, ranks)
+    with phase("plan the memory", "plan"):
+        if world.size == 1 and world.device.type == "cpu":
+            stop()  # the plan's simulation makes a process group of its own
+            memory = describe_memory(*memory_arguments, here=True)
+        else:
+            memory = on_main(lambda: describe_memory(*memory_arguments))
+    if world.is_main:
+        print(memory, flush=True)
+    return {"steps": plan.steps, "examples": plan.train.n_examples}

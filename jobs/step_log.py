@@ -1,0 +1,181 @@
+"""The lines of a run: one a step in metrics.jsonl, with its speed and its round, and the bar beside them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from common.errors import StoppedError
+from common.progress import progress
+from data.batches import Segment
+from jobs.checks import check_gathered_weights, without_signal, write_batch
+from jobs.evaluation import Metrics
+from jobs.observers import Observers
+from reports.metrics import plain
+from reports.progress import round_line, status
+from reports.tracking import Tracking
+from rollouts.round_builder import TABLE_COLUMNS
+from trainers.basic import BasicTrainer, StepRecord
+from trainers.corrections import with_sample_size
+
+
+@dataclass
+class RunState:
+    """What a run carries from step to step beside its trainer, as its checkpoints have it."""
+
+    marks: dict[str, int] = field(default_factory=lambda: {"eval": -1, "save": -1})
+    """How often an evaluation and a checkpoint were due so far, by ``RunWatch._due``."""
+    before: Metrics = field(default_factory=dict)
+    """The evaluation of the initial weights."""
+    evaluated: Metrics = field(default_factory=dict)
+    """The evaluation before the next step, if there was one."""
+    seconds: float = 0.0
+    """Seconds of all steps in all starts, and the tokens of these steps."""
+    tokens_timed: int = 0
+    saving_seconds: float = 0.0
+    """Seconds that steps have waited for checkpoints."""
+    wall: float = 0.0
+    """Seconds that the bar has shown, evaluations, checkpoints and rounds included, in all starts."""
+
+
+class StepLog:
+    """Writes a step's line when the next one is under way: its numbers have reached the host by then."""
+
+    def __init__(
+        self, folder: Path, trainer: BasicTrainer, total_steps: int, observers: Observers | None = None
+    ) -> None:
+        self.folder, self.trainer, self.state = folder, trainer, RunState()
+        self.observers = observers or Observers()
+        self.tracker: Tracking = Tracking()
+        self.bar = progress(total_steps, "train", done=trainer.progress.step, shown=trainer.world.is_main)
+        self.bar.wait()
+        self._pending: tuple[StepRecord, float] | None = None
+        self._first = True
+        self._unseen = trainer.world.size > 1
+        """Whether the weights that the forward gathers are still to be compared with those that are kept."""
+        self._round: dict[str, Any] = {}
+        self._round_metrics: dict[str, Any] = {}
+        self._started = self._began = time.perf_counter()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on with a checkpoint's state, in place."""
+        for item in fields(RunState):
+            setattr(self.state, item.name, state[item.name])
+        self.bar.initial = self.bar.n = self.trainer.progress.step
+        self.observers.restore(state.get("asked_to_stop"))
+
+    def wall(self) -> float:
+        """Return the seconds of all starts until now."""
+        return self.state.wall + time.perf_counter() - self._began
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def step_begins(self) -> None:
+        self._started = time.perf_counter()
+
+    def step_ends(self, record: StepRecord) -> None:
+        if self._unseen:
+            check_gathered_weights(self.trainer)
+            self._unseen = False
+        self.flush()
+        record.known |= self.state.evaluated | self._of_round(record)
+        self.state.evaluated = {}
+        self._pending = (record, time.perf_counter() - self._started)
+
+    def flush(self) -> None:
+        """Write the line of the last step, whose numbers have reached the host by now."""
+        if self._pending is None:
+            return
+        (record, seconds), self._pending = self._pending, None
+        values = with_sample_size(record.pending.read())
+        self.state.seconds += seconds
+        self.state.tokens_timed += record.batch_tokens
+        skipped = values.pop("skipped")
+        chosen, rejected = values.get("reward_chosen"), values.get("reward_rejected")
+        values["reward_margin"] = None if chosen is None or rejected is None else chosen - rejected
+        speed = record.batch_tokens / seconds
+        ranks, device = self.trainer.world.size, self.trainer.world.device
+        line: dict[str, Any] = record.known | values
+        line |= {"tokens_per_second": speed, "tokens_per_second_per_rank": speed / ranks, "seconds": seconds}
+        if device.type == "cuda":  # the peak of tensors on this rank's GPU so far
+            line["gpu_memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+        if skipped:
+            line["skipped"] = True
+        self.tracker.log(line)
+        # A stop takes effect before the step after the one that runs now.
+        self.observers.tell("on_step", plain(line), stop_at=line["step"] + 2)
+        self.bar.desc = "train"
+        self.bar.set_postfix_str(status(line), refresh=False)
+        self.bar.update()
+        if self._first:
+            self.bar.measure()
+            self._first = False
+        silent = not values.get("grad_norm") or not self.trainer.has_signal(record.batch)
+        self._count(bool(skipped), silent, record)
+
+    def _count(self, skipped: bool, silent: bool, record: StepRecord) -> None:
+        in_a_row = self.trainer.count(skipped, silent)
+        if skipped and self.trainer.world.is_main:
+            path = self.folder / "skipped" / f"step_{record.known['step']:08d}.jsonl"
+            print(
+                f"step {record.known['step']}: the gradient was not finite, the update was skipped; "
+                f"{write_batch(path, record.batch)}",
+                flush=True,
+            )
+        if in_a_row >= self.trainer.config.max_skipped_steps:
+            raise StoppedError(
+                f"{in_a_row} updates in a row had gradients that were not finite (max_skipped_steps); their "
+                "batches are "
+                f"in {self.folder / 'skipped'}: try a lower lr, or look at these rows"
+            )
+
+    def close(self) -> None:
+        """Write the last line and close the bar, on which the speed stays."""
+        self.flush()
+        self.state.wall, self._began = self.wall(), time.perf_counter()
+        if self.state.seconds:
+            speed = self.state.tokens_timed / self.state.seconds
+            self.bar.set_postfix_str(f"{speed:,.0f} tokens/s in steps", refresh=False)
+        self.bar.close()
+
+    # -- rounds ------------------------------------------------------------------------------------
+
+    def round_started(self, facts: dict[str, Any], metrics: dict[str, Any], table: list[list[Any]]) -> None:
+        self._round, self._round_metrics = facts, {f"round_{name}": value for name, value in metrics.items()}
+        if table:
+            self.tracker.table("round_samples", TABLE_COLUMNS, table, self.trainer.progress.step)
+        if metrics and self.trainer.world.is_main:
+            self.bar.say(round_line(facts["round"], metrics))
+            if (warning := without_signal(facts["round"], metrics, self.trainer.config)) is not None:
+                self.bar.say(warning)
+        if metrics:
+            self.observers.tell(
+                "on_round", facts["round"], plain(metrics), stop_at=self.trainer.progress.step
+            )
+
+    def round_planned(self, round_: Segment) -> None:
+        """Update the progress bar's number of steps, extrapolated from the rounds so far."""
+        at = self.trainer.progress
+        if round_.end == 0:  # with rounds.examples, if no round has given an example so far
+            return
+        self.bar.total = round((at.step - at.position + round_.steps) / round_.end)
+
+    def trained_seconds(self) -> float:
+        self.flush()
+        return self.state.seconds
+
+    def _of_round(self, record: StepRecord) -> dict[str, Any]:
+        """Return the entries of a step's line about its round: its index, the mean number of steps since the
+        batch's examples were sampled, and, in a round's first line, the metrics of its samples."""
+        if not self._round:
+            return {}
+        metrics, self._round_metrics = self._round_metrics, {}
+        sampled = [e.sampled_step for e in record.batch if e.sampled_step is not None]
+        behind = record.known["step"] - fmean(sampled)
+        staleness = int(behind) if behind.is_integer() else behind
+        return {"round": self._round["round"], "staleness": staleness, **metrics}
