@@ -135,7 +135,7 @@ class Stepper:
 
     def __call__(self) -> list[float | None]:
         """Do one step and return the losses of the steps read so far."""
-        record = self.trainer.step(self.segment)
+        record = self.trainer.step(self.trainer.dealt(self.segment))
         self.read()
         self.waiting = record
         if self.trainer.progress.position == self.segment.steps:

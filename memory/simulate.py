@@ -191,7 +191,7 @@ def take_steps(tracker: StorageTracker, trainer: BasicTrainer, segment: Segment)
     for _ in range(STEPS):
         gc.collect()
         tracker.enter(("beginning", None))
-        trainer.step(segment)
+        trainer.step(trainer.dealt(segment))
         assign_states(tracker, trainer)
     gc.collect()
     (slot, *_) = trainer.deal(trainer.arrange(segment.batch(0)), trainer.micro_size)

@@ -1,8 +1,10 @@
 """The training loop, which every loss shares, offline and online, plain and humanline.
 
-Losses differ in a few methods of a subclass. Offline and online runs differ in where ``source`` gets
-its segments from, plain and humanline ones in the numbers of one ``Humanline``. The update itself does not
-ask which of them runs.
+Losses differ in six methods of a subclass: ``view_of`` (how a group becomes examples), ``check`` (what data
+must be), ``arrange`` (the batch as a whole), ``prepare`` (what a loss needs from all of it),
+``loss_denominator`` and ``compute_loss``. Offline and online runs differ in where ``source`` gets its
+segments from, plain and humanline ones in the numbers of one ``Humanline``. The update itself does not ask
+which of them runs.
 """
 
 from __future__ import annotations
@@ -77,6 +79,23 @@ class Progress:
     """Number of the other steps that had no signal (``BasicTrainer.has_signal``) or no gradient."""
 
 
+@dataclass(frozen=True)
+class DealtBatch:
+    """The global batch of a step, dealt to the ranks."""
+
+    segment: Segment
+    examples: list[Example]
+    microbatches: list[Microbatch]
+    """Those of this rank, on the device."""
+    done: tuple[float, float]
+    """The share of the whole plan before and after the step, in [0, 1]."""
+    tokens: int
+    balance: float
+    """How evenly the tokens lie on the ranks: 1 where no rank waits."""
+    has_behavior: bool
+    """Whether the segment knows the log-probabilities of a policy that wrote a token."""
+
+
 @dataclass
 class StepRecord:
     """Metrics of one step, of which some values are still on their way from the device."""
@@ -105,9 +124,8 @@ class Watch(Protocol):
 class BasicTrainer(ABC, Generic[Prepared]):
     """Base class of the trainers; it owns the training step.
 
-    A subclass defines how a group becomes examples (``view``, or ``view_of`` where settings decide), the
-    divisor of the summed loss (``loss_denominator``) and how scores enter the loss (``compute_loss``). KTO
-    and PPO also need a result over the whole batch first (``arrange``, ``prepare``).
+    A subclass defines ``view`` (or ``view_of`` where settings decide), ``loss_denominator`` and
+    ``compute_loss``. KTO and PPO also need a result over the whole batch first (``arrange``, ``prepare``).
     """
 
     counts: ClassVar[str] = "sequences"
@@ -130,6 +148,10 @@ class BasicTrainer(ABC, Generic[Prepared]):
     """Keys of ``loss`` that it reads instead of the loss function"""
     corrections: ClassVar[bool] = False
     """Whether a correction can weight the tokens of its loss"""
+    advantages: ClassVar[bool] = False
+    """Whether an example's label is its advantage, of which 0 teaches nothing"""
+    mismatched: ClassVar[bool] = False
+    """Whether ``arrange`` adds mismatched rows"""
     view: View
     scorer_class: ClassVar[type[TokenScorer]] = TokenScorer
 
@@ -197,10 +219,6 @@ class BasicTrainer(ABC, Generic[Prepared]):
         """Return the global batch as the loss needs it, in its own order, before it is split."""
         return batch
 
-    def has_signal(self, batch: list[Example]) -> bool:
-        """Return whether anything can be learnt from the global batch, besides a penalty."""
-        return True
-
     @classmethod
     def view_of(cls, config: Config) -> View:
         """Return the function that turns a group into examples with these settings."""
@@ -217,6 +235,10 @@ class BasicTrainer(ABC, Generic[Prepared]):
             return dict.fromkeys(names, torch.zeros_like(micro.labels))
         return dict(zip(names, micro.numbers.unbind(1), strict=True))
 
+    def has_signal(self, batch: list[Example]) -> bool:
+        """Return whether anything can be learnt from the global batch, besides a penalty."""
+        return not self.advantages or any(example.label for example in self.arrange(batch))
+
     # -- scores ----------------------------------------------------------------------------------------
 
     def scorer_with(self, reference: Reference, humanline: Humanline, **more: Any) -> TokenScorer:
@@ -224,6 +246,23 @@ class BasicTrainer(ABC, Generic[Prepared]):
         ``more``: TokenScorer's other arguments."""
         used = reference if self.config.has_reference else None
         return self.scorer_class(self.policy, used, humanline, **more)
+
+    # -- microbatches ----------------------------------------------------------------------------------
+
+    def dealt(self, segment: Segment) -> DealtBatch:
+        """Return the segment's next batch, dealt to the ranks."""
+        position = self.progress.position
+        batch = segment.batch(position)
+        slots = self.deal(self.arrange(batch), self.micro_size)
+        return DealtBatch(
+            segment,
+            batch,
+            self.mine(slots),
+            (segment.done(position), segment.done(position + 1)),
+            token_count(batch),
+            token_balance(slots, self.packing, self.shares_prompts),
+            segment.has_behavior,
+        )
 
     def microbatches(self, batch: list[Example], size: Size | None = None) -> list[Microbatch]:
         """Return this rank's share of a global batch in microbatches, on the device."""
@@ -239,15 +278,17 @@ class BasicTrainer(ABC, Generic[Prepared]):
         joined = self.packing, self.shares_prompts
         return deal(arranged, self.world.size, size, self.rows_per_example, *joined, self.work)
 
-    @staticmethod
-    def work_of(config: Config, architecture: PretrainedConfig) -> Work:
-        """Return what rows cost in a step of these settings, by which they are dealt to several ranks."""
-        return Work.of(architecture)
-
     def mine(self, slots: list[list[list[Example]]]) -> list[Microbatch]:
         """Return this rank's microbatches of the dealt ``slots``, on the device."""
         rank, device = self.world.rank, self.world.device
         return [microbatch(slot[rank], device, self.packing, self.shares_prompts) for slot in slots]
+
+    @classmethod
+    def work_of(cls, config: Config, architecture: PretrainedConfig) -> Work:
+        """Return what rows cost in a step of these settings, by which they are dealt to several ranks. A
+        mismatched row has no backward; with humanline the reference scores every row once more."""
+        other = 1.0 if not cls.mismatched else 1 / 2 if config.humanline else 1 / 3
+        return Work.of(architecture, other)
 
     def upcoming(
         self, segment: Segment, position: int, step: int, since: int | None = None
@@ -263,20 +304,16 @@ class BasicTrainer(ABC, Generic[Prepared]):
 
     # -- the step --------------------------------------------------------------------------------------
 
-    def step(self, segment: Segment, observe: Observe | None = None) -> StepRecord:
+    def step(self, batch: DealtBatch, observe: Observe | None = None) -> StepRecord:
         """Run one optimizer update on one global batch (this rank's microbatches) and return its record."""
-        at = self.progress
-        batch = segment.batch(at.position)
-        slots = self.deal(self.arrange(batch), self.micro_size)
-        micros = self.mine(slots)
+        at, meters, compared_with = self.progress, Meters(), self.reference.step
+        micros, segment = batch.microbatches, batch.segment
         self.microbatches_of_step = len(micros)
-        denominator = self.loss_denominator(batch)
-        meters = Meters()
-        reference_step = self.reference.step
+        denominator = self.loss_denominator(batch.examples)
         prepared = self.prepare([(at.step, micro) for micro in micros], self.scorer)
-        turns_of_mine = list(zip(micros, prepared, strict=True))
+        slots = list(zip(micros, prepared, strict=True))
         with self.with_auxiliary(micros, meters) as add_share:
-            for micro, item in reduced_once(self.policy, self.world, turns_of_mine):
+            for micro, item in reduced_once(self.policy, self.world, slots):
                 scores = self.correction.with_weights(self.scorer.score(at.step, micro.sequences), micro)
                 result = self.compute_loss(micro, scores, item)
                 # Gradients are averaged over ranks but the loss is the global batch's mean, hence the factor.
@@ -284,34 +321,32 @@ class BasicTrainer(ABC, Generic[Prepared]):
                 # in memory.
                 total = add_share(result.total * (self.world.size / denominator), micro.sequences)
                 total.backward()
-                meters.add(self.metrics(segment, micro, scores, result))
+                meters.add(self.metrics(batch.has_behavior, micro, scores, result))
                 if observe is not None:
                     observe(micro, scores)
         norm = clip_grad_norm(self.policy.parameters(), self.config.model.max_grad_norm)
-        due = self.syncing.due(at.step, reference_step, meters.parts.get("reference_kl", []))
+        due = self.syncing.due(at.step, compared_with, meters.parts.get("reference_kl", []))
         if due and not self.syncing.after_update:
             # After backward, before the update: the reference becomes the policy *before* this step (paper
             # C.2.1, listing line 10).
             self.sync(segment, at.step)
             if self.syncing.resets_optimizer:
                 self.optimizer.state.clear()
-        begin, end = segment.done(at.position), segment.done(at.position + 1)
-        lr = self.config.lr * lr_factor(begin, end, self.config)
+        lr = self.config.lr * lr_factor(*batch.done, self.config)
         skip = (~torch.isfinite(norm)).float()
         update(self.optimizer, lr, skip)
         if due and self.syncing.after_update:
             self.sync(segment, at.step + 1)
-        once = torch.full_like(
-            norm, 1.0 / self.world.size
-        )  # filled on the device: a copy would make the host wait
+        # filled on the device: a copy would make the host wait
+        once = torch.full_like(norm, 1.0 / self.world.size)
         meters.add({"grad_norm": Mean(norm * once, once), "skipped": Mean(skip * once, once)})
         known = {
             "step": at.step,
             "lr": lr,
-            "reference_step": reference_step if self.config.has_reference else None,
-            "token_balance": token_balance(slots, self.packing, self.shares_prompts),
+            "reference_step": compared_with if self.config.has_reference else None,
+            "token_balance": batch.balance,
         }
-        return self._advance(StepRecord(known, meters.reduce(), batch, token_count(batch)))
+        return self._advance(StepRecord(known, meters.reduce(), batch.examples, batch.tokens))
 
     def with_auxiliary(self, micros: list[Microbatch], meters: Meters) -> AbstractContextManager[Add]:
         """Return the context in which a step computes its microbatches. It gives the function that adds a
@@ -360,10 +395,10 @@ class BasicTrainer(ABC, Generic[Prepared]):
     # -- metrics ---------------------------------------------------------------------------------------
 
     def metrics(
-        self, segment: Segment, micro: Microbatch, scores: TokenScores, result: LossResult
+        self, has_behavior: bool, micro: Microbatch, scores: TokenScores, result: LossResult
     ) -> dict[str, Mean]:
         """Return everything logged for a microbatch as sums and counts; their quotient over the global batch
-        is the exact mean."""
+        is the exact mean. ``has_behavior``: that of the batch."""
         out = {"loss": self.mean_loss(micro, result)} | result.metrics
         if self.config.has_reference:
             key = rejection_key(self.progress.step, micro.sequences)
@@ -372,7 +407,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
             if self.syncing.bound is not None:
                 out["reference_kl"] = reference_kl(scores)
             out |= self.correction.metrics(scores, micro)
-            if self.config.online or segment.has_behavior:
+            if self.config.online or has_behavior:
                 out |= Behavior.of(micro, scores.mask).metrics(scores)
         return out
 
@@ -395,7 +430,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
                 watch.before_step(segment)
                 if self.progress.step == 0 and self.config.has_reference:
                     watch.before_first_step(segment)
-                watch.after_step(self.step(segment, watch.observe))
+                watch.after_step(self.step(self.dealt(segment), watch.observe))
             self.progress.segment += 1
             self.progress.position = 0
         watch.done()

@@ -19,6 +19,7 @@ class GRPOTrainer(BasicTrainer[None]):
     beta_scales_rewards = False
     loss_keys = ("advantage", "advantage_epsilon")
     corrections = True
+    advantages = True
 
     @classmethod
     def view_of(cls, config: Config) -> View:
@@ -37,10 +38,6 @@ class GRPOTrainer(BasicTrainer[None]):
         """Return the batch; with ``advantage=batch`` its advantages are normalised over it before it is
         split."""
         return normalised(batch) if self.config.loss.get("advantage") == "batch" else batch
-
-    def has_signal(self, batch: list[Example]) -> bool:
-        """Return whether any advantage is not 0."""
-        return any(example.label for example in self.arrange(batch))
 
     def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: None) -> LossResult:
         return self.loss(scores, micro.labels, **self.numbers(micro))

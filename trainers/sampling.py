@@ -38,23 +38,6 @@ class BetaConstants:
             if not number > 0:
                 raise ValueError(f"{name}={number}: must be above 0")
 
-    @classmethod
-    def towards_clipping(
-        cls, k: float, *, epsilon_P: float, epsilon_R: float, M_P: float, M_R: float
-    ) -> BetaConstants:
-        """Return the constants of Theorem 4.3's construction: as k grows, M_P B_P tends to ``epsilon_P`` and
-        M_R B_R to ``1 / epsilon_R``.
-
-        Raises ValueError unless ``epsilon_P < M_P`` and ``epsilon_R > 1 / M_R``.
-        """
-        if not (epsilon_P < M_P and epsilon_R > 1 / M_R):
-            raise ValueError(
-                f"epsilon_P={epsilon_P} must be below M_P={M_P}, and epsilon_R={epsilon_R} above 1 / "
-                f"M_R={1 / M_R}"
-            )
-        mean_P, mean_R = epsilon_P / M_P, 1 / (epsilon_R * M_R)
-        return cls(M_P, M_R, k * mean_P, k * (1 - mean_P), k * mean_R, k * (1 - mean_R))
-
 
 def log_thresholds(constants: BetaConstants, seed: int, step: int, keys: Sequence[str], width: int) -> Tensor:
     """Return [2, R, T], ``log(M_P B_P)`` and ``log(M_R B_R)``, float64, on the CPU.

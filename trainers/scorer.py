@@ -53,7 +53,7 @@ class TokenScorer:
 
     def compared(self, step: int, sequences: Sequences, policy: torch.Tensor) -> TokenScores:
         """Return the scores that the policy's log-probabilities [R, T] of these rows give."""
-        reference = self.reference_logprobs(step, sequences, policy)
+        reference = policy.detach() if self.reference is None else self.reference.lookup(step, sequences)
         anchor = None if self.anchor is None else self.anchor.lookup(step, sequences)
         if self.ratio_to_behavior and sequences.behavior_logprobs is not None:
             mu, pi_ref = sequences.behavior_logprobs, reference
@@ -68,11 +68,6 @@ class TokenScorer:
         scores = self.score(step, sequences)
         reshard(self.policy)
         return scores
-
-    def reference_logprobs(self, step: int, sequences: Sequences, policy: torch.Tensor) -> torch.Tensor:
-        """Return [R, T], the reference's log-probabilities in nats; without a reference, ``policy`` [R, T],
-        detached."""
-        return policy.detach() if self.reference is None else self.reference.lookup(step, sequences)
 
 
 def rejection_key(step: int, sequences: Sequences) -> RejectionKey:

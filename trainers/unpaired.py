@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from common.errors import ConfigError
 from config.schema import Config
 from data import views
-from data.balance import Work
 from data.batches import Segment
 from data.types import Example, Microbatch
 from models.distributed import sum_over_ranks
@@ -23,15 +21,10 @@ class UnpairedPreferenceTrainer(BasicTrainer[Tensor]):
     view = staticmethod(views.labelled)
     feedback = ("pair", "random", "min", "threshold")
     labelled_examples = True
+    mismatched = True
 
     def loss_denominator(self, batch: list[Example]) -> int:
         return len(batch)
-
-    @staticmethod
-    def work_of(config: Config, architecture: PretrainedConfig) -> Work:
-        """Return what rows cost. A mismatched row has no backward; with humanline the reference scores every
-        row once more."""
-        return Work.of(architecture, other=1 / 2 if config.humanline else 1 / 3)
 
     def arrange(self, batch: list[Example]) -> list[Example]:
         """Return the batch with its mismatched rows, which are made in the batch's own order, before anything

@@ -117,12 +117,12 @@ def cut_off(at: int | None, batches: list[Any] | None = None) -> Iterator[pytest
     it goes on to its end. ``batches`` gets the examples of every step. More may be patched for as long."""
     step = BasicTrainer.step
 
-    def until(self: BasicTrainer[Any], segment: Any, observe: Any = None) -> Any:
+    def until(self: BasicTrainer[Any], batch: Any, observe: Any = None) -> Any:
         if self.progress.step == at:
             raise CutOffError
         if batches is not None:
-            batches.append(segment.batch(self.progress.position))
-        return step(self, segment, observe)
+            batches.append(batch.examples)
+        return step(self, batch, observe)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BasicTrainer, "step", until)

@@ -136,9 +136,9 @@ def test_parts_that_meet_train_on_every_pair_once(folder, monkeypatch):
     for name, share in (("low", "[0,0.25]"), ("high", "[0.25,1]")):
         seen[name] = set()
 
-        def step(self, segment, observe=None, keys=seen[name]):
-            keys.update(row.key for example in segment.batch(self.progress.position) for row in example.rows)
-            return real(self, segment, observe)
+        def step(self, batch, observe=None, keys=seen[name]):
+            keys.update(row.key for example in batch.examples for row in example.rows)
+            return real(self, batch, observe)
 
         monkeypatch.setattr(BasicTrainer, "step", step)
         train(settings(folder, f"data.logprob_range={share}"), name)

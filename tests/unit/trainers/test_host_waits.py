@@ -156,7 +156,7 @@ def test_a_step_makes_the_host_wait_for_nothing(weights, loss, variant, packing)
     trainer, segment = prepared(weights, loss, *VARIANTS[variant], f"model.packing={packing}")
     for _ in range(segment.steps):
         with watched() as found:
-            record = trainer.step(segment)
+            record = trainer.step(trainer.dealt(segment))
         assert found == []
         assert record.pending.read()["loss"] is not None
     assert trainer.progress.step == segment.steps >= 2
@@ -166,7 +166,7 @@ def test_a_sync_by_distance_waits_once_a_step(weights):
     trainer, segment = prepared(weights, "dpo", "sync_mode=kl", "sync_freq=3", "sync_kl=1e-9")
     for _ in range(segment.steps):
         with watched() as found:
-            trainer.step(segment)
+            trainer.step(trainer.dealt(segment))
         assert len(found) == 1 and "trainers/drift.py" in found[0]
     assert trainer.reference.step > 0
 
@@ -207,7 +207,7 @@ def test_the_watch_sees_into_a_step(weights):
     """Into its backward, too."""
     trainer, segment = prepared(weights, "dpo")
     with watched() as found:
-        trainer.step(segment)
+        trainer.step(trainer.dealt(segment))
     assert found == []
 
     def reads_its_gradient(module, inputs, output):
@@ -215,7 +215,7 @@ def test_the_watch_sees_into_a_step(weights):
 
     decoder_blocks(trainer.policy)[0].mlp.register_forward_hook(reads_its_gradient)
     with watched() as found:
-        trainer.step(segment)
+        trainer.step(trainer.dealt(segment))
     assert len([one for one in found if "_local_scalar_dense" in one]) == 2, "one a microbatch"
 
 
@@ -228,11 +228,11 @@ def test_a_step_on_a_gpu_waits_for_nothing(weights, loss, variant, packing):
     trainer, segment = prepared(
         weights, loss, *VARIANTS[variant], f"model.packing={packing}", dtype="bfloat16"
     )
-    trainer.step(segment)
+    trainer.step(trainer.dealt(segment))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(segment.steps - 1):
-            trainer.step(segment)
+            trainer.step(trainer.dealt(segment))
     finally:
         torch.cuda.set_sync_debug_mode("default")

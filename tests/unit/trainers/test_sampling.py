@@ -18,9 +18,10 @@ from trainers.sampling import BetaConstants, detach_rejected, log_thresholds, re
 
 CONSTANTS = BetaConstants(M_P=3.0, M_R=2.5, gamma_P=0.7, beta_P=1.3, gamma_R=1.0, beta_R=4.0)
 BOUNDS = Humanline(-1.5, 1.5)
-LIMIT = BetaConstants.towards_clipping(
-    1e12, epsilon_P=math.exp(-1.5), epsilon_R=math.exp(1.5), M_P=20.0, M_R=20.0
-)
+K, MEAN = 1e12, math.exp(-1.5) / 20.0
+LIMIT = BetaConstants(20.0, 20.0, K * MEAN, K * (1 - MEAN), K * MEAN, K * (1 - MEAN))
+"""Theorem 4.3's construction near its limit: M_P B_P tends to epsilon_P = e^-1.5 and M_R B_R to 1 / epsilon_R
+as K grows, here with M_P = M_R = 20 and epsilon_R = e^1.5."""
 
 
 @pytest.mark.parametrize("ratio", [0.2, 0.5, 1.0, 2.0, 2.9])
@@ -117,5 +118,3 @@ def test_padding_that_is_no_number_is_left_alone():
 def test_impossible_constants_are_refused():
     with pytest.raises(ValueError, match="gamma_P"):
         BetaConstants(1.0, 1.0, 0.0, 1.0, 1.0, 1.0)
-    with pytest.raises(ValueError, match="epsilon_P"):
-        BetaConstants.towards_clipping(10.0, epsilon_P=2.0, epsilon_R=4.0, M_P=1.5, M_R=1.5)

@@ -135,7 +135,7 @@ def test_a_step_says_how_evenly_its_tokens_lie_on_the_ranks(tmp_path):
         trainer.world = replace(trainer.world, rank=rank, size=ranks)
         trainer.micro_size //= ranks
         trainer.reference.refresh(trainer.policy, 0, trainer.upcoming(segment, 0, 0))
-        found.append(trainer.step(segment).known["token_balance"])
+        found.append(trainer.step(trainer.dealt(segment)).known["token_balance"])
     slots = deal(trainer.arrange(segment.batch(0)), 2, 4, 1, work=trainer.work)
     loads = [[part_tokens(part, packed=True) for part in slot] for slot in slots]
     assert all(e.mismatched is not None for slot in slots for part in slot for e in part)
