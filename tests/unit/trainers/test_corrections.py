@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,10 +13,7 @@ import torch
 from common.errors import ConfigError
 from config.schema import CorrectionConfig
 from data.batches import collate
-from data.examples import with_tokens
-from data.formats import RowError
-from data.groups import from_dict, to_dict
-from data.types import Completion, Sequence
+from data.types import Sequence
 from tests.tiny import make_config
 from trainers.corrections import Behavior, Correction, with_sample_size
 from trainers.losses import shapes
@@ -111,39 +108,28 @@ def test_defaults_are_those_of_the_papers():
         assert (found.low, found.high) == (low, high)
 
 
-@pytest.mark.parametrize("words", [(), ("loss.beta=0.3",)])
-def test_a_weight_multiplies_the_policy_term_and_not_the_penalty(words):
+OBJECTIVES = {
+    "grpo": lambda scores, by: grpo(scores, LABELS, beta=by, epsilon=0.5, epsilon_high=0.7).total,
+    "ppo without a critic": lambda scores, by: ppo(scores, LABELS, cliprange=0.5, KL_coef=by).total,
+}
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_weight_multiplies_the_policy_term_and_not_the_penalty(objective, beta):
     """The gradient with weights is w times that without, token by token; the KL penalty's stays."""
-    beta = 0.3 if words else 0.0
     scores, micro, _ = case(3, spread=0.1)
-    weights = (
-        correction("truncated", "correction.low=0.9", "correction.high=1.05")
-        .with_weights(scores, micro)
-        .weights
-    )
+    truncated = correction("truncated", "correction.low=0.9", "correction.high=1.05")
+    weights = truncated.with_weights(scores, micro).weights
 
     def gradient(w, beta):
-        given = TokenScores(scores.policy, scores.reference, scores.log_ratio, scores.mask, w)
-        total = grpo(given, LABELS, beta=beta, epsilon=0.5, epsilon_high=0.7).total
+        total = OBJECTIVES[objective](replace(scores, weights=w), beta)
         return torch.autograd.grad(total, scores.policy, retain_graph=True)[0]
 
     penalty = gradient(None, beta) - gradient(None, 0.0)
     assert torch.allclose(gradient(weights, beta), weights * gradient(None, 0.0) + penalty, atol=1e-14)
+    assert not torch.equal(gradient(weights, beta), gradient(None, beta))
     assert torch.equal(gradient(torch.ones_like(weights), beta), gradient(None, beta))
-
-
-def test_a_weight_multiplies_the_policy_term_of_ppo_without_a_critic_too():
-    scores, micro, _ = case(3, spread=0.1)
-    weights = correction("truncated", "correction.low=0.9").with_weights(scores, micro).weights
-
-    def gradient(w, KL_coef=0.0):
-        given = TokenScores(scores.policy, scores.reference, scores.log_ratio, scores.mask, w)
-        total = ppo(given, LABELS, cliprange=0.5, KL_coef=KL_coef).total
-        return torch.autograd.grad(total, scores.policy, retain_graph=True)[0]
-
-    penalty = gradient(None, 0.3) - gradient(None)
-    assert torch.allclose(gradient(weights, 0.3), weights * gradient(None) + penalty, atol=1e-14)
-    assert not torch.equal(gradient(weights), gradient(None))
 
 
 @pytest.mark.parametrize("importance", ["token", "sequence"])
@@ -226,33 +212,6 @@ def test_a_sampler_of_another_temperature_may_be_allowed():
     assert CorrectionConfig().name == "none"
 
 
-LINE = {
-    "prompt": "1+1",
-    "completions": [
-        {"text": "2", "token_ids": [4, 5, 1], "behavior_logprobs": [-0.25, None, -1.5]},
-        {"text": "3", "token_ids": [4, 6, 1]},
-    ],
-    "rewards": [1, 0],
-}
-
-
-def test_a_groups_file_keeps_them():
-    group = from_dict(LINE)
-    found = group.completions[0].behavior_logprobs
-    assert found is not None and found[0] == -0.25 and math.isnan(found[1]) and found[2] == -1.5
-    assert group.completions[1].behavior_logprobs is None
-    again = json.loads(json.dumps(to_dict(group)))["completions"]
-    assert again[0]["behavior_logprobs"] == [-0.25, None, -1.5] and "behavior_logprobs" not in again[1]
-
-
-@pytest.mark.parametrize("wrong", [[-0.1], [-0.1, -0.2, 0.5], [-0.1, "x", -0.2], 3, [-math.inf, 0, 0]])
-def test_those_of_other_tokens_are_refused(wrong):
-    line = json.loads(json.dumps(LINE))
-    line["completions"][0]["behavior_logprobs"] = wrong
-    with pytest.raises(RowError, match="behavior_logprobs"):
-        from_dict(line)
-
-
 @pytest.mark.parametrize("pack", [False, True])
 def test_they_travel_with_their_row(pack):
     """A row that got an end token behind what was sampled does not know that token's."""
@@ -263,12 +222,3 @@ def test_they_travel_with_their_row(pack):
     assert found[0, :2].tolist() == [-1, -2] and found[0, 2:].isnan().all() and found[1].isnan().all()
     assert collate([other], torch.device("cpu"), pack).behavior_logprobs is None
     assert row.key == Sequence(row.prompt_ids, row.completion_ids).key
-
-
-def test_an_end_token_that_is_added_has_none():
-    row = Sequence(np.arange(2, dtype=np.int32), np.arange(3, dtype=np.int32))
-    made = with_tokens(row, Completion(None, (0, 1), behavior_logprobs=(-0.5, -0.25)))
-    assert isinstance(made, Sequence) and made.behavior_logprobs is not None
-    assert made.behavior_logprobs[:2].tolist() == [-0.5, -0.25] and math.isnan(made.behavior_logprobs[2])
-    cut = with_tokens(row, Completion(None, (0,) * 9, behavior_logprobs=(-0.5,) * 9))
-    assert isinstance(cut, Sequence) and len(cut.behavior_logprobs) == 3

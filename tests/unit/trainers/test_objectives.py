@@ -169,12 +169,6 @@ def test_control_tokens_stand_between_prompt_and_completion_and_are_not_learned(
     assert len(cut.rows[0]) == 12 and cut.rows[0].prompt_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 16]
 
 
-def settings_of_objective(overrides):
-    config = make_config(*overrides)
-    trainer_class(config)
-    make_loss(config)
-
-
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
@@ -189,7 +183,7 @@ def settings_of_objective(overrides):
 )
 def test_settings_of_an_objective_are_checked(overrides, key):
     with pytest.raises(ConfigError) as error:
-        settings_of_objective(overrides)
+        make_loss(make_config(*overrides))
     assert error.value.key == key
 
 

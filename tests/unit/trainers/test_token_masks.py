@@ -149,12 +149,15 @@ LINE = {
 
 
 def test_a_groups_file_keeps_it():
-    group = from_dict(LINE)
-    assert group.completions[0].loss_mask == (True, False, True)
-    assert group.completions[1].loss_mask is None
+    line = json.loads(json.dumps(LINE))
+    line["completions"][0]["behavior_logprobs"] = [-0.25, None, -1.5]
+    group = from_dict(line)
+    first, second = group.completions
+    assert first.loss_mask == (True, False, True) and second.loss_mask is second.behavior_logprobs is None
+    np.testing.assert_equal(first.behavior_logprobs, (-0.25, math.nan, -1.5))
     again = json.loads(json.dumps(to_dict(group)))["completions"]
-    assert again[0]["loss_mask"] == [1, 0, 1]
-    assert "loss_mask" not in again[1] and from_dict(to_dict(group)) == group
+    assert [again[0][key] for key in ("loss_mask", "behavior_logprobs")] == [[1, 0, 1], [-0.25, None, -1.5]]
+    assert not {"loss_mask", "behavior_logprobs"} & again[1].keys()
 
 
 @pytest.mark.parametrize(
@@ -165,6 +168,10 @@ def test_a_groups_file_keeps_it():
         ({"loss_mask": [1, 0, 0.5]}, "'loss_mask' is not a list of 0 and 1"),
         ({"loss_mask": 1}, "'loss_mask' is not a list"),
         ({"token_ids": None}, "a completion has 3 loss_mask and no token_ids to go with"),
+        *(
+            ({"behavior_logprobs": wrong}, "behavior_logprobs")
+            for wrong in ([-0.1], [-0.1, -0.2, 0.5], [-0.1, "x", -0.2], 3, [-math.inf, 0, 0])
+        ),
     ],
 )
 def test_those_of_other_tokens_are_refused(change, said):

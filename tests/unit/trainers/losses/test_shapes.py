@@ -110,6 +110,8 @@ def test_nothing_overflows(shape):
     [
         ({"shape": "trpo"}, "shape=trpo: use one of ppo, dual"),
         ({"shape": None}, "shape=None: use one of"),
+        *(({key: "none"}, f"{key}=none") for key in ("importance", "normalization")),
+        ({"normalization": "constant"}, "normalization"),
         ({"shape": "dual", "dual_clip": 1.0}, "dual_clip=1.0: must be above 1"),
         ({"shape": "sapo", "tau_positive": 0.0}, "tau_positive=0.0: must be above 0"),
         ({"shape": "sapo", "tau_negative": 0.0}, "tau_negative=0.0: must be above 0"),
