@@ -65,7 +65,7 @@ class Found:
     """MiB of the process"""
 
     def text(self, pairs: int) -> str:
-        return f"{pairs / self.cpu:.2f} pairs a CPU s, {self.step:,.0f} MiB for it, {self.peak:,.0f} in all"
+        return f"{pairs / self.cpu:.3g} pairs a CPU s, {self.step:,.0f} MiB for it, {self.peak:,.0f} in all"
 
 
 # -- in the process of a side ----------------------------------------------------------------------
