@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from common.errors import ConfigError
 from common.imports import import_function
 from config.schema_data import DataConfig
-from data import conventions, formats, published
+from data import formats, published
 from data.columns import READ, Values, named, no_format, two_answers
 from data.formats import Format
 from data.groups import groups as groups_format
@@ -21,8 +21,8 @@ GENERIC: dict[str, Format] = {
     "scored": formats.scored,
     "prompt_only": formats.prompt_only,
     "groups": groups_format,
-    "ultrafeedback": conventions.ultrafeedback,
-    "language_modelling": conventions.language_modelling,
+    "ultrafeedback": published.ultrafeedback,
+    "language_modelling": published.language_modelling,
 }
 """The formats of people's own rows. What they read of a row is all that decides (``data.columns``)."""
 FORMATS: dict[str, Format] = GENERIC | {
@@ -100,8 +100,8 @@ def _parts(rows: Sequence[Values]) -> set[str]:
     """Return the columns that any of the rows fills, and the parts of a row that FORMS names."""
     has = {name for values in rows for name, parts in values.items() if parts is not None}
     parts = has | {f"<{part}>" for part, names in READ.items() if has & set(names)}
-    of_values = {
-        "<feedback>": is_feedback,
+    of_values: dict[str, Callable[[Values], bool]] = {
+        "<feedback>": lambda values: str(values.get("type")).endswith("_feedback"),
         "<rated answers>": _has_responses,
         "<transcripts>": _is_transcript,
         "<answer>": _ends_with_an_answer,
@@ -110,16 +110,9 @@ def _parts(rows: Sequence[Values]) -> set[str]:
     return parts | ({"<two answers>"} if two_answers(has) else set())
 
 
-def is_feedback(values: Values) -> bool:
-    kind = values.get("type")
-    return isinstance(kind, str) and kind.endswith("_feedback")
-
-
 def _is_transcript(values: Values) -> bool:
-    chosen = values.get("chosen")
-    if named(values, "question") is not None or not isinstance(chosen, str):
-        return False
-    return chosen.lstrip().startswith("Human:")
+    alone = named(values, "question") is None
+    return alone and str(values.get("chosen")).lstrip().startswith("Human:")
 
 
 def _has_responses(values: Values) -> bool:

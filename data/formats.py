@@ -22,7 +22,7 @@ from config.schema_data import DataConfig
 from data.columns import READ, Values, is_empty, named, two_answers
 from data.json_values import parsed
 from data.markup import answer_at
-from data.rows import Dropped, Row
+from data.rows import Dropped, LeftOutError, Row, RowError
 from data.tool_calls import of_message, tools_of
 from data.types import Completion, Group, Prompt, Turn
 
@@ -47,17 +47,6 @@ LARGEST = 3.4028234663852886e38
 """The largest finite number of float32."""
 PAIR = (1.0, -1.0)
 """The rewards of a pair without scores, chosen first."""
-
-
-class RowError(Exception):
-    """A row that cannot become a group; the message is the reason that the data report shows."""
-
-    def dropped(self, row: Row) -> Dropped:
-        return Dropped(row.file, row.number, str(self), intended=isinstance(self, LeftOutError))
-
-
-class LeftOutError(RowError):
-    """A row that could be read and is left out on purpose, such as a tie; any number of rows may be."""
 
 
 def each_row(convert: Callable[[Values, DataConfig], Group]) -> Format:
@@ -115,19 +104,14 @@ def number(values: Values, column: str) -> float:
         made: Any = float(cell) if isinstance(cell, str) else cell
     except ValueError:
         made = None
-    if isinstance(made, bool) or not is_finite(made):
+    if isinstance(made, bool) or not are_finite([made]):
         raise RowError(f"{column!r} is {shown(cell)}, not a finite number")
     return float(made)
 
 
-def is_finite(scalar: Any) -> bool:
-    """Return whether ``scalar`` is a number that is finite in float32, in which it is computed with."""
-    return isinstance(scalar, int | float) and -LARGEST <= scalar <= LARGEST
-
-
 def are_finite(numbers: list[Any], most: float = LARGEST) -> bool:
-    """Return whether all ``numbers`` are numbers that are finite in float32, and at most ``most``. No Python
-    runs for each of them: there are as many as tokens."""
+    """Return whether all ``numbers`` are numbers that are finite in float32, in which they are computed with,
+    and at most ``most``. No Python runs for each of them: there are as many as tokens."""
     if not all(issubclass(kind, int | float) for kind in set(map(type, numbers))):
         return False
     inside = not numbers or (min(numbers) >= -LARGEST and max(numbers) <= most)
@@ -232,18 +216,16 @@ def _turn(message: Any, column: str, calling: bool) -> Turn:
     keys = keys_of(message, column, calling)
     if content is None and message.get("tool_calls"):
         content = ""
-    if isinstance(content, list) and content and all(_is_text_part(part) for part in content):
-        content = "".join(part["text"] for part in content)
+    if isinstance(content, list) and content:
+        parts = [p.get("text") for p in content if isinstance(p, Mapping) and p.get("type") == "text"]
+        texts = [part for part in parts if isinstance(part, str)]
+        content = "".join(texts) if len(texts) == len(content) else content
     if not isinstance(content, str):
         raise RowError(f"a message of {column!r} has no 'content' string")
     role = ROLES.get(said) if isinstance(said, str) else None
     if role is None:
         raise RowError(f"a message of {column!r} has the role {shown(said)}")
     return Turn(role, content, keys)
-
-
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 # Reading the parts of a row: the question, the answer, the label

@@ -27,11 +27,9 @@ from common.files import whole_file
 from config.schema_data import DataConfig
 from data.columns import Values
 from data.formats import (
-    RowError,
     answered,
     are_finite,
     each_row,
-    is_finite,
     keys_of,
     listed,
     placed,
@@ -41,7 +39,7 @@ from data.formats import (
     truth,
     with_tools,
 )
-from data.rows import Row, read_rows
+from data.rows import Row, RowError, read_rows
 from data.types import Completion, Group, Prompt
 
 _ROUNDING = 1e-3
@@ -51,9 +49,8 @@ _ROUNDING = 1e-3
 def write_groups(path: Path, groups: Iterable[Group]) -> None:
     """Write a groups file. A reader sees the whole file or none of it. Raises OSError."""
     with whole_file(path) as stream:
-        lines = Lines()
         for group in groups:
-            stream.write((lines.of(group) + "\n").encode())
+            stream.write((_json(to_dict(group)) + "\n").encode())
 
 
 def read_groups(path: Path, key: str = "data.path") -> list[Group]:
@@ -92,12 +89,8 @@ class Lines:
     def __init__(self) -> None:
         self._encoded: dict[int, tuple[Completion, str]] = {}
 
-    def of(self, group: Group) -> str:
-        """Return ``to_dict`` of the group."""
-        return self.with_keys(group.prompt, group.completions, {"rewards": list(group.rewards)})
-
     def with_keys(self, prompt: Prompt, completions: Sequence[Completion], more: dict[str, Any]) -> str:
-        """Return a line with ``more``, at least one key, in the place of the rewards."""
+        """Return ``to_dict`` of a group as JSON, with ``more``, at least one key, in the place of rewards."""
         every = ", ".join(map(self.encoded, completions))
         return f'{_json(_head(prompt))[:-1]}, "completions": [{every}], {_json(more)[1:]}'
 
@@ -105,27 +98,11 @@ class Lines:
         """Return a completion, which is kept with its text, so that no other gets its id."""
         known = self._encoded.get(id(completion))
         if known is None:
-            known = self._encoded[id(completion)] = completion, _encoded(_completion_dict(completion))
+            known = self._encoded[id(completion)] = completion, _json(_completion_dict(completion))
         return known[1]
 
 
 _json = json.JSONEncoder(ensure_ascii=False).encode
-
-
-def _encoded(made: dict[str, Any]) -> str:
-    """Return the object as JSON. Python writes lists of finite numbers alike, in two thirds of the time."""
-    parts = (
-        f"{_json(key)}: {repr(value) if _is_plain(value) else _json(value)}" for key, value in made.items()
-    )
-    return f"{{{', '.join(parts)}}}"
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether this is a list of integers, or of finite floats."""
-    if type(value) is not list:
-        return False
-    kinds = set(map(type, value))
-    return kinds == {int} or (kinds == {float} and math.isfinite(sum(value)))
 
 
 def prompt_dict(prompt: Prompt) -> dict[str, Any]:
@@ -178,32 +155,31 @@ def _completion(record: Any) -> Completion:
     if not isinstance(record, dict):
         return answered((), record, "completions")[1]
     words, ids, whose = record.get("text"), record.get("token_ids"), record.get("tokenizer")
+    mask, stopped = record.get("loss_mask"), record.get("stopped") or ""
+    at = record.get("behavior_temperature", 1.0)
     if words is None and ids is None:
         raise RowError("a completion has neither 'text' nor 'token_ids'")
-    if not isinstance(words, str | None):
-        raise RowError(f"a completion's 'text' is a {type(words).__name__}, not a string")
-    if not isinstance(ids, list | None) or not _are_ids(ids or []):
-        raise RowError("a completion's 'token_ids' are not a list of integers from 0 on")
-    if not isinstance(whose, str | None):
-        raise RowError("a completion's 'tokenizer' is not a string, the fingerprint of a vocabulary")
-    finished = record.get("finished") is None or truth(record, "finished")
-    if not isinstance(stopped := record.get("stopped") or "", str):
-        raise RowError("a completion's 'stopped' is not a string, the one that ended it")
-    if not isinstance(mask := record.get("loss_mask"), list | None):
-        raise RowError("a completion's 'loss_mask' is not a list")
+    numbers = ids is None or (isinstance(ids, list) and {*map(type, ids)} <= {int} and min(ids or [0]) >= 0)
+    flags = mask is None or (isinstance(mask, list) and {*map(repr, mask)} <= {"0", "1", "False", "True"})
+    for key, sound, wrong in (
+        ("text", isinstance(words, str | None), f"is a {type(words).__name__}, not a string"),
+        ("token_ids", numbers, "are not a list of integers from 0 on"),
+        ("tokenizer", isinstance(whose, str | None), "is not a string, the fingerprint of a vocabulary"),
+        ("stopped", isinstance(stopped, str), "is not a string, the one that ended it"),
+        ("loss_mask", flags, "is not a list of 0 and 1"),
+        ("behavior_temperature", ids is None or (are_finite([at]) and at > 0), "is not a number above 0"),
+    ):
+        if not sound:
+            raise RowError(f"a completion's {key!r} {wrong}")
     if mask is not None and len(mask) != len(ids or ()):
         raise RowError(
             f"a completion has {len(mask)} loss_mask and "
             + (f"{len(ids)} token_ids: they belong to other tokens" if ids else "no token_ids to go with")
         )
+    finished = record.get("finished") is None or truth(record, "finished")
     if ids is None:
         return Completion(words, None, finished, keys=keys_of(record, "completions", False), stopped=stopped)
-    at = record.get("behavior_temperature", 1.0)
-    if not is_finite(at) or at <= 0:
-        raise RowError("a completion's 'behavior_temperature' is not a number above 0")
     behavior = _behavior(record.get("behavior_logprobs"), len(ids))
-    if not set(map(type, mask or ())) <= {int, bool} or not set(mask or ()) <= {0, 1}:
-        raise RowError("a completion's 'loss_mask' is not a list of 0 and 1")
     return Completion(
         words,
         tuple(ids),
@@ -221,26 +197,14 @@ def _behavior(logprobs: Any, tokens: int) -> tuple[float, ...] | None:
     RowError."""
     if logprobs is None:
         return None
-    known = logprobs if isinstance(logprobs, list) else []
-    if None in known:
-        known = [v for v in known if v is not None]
-    if not isinstance(logprobs, list) or not are_finite(known, most=_ROUNDING):
+    if not isinstance(logprobs, list) or not are_finite([v for v in logprobs if v is not None], _ROUNDING):
         raise RowError("a completion's 'behavior_logprobs' are not a list of numbers up to 0, or null")
     if len(logprobs) != tokens:
         raise RowError(
             f"a completion has {len(logprobs)} behavior_logprobs and {tokens} token_ids: they belong to "
             "other tokens"
         )
-    return tuple(
-        map(float, known if len(known) == tokens else (math.nan if v is None else v for v in logprobs))
-    )
-
-
-def _are_ids(token_ids: list[Any]) -> bool:
-    kinds = set(map(type, token_ids))
-    return (
-        all(issubclass(kind, int) and kind is not bool for kind in kinds) and min(token_ids, default=0) >= 0
-    )
+    return tuple(math.nan if v is None else float(v) for v in logprobs)
 
 
 @each_row

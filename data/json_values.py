@@ -28,13 +28,13 @@ def parsed(text: str, at: int) -> tuple[Any, int, str | None]:
     except json.JSONDecodeError:
         raise
     except RecursionError:
-        return None, _end(text, at), deep
+        return None, _extent(text, at)[0], deep
     except ValueError:
         digits = sys.get_int_max_str_digits()
-        return None, _end(text, at), f"an integer has more than {digits} digits"
+        return None, _extent(text, at)[0], f"an integer has more than {digits} digits"
     if (
         text.count("[", at, end) + text.count("{", at, end) > MOST_NESTED
-        and _depth(text, at, end) > MOST_NESTED
+        and _extent(text, at)[1] > MOST_NESTED
     ):
         return None, end, deep
     if _HALF_ESCAPE.search(text, at, end) and not is_text(json.dumps(value, ensure_ascii=False)):
@@ -42,27 +42,19 @@ def parsed(text: str, at: int) -> tuple[Any, int, str | None]:
     return value, end, None
 
 
-def _end(text: str, at: int) -> int:
-    """Return the end of the JSON that begins at ``at`` and cannot be parsed. Raises JSONDecodeError if it has
-    no end."""
+def _extent(text: str, at: int) -> tuple[int, int]:
+    """Return (the end, how deeply lists and objects are nested) of the JSON that begins at ``at``. Raises
+    JSONDecodeError if it has no end."""
     if text[at] not in "[{":
         bare = re.compile(r"[^\s,\]}]+").match(text, at)
-        return bare.end() if bare else at
-    depth = 0
+        return (bare.end() if bare else at), 0
+    depth = most = 0
     for match in _BRACKETS.finditer(text, at):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(match[0], 0)
-        if depth == 0:
-            return match.end()
-    raise json.JSONDecodeError("Unterminated list or object starting at", text, at)
-
-
-def _depth(text: str, at: int, end: int) -> int:
-    """Return how deeply lists and objects are nested in valid JSON."""
-    depth = most = 0
-    for match in _BRACKETS.finditer(text, at, end):
-        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(match[0], 0)
         most = max(most, depth)
-    return most
+        if depth == 0:
+            return match.end(), most
+    raise json.JSONDecodeError("Unterminated list or object starting at", text, at)
 
 
 def is_text(text: str) -> bool:

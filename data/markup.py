@@ -10,24 +10,20 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from config.schema_data import DataConfig
-from data.rows import Dropped, Row
+from data.rows import Dropped, Row, RowError
 from data.types import Completion, Group, Turn
 
 _ROLES = {
-    **dict.fromkeys(("system", "developer"), "system"),
-    **dict.fromkeys(("user", "human", "prompter", "instruction"), "user"),
-    **dict.fromkeys(("assistant", "model", "chatbot", "response"), "assistant"),
+    **dict.fromkeys(("system", "developer", "<<sys>>", "[system_prompt]"), "system"),
+    **dict.fromkeys(("user", "human", "prompter", "instruction", "[inst]", "<</sys>>"), "user"),
+    **dict.fromkeys(("assistant", "model", "chatbot", "response", "[/inst]"), "assistant"),
 }
 FIRST = 64
 """Groups at the beginning that show whether answers repeat their prompts."""
-
-
-class MarkupError(Exception):
-    """Markup that can mean more than one thing; the message is the reason that the data report shows."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +35,8 @@ class Markup:
     """The beginning of a turn; its group ``role`` says who speaks."""
     closes: tuple[str, ...] = ()
     """What may end a turn."""
-    begins: str = "\0"
-    """What may stand before the first turn."""
+    begins: re.Pattern[str] = re.compile("(?!)")
+    """What a template writes before the first turn."""
     system_before: bool = False
     """Whether words before the first turn are the system's."""
 
@@ -49,43 +45,39 @@ class Markup:
         """Whether turns are marked by words alone, which a person may write too."""
         return not self.closes
 
-    def turns(self, text: str) -> list[Turn]:
-        """Return the turns of ``text``, stripped; none if it does not begin with a turn. Raises MarkupError
-        for a turn of somebody else than system, user and assistant."""
-        text = text.lstrip().removeprefix(self.begins)
+    def openings(self, text: str) -> tuple[str, list[re.Match[str]]]:
+        """Return (the words before the first turn, the beginnings of the turns), without any if the text does
+        not begin with a turn, or with words whose speakers do not take turns."""
         matches = list(self.opens.finditer(text))
-        before = text[: matches[0].start()].strip() if matches else ""
-        if not matches or (before and not self.system_before):
-            return []
-        turns = [Turn("system", before)] if before else []
-        for match, end in zip(matches, [*(m.start() for m in matches[1:]), len(text)], strict=True):
-            role = _ROLES.get(match["role"].lower())
-            if role is None:
-                raise MarkupError(f"a text in the markup of {self.name} has a turn of {match['role']!r}")
-            turns.append(Turn(role, self.without_end(text[match.end() : end]).strip()))
-        return turns
-
-    def without_end(self, text: str) -> str:
-        """Return the text without what closes its turn."""
-        while self.closes and (bare := text.rstrip()).endswith(self.closes):
-            text = next(bare.removesuffix(end) for end in self.closes if bare.endswith(end))
-        return text
+        before = self.begins.sub("", text[: matches[0].start()]).strip() if matches else ""
+        if (before and not self.system_before) or (self.plain and not _alternate(map(_role, matches))):
+            return "", []
+        return before, matches
 
 
-def _markup(name: str, opens: str, *closes: str, begins: str = "\0", before: bool = False) -> Markup:
-    return Markup(name, re.compile(opens), closes, begins, before)
+def _markup(name: str, opens: str, *closes: str, begins: str = "(?!)", before: bool = False) -> Markup:
+    return Markup(name, re.compile(opens), closes, re.compile(begins), before)
 
 
 MARKUPS = (
+    _markup(
+        "Llama 2 and Mistral",
+        r"(?s)(?:(?:<s>|\[INST\](?!\s*\[/INST\])|\[/SYSTEM_PROMPT\])\s*)*"
+        r"(?P<role>\[/INST\]|(?:<</?SYS>>|\[INST\]|\[SYSTEM_PROMPT\])(?=.*\[/INST\]))",
+        "</s>",
+    ),
     _markup("ChatML", r"<\|im_start\|>(?P<role>\w+)(?:\n|<\|im_sep\|>|$)", "<|im_end|>", "<|endoftext|>"),
     _markup(
         "Llama 3",
         r"<\|start_header_id\|>(?P<role>\w+)<\|end_header_id\|>",
         *("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"),
-        begins="<|begin_of_text|>",
+        begins=r"<\|begin_of_text\|>",
     ),
     _markup(
-        "Llama 4", r"<\|header_start\|>(?P<role>\w+)<\|header_end\|>", "<|eot|>", begins="<|begin_of_text|>"
+        "Llama 4",
+        r"<\|header_start\|>(?P<role>\w+)<\|header_end\|>",
+        "<|eot|>",
+        begins=r"<\|begin_of_text\|>",
     ),
     _markup("Gemma", r"<start_of_turn>(?P<role>\w+)(?:\n|$)", "<end_of_turn>", "<eos>", begins="<bos>"),
     _markup("Granite", r"<\|start_of_role\|>(?P<role>\w+)<\|end_of_role\|>", "<|end_of_text|>"),
@@ -109,83 +101,72 @@ MARKUPS = (
         *("</s>", "<|end|>", "<|endoftext|>"),
         begins="<s>",
     ),
-    _markup("Human and Assistant", r"(?:^|\n\n)(?P<role>Human|Assistant):"),
+    _markup("Human and Assistant", r"(?:\A\s*|\n\n)(?P<role>Human|Assistant):"),
     _markup(
-        "Alpaca", r"(?:^|\n)### ?(?P<role>System|Instruction|User|Human|Response|Assistant):", before=True
+        "Alpaca",
+        r"(?:\A\s*|\n)### ?(?P<role>System|Instruction|User|Human|Response|Assistant):",
+        begins=r"Below is an instruction that describes a task[^\n]*",
+        before=True,
     ),
-    _markup("Vicuna", r"(?:^|\s)(?P<role>USER|ASSISTANT):", before=True),
+    _markup("Vicuna", r"(?:\A|\s)(?P<role>USER|ASSISTANT):", before=True),
 )
-_ALPACA = re.compile(r"Below is an instruction that describes a task[^\n]*")
-"""Alpaca's sentence before the instruction, which belongs to the template."""
-_INSTRUCTION = re.compile(r"\[INST\](.*?)\[/INST\]", re.DOTALL)
-_SYSTEM = re.compile(r"\s*(?:<<SYS>>(.*?)<</SYS>>|\[SYSTEM_PROMPT\](.*?)\[/SYSTEM_PROMPT\])", re.DOTALL)
 _SPACE_BEHIND = re.compile(r"\A(?:[ \t]*\n)+(?: (?! ))?|\A[ \t]+")
 _HINTS = re.compile(r"<\||<｜|<start_of_turn>|\[INST\]|Human:|###|USER:")
 _CLOSES = tuple({end for markup in MARKUPS for end in markup.closes})
 
 
-def dialogue(text: str) -> tuple[str, list[Turn]] | None:
-    """Return (the markup's name, the turns) of a text that a known template could have written; None for any
-    other text. A last turn of the assistant without words is the point where the answer begins. Raises
-    MarkupError."""
+def _role(match: re.Match[str]) -> str | None:
+    return _ROLES.get(match["role"].lower())
+
+
+def _read(text: str) -> tuple[Markup, str, list[re.Match[str]]] | None:
+    """Return (the markup, the words before the first turn, the beginnings of the turns) of a text that a
+    known template could have written; None for any other text."""
     if not _HINTS.search(text):
         return None
-    if instruction_turns := _instructions(text):
-        return "Llama 2 and Mistral", instruction_turns
-    for markup in MARKUPS:
-        turns = markup.turns(text)
-        if markup.plain and not _alternate([turn.role for turn in turns]):
-            continue
-        if markup.name == "Alpaca" and turns and turns[0].role == "system":
-            said = _ALPACA.sub("", turns[0].content).strip()
-            turns = [*([Turn("system", said)] if said else []), *turns[1:]]
-        if turns:
-            return markup.name, turns
-    return None
+    found = ((markup, *markup.openings(text)) for markup in MARKUPS)
+    return next((one for one in found if one[2]), None)
+
+
+def dialogue(text: str) -> tuple[Markup, list[Turn]] | None:
+    """Return (the markup, the turns, stripped) of a text that a known template could have written; None for
+    any other text. A last turn of the assistant without words is the point where the answer begins. Raises
+    RowError for a turn of somebody else than system, user and assistant."""
+    found = _read(text)
+    if found is None:
+        return None
+    markup, before, matches = found
+    turns = [Turn("system", before)] if before else []
+    for match, end in zip(matches, [*(m.start() for m in matches[1:]), len(text)], strict=True):
+        if (role := _role(match)) is None:
+            raise RowError(f"a text in the markup of {markup.name} has a turn of {match['role']!r}")
+        turns.append(Turn(role, _without_end(text[match.end() : end], markup.closes).strip()))
+    return markup, turns
 
 
 def answer_at(text: str) -> int | None:
     """Return where the last answer of a rendered dialogue begins, behind its heading; None for other
     texts."""
-    begun = text.lstrip().removeprefix("<s>").lstrip()
-    if begun.startswith("[INST]") and "[/INST]" in begun:
-        return text.rindex("[/INST]") + len("[/INST]")
-    for markup in MARKUPS:
-        matches = list(markup.opens.finditer(text))
-        roles = [_ROLES.get(match["role"].lower()) for match in matches]
-        if not matches or roles[-1] != "assistant" or (markup.plain and not _alternate(roles)):
-            continue
-        if markup.system_before or not text[: matches[0].start()].strip().removeprefix(markup.begins):
-            return matches[-1].end()
-    return None
+    _, _, matches = _read(text) or (None, "", [])
+    return matches[-1].end() if matches and _role(matches[-1]) == "assistant" else None
 
 
-def _alternate(roles: Sequence[str | None]) -> bool:
+def _without_end(text: str, closes: tuple[str, ...]) -> str:
+    """Return the text without what closes its turn."""
+    while (bare := text.rstrip()).endswith(closes):
+        if bare.endswith("</s>") and "<s>" in bare[bare.rfind("</s>", 0, -1) + 1 :]:
+            break  # struck out, in HTML
+        text = next(bare.removesuffix(end) for end in closes if bare.endswith(end))
+    return text
+
+
+def _alternate(roles: Iterable[str | None]) -> bool:
     """Return whether user and assistant take turns, the user first, with system turns anywhere."""
     spoken = [role for role in roles if role != "system"]
     return spoken == [("user", "assistant")[i % 2] for i in range(len(spoken))]
 
 
-def _instructions(text: str) -> list[Turn]:
-    """Return the turns of ``[INST] question [/INST] answer</s>``, with or without a system text."""
-    text = text.strip().removeprefix("<s>").lstrip()
-    turns = []
-    if match := _SYSTEM.match(text):
-        turns.append(Turn("system", (match[2] or match[1]).strip()))
-        text = text[match.end() :].lstrip()
-    before, *parts = _INSTRUCTION.split(text)
-    if before or not parts:
-        return []
-    for asked, answer in zip(parts[::2], parts[1::2], strict=True):
-        if match := _SYSTEM.match(asked):
-            turns.append(Turn("system", (match[1] or match[2]).strip()))
-            asked = asked[match.end() :]
-        said = answer.strip().removesuffix("<s>").strip().removesuffix("</s>").strip()
-        turns += [Turn("user", asked.strip()), Turn("assistant", said)]
-    return turns
-
-
-Made = tuple[Group | Dropped, Row | None]
+Converted = tuple[Group | Dropped, Row | None]
 """What a row became, and the row; None for a group of several rows."""
 
 
@@ -194,23 +175,21 @@ class Reader:
     """Read rendered texts of one source's groups back, and keep the account of it."""
 
     config: DataConfig
-    counts: dict[str, int] = field(default_factory=dict)
-    """What was read back -> number of rows"""
-    firsts: dict[str, str] = field(default_factory=dict)
-    """What was read back -> the first row"""
+    notes: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """What was read back -> (number of rows, the first of them)"""
 
-    def read(self, made: Iterator[Made]) -> Iterator[Made]:
+    def read(self, rows: Iterator[Converted]) -> Iterator[Converted]:
         """Yield what rows became, with their rows: groups with their texts read back, and for markup that can
         mean more than one thing the reason. Where no chat template is applied, a rendered text is right as it
         is, and nothing changes."""
         if not self.config.apply_chat_template:
-            yield from made
+            yield from rows
             return
-        first = list(itertools.islice(made, FIRST))
+        first = list(itertools.islice(rows, FIRST))
         answered = [group for group, _ in first if isinstance(group, Group) and group.completions]
         repeat = sum(map(repeats_prompt, answered))
         repeated = repeat == len(answered) > 1
-        for group, row in itertools.chain(first, made):
+        for group, row in itertools.chain(first, rows):
             if not isinstance(group, Group):
                 yield group, row
                 continue
@@ -227,17 +206,18 @@ class Reader:
                 if name:
                     self._note(f"rows in the markup of {name}, read as turns", row)
                 yield group, row
-            except MarkupError as error:
-                yield Dropped(row.file if row else "", row.number if row else 0, str(error)), row
+            except RowError as error:
+                yield error.dropped(row), row
 
     def _note(self, what: str, row: Row | None) -> None:
-        self.counts[what] = self.counts.get(what, 0) + 1
-        self.firsts.setdefault(what, f"{row.file}, row {row.number}" if row else "of several rows")
+        here = f"{row.file}, row {row.number}" if row else "of several rows"
+        count, first = self.notes.get(what, (0, here))
+        self.notes[what] = count + 1, first
 
     @property
     def lines(self) -> tuple[str, ...]:
         """A line for people on each thing that was read back."""
-        return tuple(f"{n} {what} (first: {self.firsts[what]})" for what, n in self.counts.items())
+        return tuple(f"{n} {what} (first: {first})" for what, (n, first) in self.notes.items())
 
 
 def repeats_prompt(group: Group) -> bool:
@@ -268,16 +248,16 @@ def without_prompt(group: Group) -> Group:
 
 def unrendered(group: Group) -> tuple[str, Group]:
     """Return (the name of the markup, the group with turns in place of rendered texts); ("", the same group)
-    without any. Raises MarkupError for markup that can mean more than one thing."""
+    without any. Raises RowError for markup that can mean more than one thing."""
     turns, name, opened = group.prompt.turns, "", ""
-    prompt_dialogue = dialogue(turns[-1].content) if turns[-1].role == "user" else None
-    if prompt_dialogue is not None and _asks(*prompt_dialogue):
-        name, read = prompt_dialogue
+    found = dialogue(turns[-1].content) if turns[-1].role == "user" else None
+    if found is not None and _asks(*found):
+        name, read = found[0].name, found[1]
         if read[-1].role == "assistant":  # words behind its heading open every answer (<think>)
             opened = read.pop().content
             opened = turns[-1].content[turns[-1].content.rindex(opened) :] if opened else ""
         if not read or read[-1].role != "user":
-            raise MarkupError(f"the prompt, in the markup of {name}, does not end with a user turn")
+            raise RowError(f"the prompt, in the markup of {name}, does not end with a user turn")
         turns = _behind(turns[:-1], read)
     answers = []
     for completion in group.completions:
@@ -285,7 +265,7 @@ def unrendered(group: Group) -> tuple[str, Group]:
         if completion.token_ids is None:
             inside, turns, text = _answer(turns, text, name)
             name = name or inside
-            if prompt_dialogue is not None and name:  # the space behind a heading is the markup's
+            if found is not None and name:  # the space behind a heading is the markup's
                 text = text.strip() if not opened else text.rstrip()
             completion = replace(completion, text=opened + text) if name else completion
         answers.append(completion)
@@ -294,50 +274,32 @@ def unrendered(group: Group) -> tuple[str, Group]:
     return name, replace(group, prompt=replace(group.prompt, turns=turns), completions=tuple(answers))
 
 
-def _asks(name: str, turns: list[Turn]) -> bool:
+def _asks(markup: Markup, turns: list[Turn]) -> bool:
     """Return whether a prompt in this markup is surely a template's. Words that a person may write are, where
     they end with the heading of the answer to come."""
-    markup = next((m for m in MARKUPS if m.name == name), None)
-    if markup is None or not markup.plain:
-        return True
-    last = turns[-1]
-    return (last.role == "assistant" and not last.content) or (
-        last.role == "user" and not markup.system_before
-    )
+    answered = turns[-1].role == "assistant"
+    return not markup.plain or (not turns[-1].content if answered else not markup.system_before)
 
 
 def _answer(turns: tuple[Turn, ...], text: str, name: str) -> tuple[str, tuple[Turn, ...], str]:
     """Return (the name of the answer's own markup or "", the prompt's turns, the answer's words). ``name``:
     the markup of the prompt."""
-    answer_dialogue = dialogue(text)
-    if answer_dialogue is not None and not any(
-        m.name == answer_dialogue[0] and m.plain and m.system_before for m in MARKUPS
-    ):
-        inside, read = answer_dialogue
+    found = dialogue(text)
+    if found is not None and not (found[0].plain and found[0].system_before):
+        inside, read = found[0].name, found[1]
         if read[-1].role != "assistant" or not read[-1].content:
-            raise MarkupError(
-                f"an answer, in the markup of {inside}, does not end with the assistant's words"
-            )
+            raise RowError(f"an answer, in the markup of {inside}, does not end with the assistant's words")
         before = read[:-1]
         if before and turns[-1].content.strip() not in [t.content for t in before if t.role == "user"]:
-            raise MarkupError(
-                f"the conversation in an answer, in the markup of {inside}, is not the prompt's"
-            )
+            raise RowError(f"the conversation in an answer, in the markup of {inside}, is not the prompt's")
         whole = before and (len(turns) == 1 or before[0].role == "system" or len(before) >= len(turns))
-        return (
-            inside,
-            _behind(turns[:-1] if len(turns) == 1 else (), before) if whole else turns,
-            read[-1].content,
-        )
-    if name and any(m.opens.search(text) for m in MARKUPS if not m.plain):
-        raise MarkupError(f"an answer behind a prompt in the markup of {name} holds further turns")
-    closed = False
-    while (bare := text.rstrip()).endswith(_CLOSES):
-        if bare.endswith("</s>") and "<s>" in bare[bare.rfind("</s>", 0, -1) + 1 :]:
-            break  # struck out, in HTML
-        text = next(bare.removesuffix(end) for end in _CLOSES if bare.endswith(end))
-        closed = True
-    return "an end of turn behind answers" if closed else "", turns, text
+        if whole:
+            turns = _behind(turns[:-1] if len(turns) == 1 else (), before)
+        return inside, turns, read[-1].content
+    if name and any(m.opens.search(text) for m in MARKUPS[1:] if not m.plain):  # brackets alone are words
+        raise RowError(f"an answer behind a prompt in the markup of {name} holds further turns")
+    left = _without_end(text, _CLOSES)
+    return "" if left == text else "an end of turn behind answers", turns, left
 
 
 def _behind(head: tuple[Turn, ...], read: list[Turn]) -> tuple[Turn, ...]:

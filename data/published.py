@@ -1,5 +1,4 @@
-"""Published data sets whose rows have no common format, with one small function for each, named by
-``data.format`` in its yaml.
+"""Forms of rows that published data sets have and no library defines, with one small function for each.
 
 Column names are those on the hub. To add a set, write a function here (or in any importable module) decorated
 with ``each_row``, and a yaml in config/data.
@@ -12,23 +11,24 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
+from common.errors import ConfigError
 from config.schema_data import DataConfig
 from data.columns import Values
 from data.formats import (
-    LeftOutError,
-    RowError,
     demonstration,
     each_row,
+    listed,
     number,
     pair,
     prompt_of,
+    question,
     text,
     truth,
     turns,
     value,
 )
-from data.rows import Dropped, Row
-from data.types import Completion, Group, Turn
+from data.rows import Dropped, LeftOutError, Row, RowError
+from data.types import Completion, Group, Prompt, Turn
 
 SYSTEM_PROMPTS = {
     "think_answer": (
@@ -179,20 +179,20 @@ def shp(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
     five pairs (the first five).
     """
     pairs: Counter[str] = Counter()
-    for row in rows:
-        try:
-            scores = number(row.values, "score_A"), number(row.values, "score_B")
-            if max(scores) < SHP_SCORE_RATIO * min(scores):
-                raise LeftOutError(f"the scores are less than {SHP_SCORE_RATIO} to 1 apart")
-            answers = text(row.values, "human_ref_A"), text(row.values, "human_ref_B")
-            better, worse = answers if truth(row.values, "labels") else answers[::-1]
-            group = pair(prompt_of((Turn("user", text(row.values, "history")),)), better, worse)
-            if pairs[group.prompt.id] == SHP_PAIRS_PER_PROMPT:
-                raise LeftOutError(f"the prompt has {SHP_PAIRS_PER_PROMPT} pairs already")
-            pairs[group.prompt.id] += 1
-            yield group
-        except RowError as error:
-            yield error.dropped(row)
+
+    def convert(values: Values, config: DataConfig) -> Group:
+        scores = number(values, "score_A"), number(values, "score_B")
+        if max(scores) < SHP_SCORE_RATIO * min(scores):
+            raise LeftOutError(f"the scores are less than {SHP_SCORE_RATIO} to 1 apart")
+        answers = text(values, "human_ref_A"), text(values, "human_ref_B")
+        better, worse = answers if truth(values, "labels") else answers[::-1]
+        group = pair(prompt_of((Turn("user", text(values, "history")),)), better, worse)
+        if pairs[group.prompt.id] == SHP_PAIRS_PER_PROMPT:
+            raise LeftOutError(f"the prompt has {SHP_PAIRS_PER_PROMPT} pairs already")
+        pairs[group.prompt.id] += 1
+        return group
+
+    return each_row(convert)(rows, config)
 
 
 def oasst(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
@@ -238,3 +238,55 @@ def _thread(leaf: str, messages: dict[str, Row]) -> tuple[Turn, ...]:
         thread += turns([{"role": value(values, "role"), "content": value(values, "text")}], "text")
         step = text(values, "parent_id") if values.get("parent_id") is not None else None
     return tuple(reversed(thread))
+
+
+RATINGS = ("overall_score", "fine-grained_score")
+"""Keys under which an UltraFeedback completion may have its score; the first one found is used."""
+
+
+@each_row
+def ultrafeedback(values: Values, config: DataConfig) -> Group:
+    """UltraFeedback in three forms: as published (openbmb/UltraFeedback), ``instruction`` and
+    ``completions``, each with its ``response`` and ``overall_score``; as distilabel writes it, ``instruction,
+    generations, ratings``; or as one pair, ``instruction, chosen_response, rejected_response``."""
+    prompt = prompt_of(question(values), values.get("reference"))
+    if "chosen_response" in values:
+        return pair(prompt, text(values, "chosen_response"), text(values, "rejected_response"))
+    if "generations" in values:
+        answers, scores = listed(values, "generations"), listed(values, "ratings")
+        if len(answers) != len(scores):
+            raise RowError("'generations' and 'ratings' are not two lists of one length")
+        rated = [
+            {"response": answer, "overall_score": score}
+            for answer, score in zip(answers, scores, strict=True)
+        ]
+    else:
+        rated = listed(values, "completions")
+    if not all(isinstance(one, Mapping) for one in rated):
+        raise RowError("'completions' is not a list of objects with a response")
+    rated = [one for one in rated if any(one.get(key) is not None for key in RATINGS)]
+    if len(rated) < 2:
+        raise LeftOutError("fewer than two of the completions have a score")
+    scores = [number(one, next(key for key in RATINGS if one.get(key) is not None)) for one in rated]
+    return Group(prompt, tuple(Completion(text(one, "response")) for one in rated), tuple(scores))
+
+
+_WORDS = re.compile(r"\s*\S+")
+
+
+@each_row
+def language_modelling(values: Values, config: DataConfig) -> Group:
+    """``text``, a document. Its first word becomes the prompt, and the rest the completion. Raises
+    ConfigError if a chat template would turn the text into an answer."""
+    if config.apply_chat_template:
+        raise ConfigError(
+            "data.apply_chat_template",
+            True,
+            "rows are texts without a prompt (language modelling), which no chat template is for: type "
+            "data.apply_chat_template=false to train on them as they are",
+        )
+    document = text(values, "text")
+    first = _WORDS.match(document)
+    if first is None or not document[first.end() :].strip():
+        raise RowError("'text' has fewer than two words")
+    return demonstration(Prompt((Turn("user", document[: first.end()]),)), document[first.end() :])

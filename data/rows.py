@@ -61,6 +61,18 @@ class Dropped:
     """Whether a setting or the format leaves such rows out on purpose. The others could not be read."""
 
 
+class RowError(Exception):
+    """A row that cannot become a group; the message is the reason that the data report shows."""
+
+    def dropped(self, row: Row | None) -> Dropped:
+        place = (row.file, row.number) if row else ("", 0)
+        return Dropped(*place, str(self), intended=isinstance(self, LeftOutError))
+
+
+class LeftOutError(RowError):
+    """A row that could be read and is left out on purpose, such as a tie; any number of rows may be."""
+
+
 def reasons(dropped: Mapping[str, int]) -> str:
     """Return why rows were left out (reason -> rows), the most frequent reasons in words."""
     most = sorted(dropped.items(), key=lambda item: -item[1])[:3]

@@ -12,9 +12,9 @@ from typing import Any
 from common.errors import ConfigError, DataError, require
 from common.files import check_writable, part_of, write_whole
 from config.schema_rounds import RoundsConfig
-from data.formats import RowError, answered, prompt_of, text, turns, value, with_tools
+from data.formats import answered, prompt_of, text, turns, value, with_tools
 from data.groups import prompt_dict, write_groups
-from data.rows import Row, read_rows
+from data.rows import Row, RowError, read_rows
 from data.types import Completion, Group, Turn
 from rollouts.ledger import sampled_line, sampled_of
 from rollouts.rounds import SampledPrompt, feedback, with_scores, with_threshold
