@@ -12,7 +12,7 @@ from typing import Any
 
 from common.errors import ConfigError
 from config.schema_data import DataConfig
-from data.rows import Dropped, Row
+from data.rows import Dropped, Loaded, Row
 from data.types import Group
 
 Values = Mapping[str, Any]
@@ -68,22 +68,12 @@ MADE = (
 _KNOWN = {OF_TEMPLATE, *NUMBERS, *MADE, *SEEN} | {name for names in MEANT.values() for name in names}
 
 _WORDS = {
-    "label": ["is", "was", "thumbs", "liked", "upvoted"],
-    "chosen": ["chosen", "j", "good", "better", "best", "preferred", "accepted", "positive", "winning"],
-    "rejected": ["rejected", "k", "bad", "worse", "worst", "dispreferred", "negative", "losing", "loser"],
-    "prompt": ["prompt", "question", "query", "problem", "instruction", "input", "user", "ask"],
-    "completion": [
-        "completion",
-        "answer",
-        "response",
-        "output",
-        "solution",
-        "reply",
-        "target",
-        "assistant",
-        "generated",
-    ],
-    "reward": ["stars", "score", "rating", "points", "grade", "votes"],
+    "label": "is was thumbs liked upvoted",
+    "chosen": "chosen j good better best preferred accepted positive winning",
+    "rejected": "rejected k bad worse worst dispreferred negative losing loser",
+    "prompt": "prompt question query problem instruction input user ask",
+    "completion": "completion answer response output solution reply target assistant generated",
+    "reward": "stars score rating points grade votes",
 }
 """Words by which a column of another name is guessed, for a proposal alone."""
 
@@ -158,20 +148,14 @@ def at(values: Any, path: str) -> tuple[Any, bool]:
 def check_named(config: DataConfig, rows: list[Row]) -> None:
     """Raise ConfigError for a column of ``data.columns`` or ``data.ignore_columns`` that none of the first
     rows has."""
-    named = {f"data.columns.{ours}": theirs for ours, theirs in (config.columns or {}).items()}
-    for key, theirs in [
-        *named.items(),
-        *(("data.ignore_columns", name) for name in config.ignore_columns or ()),
-    ]:
+    named = [(f"data.columns.{ours}", theirs) for ours, theirs in (config.columns or {}).items()]
+    for key, theirs in [*named, *(("data.ignore_columns", name) for name in config.ignore_columns or ())]:
         if not any(at(row.values, theirs)[1] for row in rows):
             inside = theirs.partition(".")[0]
             there = next((row.values[inside] for row in rows if inside in row.values), None)
             has = f"; {inside} has {', '.join(there)}" if isinstance(there, Mapping) else ""
-            raise ConfigError(
-                key,
-                theirs,
-                f"{rows[0].file} has no such column; it has {', '.join(_all(rows))}{has}",
-            )
+            why = f"{rows[0].file} has no such column; it has {', '.join(_all(rows))}{has}"
+            raise ConfigError(key, theirs, why)
 
 
 def _all(rows: Iterable[Row]) -> dict[str, None]:
@@ -182,42 +166,41 @@ _EXCLUDE = (("chosen", "rejected"), ("completion", "label", "reward"), ("complet
 """Names of three kinds of answers; a row has those of one kind."""
 
 
-def proposals(has: Collection[str], unread: Collection[str], columns: Mapping[str, str] | None) -> list[str]:
+def proposal(has: Collection[str], unread: Collection[str], columns: Mapping[str, str] | None) -> str:
     """Return the ``data.columns`` to type for rows that have the columns ``has``, of which nothing reads
-    ``unread``. Several are alternatives: an answer is trained on, or compared with."""
+    ``unread``; "" if none would read more of them."""
     read = [name for name in has if name not in unread]
     asks = next((name for name in READ["question"] if name in read), None)
     taken = {ours for ours, names in MEANT.items() if set(names) & set(read) and ours != "reference"}
-    ways: list[dict[str, str]] = []
-    for last in (False, True):
-        way: dict[str, str] = {}
-        for name in unread:
-            fits = [ours for ours in _meanings(name) if ours not in taken | way.keys()]
-            fits = [ours for ours in fits if not _excluded(ours, taken | way.keys())]
-            if fits:
-                way[fits[-1 if last else 0]] = name
-        if "input" in way and asks is None and "prompt" not in way and "instruction" not in has:
-            way["prompt"] = way.pop("input")
-        if "input" in way and "instruction" not in read:  # it follows an instruction alone
-            way["instruction"], asks = way.pop("prompt", asks or "…"), None
-        if any(map(_ONE_OF_TWO.fullmatch, unread)) and not way.keys() & {"chosen", "rejected"}:
-            way["winner"] = "…"
-        for one, other in (("chosen", "rejected"), ("rejected", "chosen")):
-            if one in way and other not in taken:
-                way.setdefault(other, "…")
-        if way and asks == "question":
-            way.setdefault("prompt", asks)
-        way = dict(columns or {}) | {ours: theirs for ours, theirs in way.items() if ours != theirs}
-        if way and way not in (*ways, columns) and not (ways and "reference" in ways[0]):
-            ways.append(way)
-    return [typed(_in_order(way)) for way in ways]
+    way: dict[str, str] = {}
+    for name in unread:
+        there = taken | way.keys()
+        fits = (ours for ours in _meanings(name) if ours not in there and not _excluded(ours, there))
+        if (ours := next(fits, None)) is not None:
+            way[ours] = name
+    if "input" in way and asks is None and "prompt" not in way and "instruction" not in has:
+        way["prompt"] = way.pop("input")
+    if "input" in way and "instruction" not in read:  # it follows an instruction alone
+        way["instruction"], asks = way.pop("prompt", asks or "…"), None
+    if any(map(_ONE_OF_TWO.fullmatch, unread)) and not way.keys() & {"chosen", "rejected"}:
+        way["winner"] = "…"
+    for one, other in (("chosen", "rejected"), ("rejected", "chosen")):
+        if one in way and other not in taken:
+            way.setdefault(other, "…")
+    if way and asks == "question":
+        way.setdefault("prompt", asks)
+    way = dict(columns or {}) | {ours: theirs for ours, theirs in way.items() if ours != theirs}
+    order = ["system", "instruction", "input", "prompt", "chosen", "rejected"]
+    in_order = dict(sorted(way.items(), key=lambda item: [*order, item[0]].index(item[0])))
+    return typed(in_order) if way and way != columns else ""
 
 
-def questions(read: Collection[str], unread: Collection[str], columns: Mapping[str, str] | None) -> list[str]:
+def question_proposal(loaded: Loaded, columns: Mapping[str, str] | None) -> str:
     """Return the ``data.columns`` to type for rows of which no column was read as the prompt, although one
-    of ``unread`` may be it."""
-    asks = [name for name in unread if "prompt" in _meanings(name)]
-    return [] if set(READ["question"]) & set(read) else proposals([*read, *asks], asks, columns)
+    that was not read may be it; "" if there is none."""
+    asks = [name for name in loaded.unused if "prompt" in _meanings(name)]
+    there = set(READ["question"]) & set(loaded.columns)
+    return "" if there else proposal([*loaded.columns, *asks], asks, columns)
 
 
 def _meanings(name: str) -> list[str]:
@@ -226,19 +209,14 @@ def _meanings(name: str) -> list[str]:
     if _ONE_OF_TWO.fullmatch(name):
         return exact
     words = set(re.split(r"[\W_]+", name))
-    if words & {"non", "not", "un"} and words & set(_WORDS["chosen"]):
+    if words & {"non", "not", "un"} and words & set(_WORDS["chosen"].split()):
         return ["rejected"]
-    return exact or [ours for ours, known in _WORDS.items() if words & set(known)][:1]
+    return exact or [ours for ours, heard in _WORDS.items() if words & set(heard.split())][:1]
 
 
 def _excluded(ours: str, there: Collection[str]) -> bool:
-    own = next((kind for kind in _EXCLUDE if ours in kind), ())
-    return bool(own) and any(other in there for kind in _EXCLUDE if kind is not own for other in kind)
-
-
-def _in_order(way: Mapping[str, str]) -> dict[str, str]:
-    order = ["system", "instruction", "input", "prompt", "chosen", "rejected"]
-    return dict(sorted(way.items(), key=lambda item: [*order, item[0]].index(item[0])))
+    others = {name for kind in _EXCLUDE if ours not in kind for name in kind}
+    return any(ours in kind for kind in _EXCLUDE) and not others.isdisjoint(there)
 
 
 def no_format(rows: list[Row], columns: Mapping[str, str] | None) -> ConfigError:
@@ -246,15 +224,13 @@ def no_format(rows: list[Row], columns: Mapping[str, str] | None) -> ConfigError
     has = list(_all(rows))
     for i, inner in enumerate(map(rows[0].values.get, has)):
         has[i] += ".messages" * (isinstance(inner, Mapping) and "messages" in inner)
-    ways = proposals(has, list(has), columns)
-    empty = [
-        dict.fromkeys(names, "…") for names in (("prompt", "chosen", "rejected"), ("prompt", "completion"))
-    ]
+    kinds = ("prompt", "chosen", "rejected"), ("prompt", "completion")
+    empty = " or ".join(typed(dict.fromkeys(names, "…")) for names in kinds)
     return ConfigError(
         "data.columns",
         columns,
         f"the columns of {rows[0].file} ({', '.join(_all(rows))}) are those of no known format; say which "
-        f"are which, as in {' or '.join(ways or map(typed, empty))}",
+        f"are which, as in {proposal(has, list(has), columns) or empty}",
     )
 
 
@@ -273,17 +249,15 @@ def _quoted(name: str) -> str:
 
 @dataclass
 class _Shape:
-    """The rows that have the same columns."""
+    """The rows that fill the same columns: a table gives every row all columns."""
 
     rows: int = 0
     kept: list[Row] = field(default_factory=list)
     read: set[str] = field(default_factory=set)
-    late: tuple[str, ...] = ()
-    """Columns that decide and that no kept row fills: a table gives every row all columns"""
 
 
 class Columns:
-    """Record of the columns that a format reads in the first rows of each set of columns."""
+    """Record of the columns that a format reads in the first rows of each set of columns that rows fill."""
 
     MOST = 64
     """Number of rows that are watched of each set of columns."""
@@ -300,8 +274,10 @@ class Columns:
         """The row that is being converted"""
         self._shape = _Shape()
         """Its shape, if it is watched"""
-        self.shapes: dict[tuple[tuple[str, ...], tuple[str, ...]], _Shape] = {}
-        """(The columns of rows, those of them that are filled late) -> the rows"""
+        self.shapes: dict[tuple[str, ...], _Shape] = {}
+        """The columns that rows fill -> the rows"""
+        self._names: dict[str, None] = {}
+        """The columns that rows have, in their order"""
 
     def watched(self, rows: Iterable[Row]) -> Iterator[Row]:
         """Yield the rows as ``_watched`` returns them."""
@@ -321,42 +297,32 @@ class Columns:
     def _watched(self, row: Row) -> Row:
         """Return the row; one of the first rows is returned as a mapping that records which columns are
         read. Raises ConfigError once the first rows show that a column that decides is not."""
-        keys = tuple(row.values)
-        shape = self.shapes.get((keys, ()))
-        filled = () if shape is None else tuple(n for n in shape.late if not is_empty(row.values[n]))
-        shape = self.shapes.get((keys, filled)) if filled else shape
+        filled = tuple([name for name, cell in row.values.items() if not is_empty(cell)])
+        shape = self.shapes.get(filled)
         if shape is None:
             if len(self.shapes) == self.SHAPES:
                 return row
-            shape = self.shapes[keys, filled] = _Shape(read=set(self.config.numbers or ()))
+            shape = self.shapes[filled] = _Shape(read=set(self.config.numbers or ()))
+            self._names |= dict.fromkeys(row.values)
         self._shape = shape
         shape.rows += 1
         if shape.rows > self.MOST:
-            if shape.rows == self.MOST + 1:
-                if len(self.shapes) == 1:
-                    self.check()
-                shape.late = tuple(self._late(keys, shape))
+            if shape.rows == self.MOST + 1 and len(self.shapes) == 1:
+                self.check()
             return row
         shape.kept.append(row)
         return replace(row, values=_Watched(row.values, shape.read))
 
-    def _late(self, keys: tuple[str, ...], shape: _Shape) -> Iterator[str]:
-        for name in keys:
-            decides = name.lower() in SEEN or (self.strict and _decides(name, self.answers))
-            if decides and name not in shape.read and all(is_empty(row.values[name]) for row in shape.kept):
-                yield name
-
     @property
     def used(self) -> tuple[str, ...]:
         """The columns that were read, in their order."""
-        columns = {c: None for (keys, _), shape in self.shapes.items() for c in keys if c in shape.read}
-        return tuple(columns)
+        return tuple(c for c in self._names if any(c in shape.read for shape in self.shapes.values()))
 
     @property
     def unused(self) -> tuple[str, ...]:
         """The columns that were never read, in their order."""
         used = set(self.used)
-        return tuple({c: None for keys, _ in self.shapes for c in keys if c not in used})
+        return tuple(c for c in self._names if c not in used)
 
     def check(self) -> None:
         """Raise ConfigError if a tenth of the rows have a column that decides what is trained on and that
@@ -389,10 +355,8 @@ class Columns:
                 f"'model.{OF_TEMPLATE}={said}'; with it, or without any, type {ignore}",
             )
         they, them = ("it", "it") if len(names) == 1 else ("they", "them")
-        unread = (
-            names if self.answers else [*names, *(c for c in row.values if c not in {*names, *shape.read})]
-        )
-        ways = proposals(row.values, unread, columns)
+        others = () if self.answers else (c for c in row.values if c not in {*names, *shape.read})
+        ways = list(filter(None, [proposal(row.values, [*names, *others], columns)]))
         if numbers := [name for name in names if name.lower() in NUMBERS]:
             every = [*(self.config.numbers or ()), *numbers]
             ways.append(f'"data.numbers=[{", ".join(map(_quoted, every))}]" for a loss that reads it')
@@ -430,7 +394,9 @@ def _decides(name: str, answers: bool) -> bool:
     like one does."""
     name = name.lower().rpartition(".")[2]
     heard = re.split(r"[\W_]+", name)[-1]
-    sounds = not answers and any(heard in _WORDS[ours] for ours in ("chosen", "rejected", "completion"))
+    sounds = not answers and any(
+        heard in _WORDS[ours].split() for ours in ("chosen", "rejected", "completion")
+    )
     return name in _KNOWN or _ONE_OF_TWO.fullmatch(name) is not None or sounds
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from common.errors import require
 from config.schema import Config
-from data.columns import proposals
+from data.columns import proposal
 from data.rows import Loaded
 from data.sources import EARLY
 from data.types import Group
@@ -60,8 +60,8 @@ def check_kind(config: Config, path: str, first: Loaded, training: bool = True) 
     counts = Counter(len(group.completions) for group in first.groups)
     singles, takes = counts[1] == len(first.groups), config.accepts
     labels = {max(group.rewards, default=1) > 0 for group in first.groups} if singles else {True, False}
-    ways = proposals([*first.columns, *first.unused], first.unused, config.data.columns)
-    typing = f"; if a column says more, type {', or '.join(ways)}" if ways else ""
+    way = proposal([*first.columns, *first.unused], first.unused, config.data.columns)
+    typing = f"; if a column says more, type {way}" if way else ""
     name = f"loss={config.loss['name']}"
     none = max(counts) == 0 or (max(counts) == 1 and not takes.single_answers)
     require(not none, "data.path", path, f"gives {name} no example{advice(first.groups)}{typing}")

@@ -22,13 +22,13 @@ from common.errors import ConfigError, DataError, one_of
 from common.imports import import_function
 from config.schema_data import DataConfig
 from data import published
-from data.columns import Columns, check_named, questions, renamed
+from data.columns import Columns, check_named, question_proposal, renamed
 from data.detection import GENERIC, format_of
 from data.folders import folder_rows, is_saved
-from data.formats import RowError, number
+from data.formats import number
 from data.group_store import gathered, picked, prompt_ids
 from data.markup import Reader
-from data.rows import SUFFIXES, Dropped, Loaded, Row, class_names, read_rows, reasons, table_rows
+from data.rows import SUFFIXES, Dropped, Loaded, Row, RowError, class_names, read_rows, reasons, table_rows
 from data.types import Group, Turn
 from data.views import exceeds, keep_shares
 
@@ -50,23 +50,22 @@ def load_groups(config: DataConfig, split: Split) -> Loaded:
     Raises ConfigError for a setting that cannot be honoured, DataError when no row at all can be used.
     """
     one_of("split", split, ("train", "eval"))
-    config = _local_copy(config)
-    loaded = _load(config, "train" if _holds_out(config) else split)
-    finished = _finished(
-        config, hold_out(loaded, config.eval_fraction, split) if _holds_out(config) else loaded
-    )
-    return _thinned(config, finished) if split == "train" else finished
+    return _of_splits(config, split)[0]
 
 
 def load_splits(config: DataConfig) -> tuple[Loaded, Loaded]:
     """Return ``load_groups`` of training and of evaluation. The data are read once if evaluation is held out
     of training."""
+    train, evaluation = _of_splits(config, "train", "eval")
+    return train, evaluation
+
+
+def _of_splits(config: DataConfig, *splits: Split) -> list[Loaded]:
     config = _local_copy(config)
     if not _holds_out(config):
-        return load_groups(config, "train"), load_groups(config, "eval")
-    loaded = _load(config, "train")
-    train, evaluation = (hold_out(loaded, config.eval_fraction, split) for split in ("train", "eval"))
-    return _thinned(config, _finished(config, train)), _finished(config, evaluation)
+        return [_finished(config, _load(config, split), split) for split in splits]
+    whole = _load(config, "train")
+    return [_finished(config, hold_out(whole, config.eval_fraction, split), split) for split in splits]
 
 
 def check_found(config: DataConfig, splits: Iterable[Split] = ("train", "eval")) -> dict[Split, Loaded]:
@@ -74,36 +73,23 @@ def check_found(config: DataConfig, splits: Iterable[Split] = ("train", "eval"))
     are said before anything else is loaded. Return those of each split. Raises ConfigError and DataError as
     ``load_groups`` does."""
     config = _local_copy(config)
-    keys: dict[Split, str] = {"train": "path", "eval": "eval_path"}
-    loaded_splits: dict[Split, Loaded] = {}
+    found: dict[Split, Loaded] = {}
     for split in splits:
-        key, path = f"data.{keys[split]}", getattr(config, keys[split])
+        key, path = ("data.path", config.path) if split == "train" else ("data.eval_path", config.eval_path)
         if split == "train" and path is None and config.source in (LOCAL, HUB):
             import_function("data.source", config.source)(config, split)  # says what to give
         if config.source == LOCAL and path is not None:
-            split_key = "data.split" if split == "train" else "data.eval_split"
-            name = config.split if split == "train" else config.eval_split
-            rows = _of_split(config, _rows(key, path, split_key, name), name if split == "train" else None)
-            first = list(itertools.islice(rows, EARLY))
-            loaded = convert(first, config, path, whole=len(first) < EARLY)
-            if len(first) < EARLY:
+            loaded = local(config, split, EARLY)
+            if loaded.read < EARLY:
                 _check_usable(config, loaded)
                 if split == "train" and config.eval_split is not None:
                     local(config, "eval")
                 if split == "train" and _holds_out(config):
                     loaded = hold_out(loaded, config.eval_fraction, split)
-            loaded_splits[split] = loaded
+            found[split] = loaded
         elif config.source.startswith("data.") and config.source != HUB and path and not os.path.exists(path):
             next(iter(read_rows(Path(path), key)))  # raises
-    return loaded_splits
-
-
-def _thinned(config: DataConfig, loaded: Loaded) -> Loaded:
-    """Return the training data with only the configured shares of desirable and undesirable examples."""
-    shares = (config.frac_unique_desirable, config.frac_unique_undesirable)
-    return (
-        loaded if shares == (1, 1) else replace(loaded, groups=gathered(keep_shares(loaded.groups, *shares)))
-    )
+    return found
 
 
 def _holds_out(config: DataConfig) -> bool:
@@ -127,29 +113,33 @@ def _load(config: DataConfig, split: str) -> Loaded:
     return loaded
 
 
-def _finished(config: DataConfig, loaded: Loaded) -> Loaded:
-    """Return ``loaded`` without groups whose rewards are too close, and with the system prompt. The system
-    prompt is added after the split, so that it does not change which prompts are held out."""
-    if config.score_threshold > 0:
+def _finished(config: DataConfig, loaded: Loaded, split: Split) -> Loaded:
+    """Return ``loaded`` without groups whose rewards are too close, with the system prompt, and of training
+    data only the configured shares of desirable and undesirable examples. The system prompt is added after
+    the split, so that it does not change which prompts are held out."""
+    groups, dropped = loaded.groups, loaded.dropped
+    if (threshold := config.score_threshold) > 0:
         far = [
             i
-            for i, group in enumerate(loaded.groups)
-            if len(group.rewards) < 2
-            or exceeds(max(group.rewards), min(group.rewards), config.score_threshold)
+            for i, group in enumerate(groups)
+            if len(group.rewards) < 2 or exceeds(max(group.rewards), min(group.rewards), threshold)
         ]
-        close = len(loaded.groups) - len(far)
-        why = Dropped(
-            loaded.origin,
-            0,
-            f"rewards differ by less than data.score_threshold={config.score_threshold:g}",
-            intended=True,
+        reason = f"rewards differ by less than data.score_threshold={threshold:g}"
+        why = Dropped(loaded.origin, 0, reason, intended=True)
+        dropped = [*dropped, *[why] * (len(groups) - len(far))]
+        groups = picked(groups, np.array(far, np.int64))
+    if config.system_prompt is not None:
+        system = Turn("system", published.SYSTEM_PROMPTS.get(config.system_prompt, config.system_prompt))
+        groups = gathered(
+            group
+            if group.prompt.turns[0].role == "system"
+            else replace(group, prompt=replace(group.prompt, turns=(system, *group.prompt.turns)))
+            for group in groups
         )
-        kept = picked(loaded.groups, np.array(far, np.int64))
-        loaded = replace(loaded, groups=kept, dropped=[*loaded.dropped, *[why] * close])
-    if config.system_prompt is None:
-        return loaded
-    system = Turn("system", published.SYSTEM_PROMPTS.get(config.system_prompt, config.system_prompt))
-    return replace(loaded, groups=gathered(with_system(group, system) for group in loaded.groups))
+    shares = (config.frac_unique_desirable, config.frac_unique_undesirable)
+    if split == "train" and shares != (1, 1):
+        groups = gathered(keep_shares(groups, *shares))
+    return replace(loaded, groups=groups, dropped=dropped)
 
 
 def hold_out(loaded: Loaded, fraction: float, split: str) -> Loaded:
@@ -168,28 +158,21 @@ def hold_out(loaded: Loaded, fraction: float, split: str) -> Loaded:
     return replace(loaded, groups=kept, origin=f"{loaded.origin}; {how}")
 
 
-def with_system(group: Group, system: Turn) -> Group:
-    """Return the group with a system turn before its prompt, unless it has one already."""
-    if group.prompt.turns[0].role == "system":
-        return group
-    return replace(group, prompt=replace(group.prompt, turns=(system, *group.prompt.turns)))
-
-
 # Sources that a yaml may name
 
 
-def local(config: DataConfig, split: str) -> Loaded:
+def local(config: DataConfig, split: str, most: int | None = None) -> Loaded:
     """Load a local file or folder (``data.path``; ``data.eval_path`` for evaluation): .json, .jsonl, .csv or
     .parquet, a folder of such files, or what ``datasets`` saved to disk. From a folder with several splits,
-    ``data.split`` and ``data.eval_split`` are read."""
+    ``data.split`` and ``data.eval_split`` are read. ``most``: of how many rows no more are needed."""
+    if split == "eval" and config.eval_path is not None:
+        rows = _rows("data.eval_path", config.eval_path, "data.eval_split", config.eval_split)
+        return convert(rows, config, config.eval_path, most)
     if config.path is None:
         raise ConfigError("data.path", None, "give the file, as in data.path=pairs.jsonl")
     if split == "train":
         rows = _rows("data.path", config.path, "data.split", config.split)
-        return convert(_of_split(config, rows, config.split), config, config.path)
-    if config.eval_path is not None:
-        rows = _rows("data.eval_path", config.eval_path, "data.eval_split", config.eval_split)
-        return convert(rows, config, config.eval_path)
+        return convert(_of_split(config, rows, config.split), config, config.path, most)
     if config.eval_split is None:
         return Loaded([], 0, origin="no evaluation data (data.eval_path is null and data.eval_fraction is 0)")
     if _is_folder(config.path):
@@ -210,9 +193,7 @@ def local(config: DataConfig, split: str) -> Loaded:
 
 def _rows(key: str, path: str, split_key: str, split: str | None) -> Iterator[Row | Dropped]:
     """Return the rows of a file, or of a folder's split; ``key`` and ``split_key`` name the settings."""
-    if _is_folder(path):
-        return folder_rows(Path(path), split, key, split_key)
-    return read_rows(Path(path), key)
+    return folder_rows(Path(path), split, key, split_key) if _is_folder(path) else read_rows(Path(path), key)
 
 
 def hub_table(config: DataConfig, split: str) -> Loaded:
@@ -312,13 +293,15 @@ EARLY = 1000
 """Rows that are converted before anything else is loaded; a shorter file is known whole."""
 
 
-def convert(rows: Iterable[Row | Dropped], config: DataConfig, origin: str, *, whole: bool = True) -> Loaded:
-    """Convert rows by ``data.format``, or by the format that the columns of the first rows show. ``whole``:
-    whether they are all that there are."""
+def convert(
+    rows: Iterable[Row | Dropped], config: DataConfig, origin: str, most: int | None = None
+) -> Loaded:
+    """Convert rows by ``data.format``, or by the format that the columns of the first rows show. With
+    ``most`` no more of them are read, and there may be others."""
     loaded = Loaded([], 0, origin=origin)
 
     def readable() -> Iterator[Row]:
-        for row in rows:
+        for row in itertools.islice(rows, most):
             loaded.read += 1
             if isinstance(row, Row):
                 yield row
@@ -351,7 +334,7 @@ def convert(rows: Iterable[Row | Dropped], config: DataConfig, origin: str, *, w
                 yield group
 
     loaded.groups = gathered(usable())
-    if whole:
+    if most is None or loaded.read < most:
         seen.check()
     loaded.columns, loaded.unused, loaded.refusal = seen.used, seen.unused, seen.refusal
     loaded.read_back = texts.lines
@@ -405,10 +388,10 @@ def _check_usable(config: DataConfig, loaded: Loaded) -> None:
         if not loaded.format:
             latin = "; iconv -f LATIN1 -t UTF-8 OLD > NEW converts a Western text" * ("is not UTF-8" in why)
             raise DataError(f"{none}{latin}")
-        ways = questions(loaded.columns, loaded.unused, config.columns)
+        way = question_proposal(loaded, config.columns)
         raise DataError(
             f"{none}; they were read as {loaded.format} ({', '.join(loaded.columns)}). If they mean "
-            f"something else, say it with {', or '.join(ways) or 'data.columns'} or data.format"
+            f"something else, say it with {way or 'data.columns'} or data.format"
         )
     lost = sum(not row.intended for row in loaded.dropped)
     if lost > config.max_unreadable * loaded.read:
