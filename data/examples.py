@@ -13,14 +13,14 @@ from array import array
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
 from common.progress import SOON, progress
 from data.chat import Renderer
 from data.token_cache import Rows, TokenCache, TokenFile
-from data.types import Completion, Example, Group, Prompt, Sequence, row_key
+from data.types import Completion, Example, Group, Prompt, Sequence
 from data.views import View
 
 ExampleGroups = Seq[tuple[Example, ...]]
@@ -95,13 +95,7 @@ class ExampleTable(Seq[tuple[Example, ...]]):
     def __len__(self) -> int:
         return len(self._groups)
 
-    @overload
-    def __getitem__(self, at: int) -> tuple[Example, ...]: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> ExampleGroups: ...
-
-    def __getitem__(self, at: int | slice) -> tuple[Example, ...] | ExampleGroups:
+    def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
             return self.pick(np.arange(len(self))[at])
         block, group = self.file.place(int(self._groups[at]))
@@ -113,17 +107,6 @@ class ExampleTable(Seq[tuple[Example, ...]]):
             block.rows(group),
             tuple(self._numbers[at].tolist()),
         )
-
-    def __iter__(self) -> Iterator[tuple[Example, ...]]:
-        return (self[g] for g in range(len(self)))
-
-    def ids(self) -> Iterator[tuple[np.ndarray, np.ndarray, None]]:
-        """Yield ``ids_of``, of rows whose tokens all count, in less time than it takes to make them."""
-        for at in self._groups.tolist():
-            block, group = self.file.place(at)
-            prompt, completions = block.ids(group)
-            for completion in completions:
-                yield prompt, completion, None
 
     def pick(self, indices: np.ndarray) -> ExampleTable:
         """Return the groups at ``indices`` ([n] int64), in that order."""
@@ -179,27 +162,14 @@ def picked_groups(groups: ExampleGroups, indices: np.ndarray) -> ExampleGroups:
     return groups.pick(indices) if isinstance(groups, ExampleTable) else [groups[i] for i in indices]
 
 
-def ids_of(groups: ExampleGroups) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
-    """Yield (prompt ids, completion ids, which of the latter count) of every row, in order."""
-    if isinstance(groups, ExampleTable) and not groups.file.any_values:
-        yield from groups.ids()
-        return
-    for row in rows_of(groups):
-        yield row.prompt_ids, row.completion_ids, row.loss_mask
-
-
 def token_ids(groups: ExampleGroups) -> Iterator[np.ndarray]:
     """Yield the token ids of every row: its prompt's, then its completion's."""
-    return (ids for prompt, completion, _ in ids_of(groups) for ids in (prompt, completion))
+    return (ids for row in rows_of(groups) for ids in (row.prompt_ids, row.completion_ids))
 
 
 def row_keys(groups: ExampleGroups) -> np.ndarray:
     """Return ``Sequence.key`` of every row, [rows] of dtype S32, in order."""
-    keys = (
-        row_key(prompt.tobytes(), completion.tobytes(), None if mask is None else mask.tobytes()).encode()
-        for prompt, completion, mask in ids_of(groups)
-    )
-    return np.fromiter(keys, "S32", len(columns_of(groups).prompts))
+    return np.fromiter((row.key.encode() for row in rows_of(groups)), "S32", len(columns_of(groups).prompts))
 
 
 @dataclass(frozen=True)
@@ -373,11 +343,11 @@ def groups_digest(groups: ExampleGroups) -> str:
         digest.update(np.ascontiguousarray(column, np.dtype(kind)).data)
     if len(groups) and groups[0] and groups[0][0].numbers:  # data.numbers: all examples have some, or none
         digest.update(np.array([example.numbers for group in groups for example in group]).data)
-    for prompt, completion, mask in ids_of(groups):
-        digest.update(np.ascontiguousarray(prompt, np.int32).data)
-        digest.update(np.ascontiguousarray(completion, np.int32).data)
-        if mask is not None:
-            digest.update(np.ascontiguousarray(mask, bool).data)
+    for row in rows_of(groups):
+        digest.update(np.ascontiguousarray(row.prompt_ids, np.int32).data)
+        digest.update(np.ascontiguousarray(row.completion_ids, np.int32).data)
+        if row.loss_mask is not None:
+            digest.update(np.ascontiguousarray(row.loss_mask, bool).data)
     return digest.hexdigest()
 
 

@@ -11,8 +11,8 @@ import os
 import pickle
 import tempfile
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from typing import IO, overload
+from collections.abc import Iterable, Sequence
+from typing import IO, Any
 
 import numpy as np
 
@@ -39,23 +39,12 @@ class FileGroups(Sequence[Group]):
     def __len__(self) -> int:
         return len(self._starts)
 
-    @overload
-    def __getitem__(self, at: int) -> Group: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> Groups: ...
-
-    def __getitem__(self, at: int | slice) -> Group | Groups:
+    def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
             return self.pick(np.arange(len(self))[at])
         size = int(self._sizes[at])
         # pread needs no file position, which threads and forked processes would share
-        group = pickle.loads(os.pread(self._file.fileno(), size, int(self._starts[at])))
-        assert isinstance(group, Group)
-        return group
-
-    def __iter__(self) -> Iterator[Group]:
-        return (self[i] for i in range(len(self)))
+        return pickle.loads(os.pread(self._file.fileno(), size, int(self._starts[at])))
 
     def pick(self, indices: np.ndarray) -> FileGroups:
         """Return the groups at ``indices`` ([n] int64), in that order."""
@@ -66,21 +55,17 @@ def gathered(groups: Iterable[Group], most: int | None = None) -> Groups:
     """Return all of ``groups``: a list, or a file if there are more than ``most`` (default: MOST). Raises
     DataError if there is no room for the file."""
     most = MOST if most is None else most
-    held: list[Group] = []
     stream = iter(groups)
-    for group in stream:
-        held.append(group)
-        if len(held) > most:
-            return _written(held, stream)
-    return held
+    held = list(itertools.islice(stream, most + 1))
+    return held if len(held) <= most else _written(itertools.chain(held, stream))
 
 
-def _written(first: list[Group], rest: Iterator[Group]) -> FileGroups:
-    """Write the groups of ``first``, which is emptied, and of ``rest`` to a file."""
+def _written(groups: Iterable[Group]) -> FileGroups:
+    """Write the groups to a file."""
     written, ids = array("q"), bytearray()
     try:
         file = tempfile.TemporaryFile(buffering=_AT_ONCE)  # noqa: SIM115 (open for as long as it is read)
-        for group in itertools.chain(_emptied(first), rest):
+        for group in groups:
             ids += group.prompt.id.encode()  # also caches the id in the prompt, which is pickled next
             written.append(file.write(pickle.dumps(group, pickle.HIGHEST_PROTOCOL)))
         file.flush()
@@ -91,12 +76,6 @@ def _written(first: list[Group], rest: Iterator[Group]) -> FileGroups:
         ) from error
     sizes = np.array(written)
     return FileGroups(file, np.cumsum(sizes) - sizes, sizes, np.frombuffer(bytes(ids), "S16"))
-
-
-def _emptied(groups: list[Group]) -> Iterator[Group]:
-    groups.reverse()
-    while groups:
-        yield groups.pop()
 
 
 def picked(groups: Groups, indices: np.ndarray) -> Groups:

@@ -82,33 +82,26 @@ def _batch(groups: list[Rows | str]) -> pa.RecordBatch:
 class Block:
     """The groups of a record batch."""
 
-    def __init__(self, batch: pa.RecordBatch, plain: bool = False) -> None:
-        """``plain``: nothing is known of any token besides its id, so nothing else is decoded."""
+    def __init__(self, batch: pa.RecordBatch) -> None:
         completions = batch.column("completions")
         self.prompt_starts, self._prompts = split(batch.column("prompt"))
         self.starts, self._completions = split(completions.values)
         self.first_rows = np.frombuffer(completions.buffers()[1], np.int32, batch.num_rows + 1)
         """[groups + 1]: the first row of each group"""
-        self.batch, self._plain = batch, plain
+        self.batch = batch
 
     @cached_property
     def values(self) -> dict[str, pa.ListArray]:
         """What is known of the tokens of some rows besides their ids"""
-        columns = {} if self._plain else {name: self.batch.column(name).values for name in _VALUES}
+        columns = {name: self.batch.column(name).values for name in _VALUES}
         return {name: column for name, column in columns.items() if column.null_count < len(column)}
-
-    def ids(self, group: int) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Return the ids of a group's prompt, and of the completion of each of its rows."""
-        prompt = self._prompts[self.prompt_starts[group] : self.prompt_starts[group + 1]]
-        starts = self.starts[self.first_rows[group] : self.first_rows[group + 1] + 1].tolist()
-        return prompt, [self._completions[start:stop] for start, stop in pairwise(starts)]
 
     def rows(self, group: int) -> Rows:
         """Return the rows of a group."""
-        prompt, completions = self.ids(group)
-        if not self.values:
-            return tuple([Sequence(prompt, completion) for completion in completions])
-        first = int(self.first_rows[group])
+        prompt = self._prompts[self.prompt_starts[group] : self.prompt_starts[group + 1]]
+        first, last = self.first_rows[group : group + 2].tolist()
+        starts = self.starts[first : last + 1].tolist()
+        completions = [self._completions[start:stop] for start, stop in pairwise(starts)]
         return tuple(Sequence(prompt, ids, **self._known(first + i)) for i, ids in enumerate(completions))
 
     def _known(self, row: int) -> dict[str, np.ndarray]:
@@ -127,7 +120,7 @@ class TokenFile:
         """Reads the whole file once. Raises OSError or DamagedError."""
         self.file = ArrowFile(path, SCHEMA)
         self._ends = np.cumsum(self.file.counts)
-        self._block = lru_cache(_HELD)(lambda at: Block(self.file[at], not self.any_values))
+        self._block = lru_cache(_HELD)(lambda at: Block(self.file[at]))
         self.reasons: dict[int, str] = {}
         """group -> why it cannot be trained on"""
         self.any_values = False
@@ -174,11 +167,10 @@ class TokenCache:
         """Return what ``make`` gives for the rows whose words have the digest ``words``, from their entry if
         a sound one exists, and count the renderer's cuts."""
         path = self.folder / f"{content_key(renderer, words)}.arrow"
-        return (
-            self._read(path, renderer)
-            or (self._made(path, renderer, make) if self.write else None)
-            or _unkept(renderer, make)
-        )
+        entry = self._read(path, renderer)
+        if entry is None and self.write:
+            entry = self._made(path, renderer, make)
+        return entry or _unkept(renderer, make)
 
     def _read(self, path: Path, renderer: Renderer) -> TokenFile | None:
         """Return an entry; None if there is none, or if its content is not what was written under this key.

@@ -126,16 +126,6 @@ class Group:
             )
 
 
-def row_key(prompt: bytes, completion: bytes, mask: bytes | None = None) -> str:
-    """Return ``Sequence.key`` of a row whose arrays have these bytes."""
-    digest = hashlib.blake2b((len(prompt) // 4).to_bytes(8, "little"), digest_size=16)
-    digest.update(prompt)
-    digest.update(completion)
-    if mask is not None:
-        digest.update(b"mask" + mask)
-    return digest.hexdigest()
-
-
 @dataclass(frozen=True, eq=False)
 class Sequence:
     """One tokenised row. Every token of ``completion_ids`` that ``loss_mask`` selects is predicted and
@@ -155,8 +145,12 @@ class Sequence:
     def key(self) -> str:
         """Identity by content of (prompt tokens, completion tokens, which of them count), 32 hex digits. A
         stored log-probability is filed under it."""
-        mask = None if self.loss_mask is None else self.loss_mask.tobytes()
-        return row_key(self.prompt_ids.tobytes(), self.completion_ids.tobytes(), mask)
+        digest = hashlib.blake2b(len(self.prompt_ids).to_bytes(8, "little"), digest_size=16)
+        digest.update(self.prompt_ids.tobytes())
+        digest.update(self.completion_ids.tobytes())
+        if self.loss_mask is not None:
+            digest.update(b"mask" + self.loss_mask.tobytes())
+        return digest.hexdigest()
 
     @cached_property
     def counted(self) -> np.ndarray:
