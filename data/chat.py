@@ -14,19 +14,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from common.errors import DataError, require
 from config.schema_data import DataConfig
 from config.schema_model import ModelConfig
-from data.control_tokens import DROP, ESCAPE, KEEP, ControlTokens
-from data.templates import DATE, ChatTemplate, RenderError, is_mark, load_template, split_system
+from data.templates import DATE, ChatTemplate, RenderError, is_mark, is_thought, load_template, split_system
 from data.types import Completion, Prompt, Sequence, Turn
 
 if TYPE_CHECKING:
@@ -55,6 +55,60 @@ def make_renderer(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: 
         control_tokens=data.control_tokens,
         long_prompts=data.long_prompts,
     )
+
+
+KEEP, ESCAPE, DROP = "keep", "escape", "drop"
+"""What is done with control tokens: see ``data.control_tokens``."""
+_PLACE = re.compile("\ue000([0-9]+)\ue001")
+"""Stands for a control token that is to be encoded as plain text (characters of Unicode's private use)."""
+T = TypeVar("T")
+Encode = Callable[[list[str]], list[list[int]]]
+
+
+class ControlTokens:
+    """The control tokens of a tokenizer in the texts of people, such as an end of turn within a question:
+    those that it marks as special, but for the tags of thoughts. A tokenizer makes the control token itself
+    of such a text, in training as at inference, so a text can close its turn and open another."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, how: str) -> None:
+        """``how``: ``keep``, ``escape`` or ``drop``."""
+        self.tokenizer, self.how = tokenizer, how
+        tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._tokens = sorted((t for t in tokens if t.strip() and not is_thought(t)), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, self._tokens)) or r"(?!)")
+
+    def first(self, text: str) -> str | None:
+        """Return the first control token in a text; None without one."""
+        match = self._pattern.search(text)
+        return match and match[0]
+
+    def written(self, text: str) -> str:
+        """Return the text as it goes into the template. Raises RenderError for a text that is dropped."""
+        token = self.first(text) if self.how != KEEP else None
+        if token is None:
+            return text
+        if self.how == DROP:
+            raise RenderError(f"a text holds the control token {token} (data.control_tokens=drop)")
+        if "\ue000" in text:
+            raise RenderError("a text with control tokens holds U+E000, which stands for one of them")
+        return self._pattern.sub(lambda match: f"\ue000{self._tokens.index(match[0])}\ue001", text)
+
+    def encoded(self, text: str, alone: Encode, inside: Encode) -> list[int]:
+        """Return the ids of a text that ``written`` made, with its control tokens as plain text. ``alone``
+        encodes the beginning of a text, ``inside`` what continues one."""
+        first, *parts = _PLACE.split(text)
+        ids = alone([first])[0] if first else []
+        for which, behind in zip(parts[::2], parts[1::2], strict=True):
+            token = self._tokens[int(which)]
+            ids += self.tokenizer(token, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            ids += inside([behind])[0] if behind else []
+        return ids
+
+    @staticmethod
+    def whole(text: str) -> str:
+        """Return a text that was cut at its beginning, without the rest of a place that was cut through."""
+        before, end, behind = text.partition("\ue001")
+        return behind if end and "\ue000" not in before else text
 
 
 @dataclass(frozen=True)
@@ -155,15 +209,9 @@ class Renderer:
     def too_long(self, prompt: Prompt) -> bool:
         """Return whether a prompt loses turns or words because it exceeds max_prompt_length."""
         before = self.cuts.copy()
-        prepared = self._prepared(prompt)
+        opened = _or_reason(self._open, _or_reason(self._prepared, prompt))
         self.cuts = before
-        try:
-            return (
-                not isinstance(prepared, RenderError)
-                and len(self._open(prepared).ids) > self.max_prompt_length
-            )
-        except RenderError:
-            return False
+        return not isinstance(opened, RenderError) and len(opened.ids) > self.max_prompt_length
 
     def sequence(self, prompt: Prompt, completion: Completion) -> Sequence | str:
         """Return one row of training, or the reason why there is none: it cannot be rendered, or it has no
@@ -173,7 +221,7 @@ class Renderer:
     def prompts(self, prompts: Iterable[Prompt]) -> list[np.ndarray | str]:
         """Return ``prompt_ids`` of many, batch-encoded, or the reason for a prompt that cannot be
         rendered."""
-        return [one if isinstance(one, str) else one.ids for one in self._opened(prompts)]
+        return [str(one) if isinstance(one, RenderError) else one.ids for one in self._opened(prompts)]
 
     def sequences(self, rows: Iterable[tuple[Prompt, Completion]]) -> list[Sequence | str]:
         """Return ``sequence`` of many rows in their order, batch-encoded. A prompt that several rows share is
@@ -181,39 +229,23 @@ class Renderer:
         rows = list(rows)
         distinct = list(dict.fromkeys(prompt for prompt, _ in rows))
         opened = dict(zip(distinct, self._opened(distinct), strict=True))
-        texts: list[str | RenderError] = [
-            RenderError(one)
-            if isinstance(one := opened[prompt], str)
-            else _or_reason(self._answer_text, one, c)
-            for prompt, c in rows
-            if c.token_ids is None
-        ]
-        encoded = iter(self.encode_inside([text for text in texts if not isinstance(text, RenderError)]))
-        answers = iter([text if isinstance(text, RenderError) else next(encoded) for text in texts])
+        texts = [_or_reason(self._answer_text, opened[p], c) for p, c in rows if c.token_ids is None]
+        answers = iter(_encoded(self.encode_inside, texts))
         return [
             self._sequence(opened[prompt], next(answers) if c.token_ids is None else self._sampled(c))
             for prompt, c in rows
         ]
 
-    def _opened(self, prompts: Iterable[Prompt]) -> list[_Opened | str]:
+    def _opened(self, prompts: Iterable[Prompt]) -> list[_Opened | RenderError]:
         """Return each prompt as an answer follows it, or the reason why it cannot be rendered."""
-        prepared = [self._prepared(prompt) for prompt in prompts]
-        texts: list[str | RenderError] = [
-            one if isinstance(one, RenderError) else _or_reason(self._render, one) for one in prepared
-        ]
-        encoded = iter(self._encode([text for text in texts if isinstance(text, str)]))
-        return [
-            self._fitted(prompt, text, next(encoded))
-            if isinstance(prompt, Prompt) and isinstance(text, str)
-            else str(text)
-            for prompt, text in zip(prepared, texts, strict=True)
-        ]
+        prepared = [_or_reason(self._prepared, prompt) for prompt in prompts]
+        texts = [_or_reason(self._render, one) for one in prepared]
+        encoded = _encoded(self._encode, texts)
+        return [_or_reason(self._fitted, *row) for row in zip(encoded, prepared, texts, strict=True)]
 
-    def _sequence(self, opened: _Opened | str, answer: list[int] | RenderError) -> Sequence | str:
-        if isinstance(opened, str):
-            return opened
-        if isinstance(answer, RenderError):
-            return str(answer)
+    def _sequence(self, opened: _Opened | RenderError, answer: list[int] | RenderError) -> Sequence | str:
+        if isinstance(opened, RenderError) or isinstance(answer, RenderError):
+            return str(opened if isinstance(opened, RenderError) else answer)
         prompt = opened.ids
         room = self.max_length - len(prompt)
         if len(answer) > room:
@@ -258,17 +290,18 @@ class Renderer:
 
     # Prompts
 
-    def _fitted(self, prompt: Prompt, text: str, ids: list[int]) -> _Opened | str:
-        """Return the prompt, whose text has these ids, within max_prompt_length."""
+    def _fitted(self, ids: list[int], prompt: Prompt, text: str) -> _Opened:
+        """Return the prompt, whose text has these ids, within max_prompt_length. Raises RenderError."""
         opened = _Opened(prompt, text, np.array(self._with_bos(ids), dtype=np.int32))
-        if len(opened.ids) > self.max_prompt_length:
-            if self.long_prompts == DROP:
-                return f"the prompt has more than model.max_prompt_length={self.max_prompt_length} tokens"
-            try:
-                opened = self._shortened(opened)
-            except RenderError as error:
-                return str(error)
-        return opened if len(opened.ids) else "the prompt has no token"
+        if not len(opened.ids):
+            raise RenderError("the prompt has no token")
+        if len(opened.ids) <= self.max_prompt_length:
+            return opened
+        if self.long_prompts == DROP:
+            raise RenderError(
+                f"the prompt has more than model.max_prompt_length={self.max_prompt_length} tokens"
+            )
+        return self._shortened(opened)
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         """Return ``ids`` with exactly one beginning-of-sequence token if the model expects one, whether the
@@ -321,15 +354,12 @@ class Renderer:
 
     # Texts as they are given
 
-    def _prepared(self, prompt: Prompt) -> Prompt | RenderError:
-        """Return the prompt with its texts bounded and checked, or the reason why it is left out."""
+    def _prepared(self, prompt: Prompt) -> Prompt:
+        """Return the prompt with its texts bounded and checked. Raises RenderError."""
         limit, last = self.max_prompt_length, prompt.turns[-1]
         contents = [self._bounded(turn.content, limit, end=turn is last) for turn in prompt.turns]
-        try:
-            if self.chat is not None:
-                contents = [self._checked(content) for content in contents]
-        except RenderError as error:
-            return error
+        if self.chat is not None:
+            contents = [self._checked(content) for content in contents]
         if all(turn.content is content for turn, content in zip(prompt.turns, contents, strict=True)):
             return prompt
         turns = (replace(turn, content=c) for turn, c in zip(prompt.turns, contents, strict=True))
@@ -367,16 +397,23 @@ class Renderer:
         ids: list[list[int]] = encoded["input_ids"]
         if self.controls.how == ESCAPE:
             for i, text in enumerate(texts):
-                if self.controls.in_text(text):
+                if _PLACE.search(text):
                     ids[i] = self.controls.encoded(text, self._encode, self.encode_inside)
         return ids
 
 
-def _or_reason(render: Callable[..., str], *row: Any) -> str | RenderError:
+def _or_reason(render: Callable[..., T], first: Any, *more: Any) -> T | RenderError:
+    """Return what ``render`` makes of a row, or the reason why there is none, which may be known before."""
     try:
-        return render(*row)
+        return first if isinstance(first, RenderError) else render(first, *more)
     except RenderError as error:
         return error
+
+
+def _encoded(encode: Encode, texts: list[str | RenderError]) -> list[list[int] | RenderError]:
+    """Return the ids of the texts, and the reasons among them as they are."""
+    ids = iter(encode([text for text in texts if isinstance(text, str)]))
+    return [next(ids) if isinstance(text, str) else text for text in texts]
 
 
 def chat_fingerprint(

@@ -26,7 +26,7 @@ import jinja2.meta
 from jinja2 import nodes
 
 from common.errors import ConfigError, require
-from data.tool_calls import writes_calls
+from data.tool_calls import of_message
 from data.types import Prompt, Turn
 
 if TYPE_CHECKING:
@@ -238,13 +238,22 @@ class ChatTemplate:
         return text
 
     def _written(self, prompt: Prompt, more: tuple[Turn, ...], what: str) -> str:
-        turns = prompt.turns if self.takes_system else _folded(prompt.turns)
+        system, turns = ((), prompt.turns) if self.takes_system else split_system(prompt.turns)
+        if system and turns:  # it has no such role
+            turns = (Turn(turns[0].role, f"{system[0].content}\n\n{turns[0].content}"), *turns[1:])
         try:
-            return self.apply((*turns, *more), add_generation_prompt=not more, tools=prompt.tools)
+            return self.apply((*(turns or system), *more), add_generation_prompt=not more, tools=prompt.tools)
         except jinja2.TemplateError as error:
             raise RenderError(f"the chat template refuses the {what}: {error}") from error
 
     # Behaviour of the template, found out once by rendering
+
+    def _rendered(self, turns: list[Turn], tools: str = "") -> str:
+        """Return the text of ``turns`` up to the point where an answer begins; "" if it is refused."""
+        try:
+            return self.apply(turns, add_generation_prompt=True, tools=tools)
+        except jinja2.TemplateError:
+            return ""
 
     def _probe_answer(self, ask: Turn) -> None:
         """Find out what the template puts before and after an answer."""
@@ -271,11 +280,7 @@ class ChatTemplate:
         end of sequence that is added where the template writes no special token."""
         tail, eos, eos_id = self._behind_mark, str(self.tokenizer.eos_token), int(self.tokenizer.eos_token_id)
         to_eos = tail[: tail.find(eos) + len(eos)] if eos in tail else ""
-        try:
-            turns = [ask, Turn("assistant", MARK), ask]
-            within = self.apply(turns, add_generation_prompt=True).rpartition(MARK)[2]
-        except jinja2.TemplateError:
-            within = ""
+        within = self._rendered([ask, Turn("assistant", MARK), ask]).rpartition(MARK)[2]
         if to_eos and within.startswith(to_eos):
             return to_eos, eos_id
         for token in self.tokenizer(tail, add_special_tokens=False)["input_ids"]:
@@ -312,50 +317,38 @@ class ChatTemplate:
     def forgets(self) -> bool:
         """Whether the template leaves out what a user or an assistant said in earlier turns."""
         turns = [Turn("user", f"{MARK} 1"), Turn("assistant", f"{MARK} 2"), Turn("user", "a")]
-        try:
-            text = self.apply(turns, add_generation_prompt=True)
-        except jinja2.TemplateError:
-            return False  # it refuses such rows by itself
-        return not all(turn.content in text for turn in turns)
+        text = self._rendered(turns)
+        return bool(text) and not all(turn.content in text for turn in turns)
 
     @cached_property
     def takes_tool(self) -> bool:
         """Whether the template writes a tool's result, and not as the assistant's words. Some templates
         raise, some omit it, some know only two roles."""
-        asked = [Turn("user", "a"), Turn("assistant", "b")]
-        if self._fault("tool", [*asked, Turn("tool", MARK)]):
-            return False
-        own = self.apply([*asked, Turn("tool", MARK)], add_generation_prompt=True)
-        try:
-            return own != self.apply([*asked, Turn("assistant", MARK)], add_generation_prompt=True)
-        except jinja2.TemplateError:
-            return True
+        tool, assistant = (
+            [Turn("user", "a"), Turn("assistant", "b"), Turn(role, MARK)] for role in ("tool", "assistant")
+        )
+        return not self._fault("tool", tool) and self._rendered(tool) != self._rendered(assistant)
 
     @cached_property
     def takes_calls(self) -> tuple[bool, bool]:
-        """Whether the template writes the tool calls of an assistant's turn, and the results of such."""
-        return writes_calls(lambda turns: self.apply(turns, add_generation_prompt=True), MARK)
+        """Whether the template writes the tool calls of an assistant's turn, and the results of such; many
+        omit them silently, and some refuse a result without its call."""
+        name = "humanline_probe_call"
+        call = {"id": "abcdefghi", "function": {"name": name, "arguments": {"a": 1}}}
+        result = of_message({"role": "tool", "name": name, "tool_call_id": call["id"]})
+        calling, plain = (
+            self._rendered([Turn("user", "a"), Turn("assistant", "", keys), Turn("tool", MARK, result)])
+            for keys in (of_message({"tool_calls": [call]}), "")
+        )
+        return calling.count(name) > plain.count(name), MARK in calling
 
     @cached_property
     def takes_tools(self) -> bool:
         """Whether the template describes tools to the model."""
-        tools = json.dumps(
-            [
-                {
-                    "type": "function",
-                    "function": {
-                        "name": MARK,
-                        "description": "b",
-                        "parameters": {"type": "object", "properties": {}, "required": []},
-                    },
-                }
-            ]
-        )
+        parameters = {"type": "object", "properties": {}, "required": []}
+        function = {"name": MARK, "description": "b", "parameters": parameters}
         turns = [Turn("system", "a"), Turn("user", "a")][not self.takes_system :]
-        try:
-            return MARK in self.apply(turns, add_generation_prompt=True, tools=tools)
-        except jinja2.TemplateError:
-            return False
+        return MARK in self._rendered(turns, json.dumps([{"type": "function", "function": function}]))
 
 
 def is_mark(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
@@ -372,15 +365,6 @@ def is_thought(text: str) -> bool:
 def split_system(turns: tuple[Turn, ...]) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:
     """Return (the system turn, if the conversation begins with one, the other turns)."""
     return (turns[:1], turns[1:]) if turns and turns[0].role == "system" else ((), turns)
-
-
-def _folded(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
-    """Return the turns with the system turn put before the first user turn's words, for templates without
-    that role."""
-    system, rest = split_system(turns)
-    if not system or not rest:
-        return turns
-    return (Turn(rest[0].role, f"{system[0].content}\n\n{rest[0].content}"), *rest[1:])
 
 
 def _holds(text: str, words: str) -> bool:

@@ -9,15 +9,11 @@ themselves.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import jinja2
-
 from data.json_values import parsed
-from data.types import Turn
 
-_NAME = "humanline_probe_call"
 OF_A_RESULT = ("name", "tool_call_id")
 """Keys by which a tool's message may refer to the call that it answers."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
@@ -32,7 +28,9 @@ def of_message(message: Mapping[str, Any], calling: bool = True) -> str:
         if not isinstance(said, str):
             raise ValueError(f"{key!r} is a {type(said).__name__}, not a string")
     if calling and message.get("tool_calls"):
-        fields["tool_calls"] = [_call(call) for call in _list(message["tool_calls"])]
+        if not isinstance(calls := message["tool_calls"], list):
+            raise ValueError(f"'tool_calls' is a {type(calls).__name__}, not a list")
+        fields["tool_calls"] = [_call(call) for call in calls]
     elif calling and message.get("role") == "tool":
         fields |= {key: message[key] for key in OF_A_RESULT if isinstance(message.get(key), str)}
     return json.dumps(fields, ensure_ascii=False, default=str) if fields else ""
@@ -50,12 +48,6 @@ def tools_of(tools: Any) -> str:
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise ValueError("'tools' is not a list of functions' JSON schemas, or its JSON text")
     return json.dumps(tools, ensure_ascii=False, default=str)
-
-
-def _list(calls: Any) -> list[Any]:
-    if not isinstance(calls, list):
-        raise ValueError(f"'tool_calls' is a {type(calls).__name__}, not a list")
-    return calls
 
 
 def _call(call: Any) -> dict[str, Any]:
@@ -83,17 +75,3 @@ def _parsed(text: str, name: str) -> Any:
     if fault is not None:
         raise ValueError(f"the arguments of a call of {name} cannot be used: {fault}")
     return value
-
-
-def writes_calls(apply: Callable[[Iterable[Turn]], str], mark: str) -> tuple[bool, bool]:
-    """Return whether a chat template writes an assistant's calls, and whether it writes the result of one,
-    ``mark``; many templates omit them silently."""
-    call = {"id": "abcdefghi", "function": {"name": _NAME, "arguments": {"a": 1}}}
-    result = of_message({"role": "tool", "name": _NAME, "tool_call_id": call["id"]})
-    texts = []
-    for keys in (of_message({"tool_calls": [call]}), ""):
-        try:
-            texts.append(apply([Turn("user", "a"), Turn("assistant", "", keys), Turn("tool", mark, result)]))
-        except jinja2.TemplateError:  # some refuse a result without its call
-            texts.append("")
-    return texts[0].count(_NAME) > texts[1].count(_NAME), mark in texts[0]
