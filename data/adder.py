@@ -82,15 +82,13 @@ def rewards(completions: list[str], references: list[str | None]) -> list[float 
     Form is 1 for two worked steps and a sum. Separators is the share of the two ``;`` that are present; 0 for
     more than two.
     """
-    correct = accuracy(completions, references)
+    correct, separators = accuracy(completions, references), {1: 0.5, 2: 1.0}
     return [
-        None if right is None else 8 * right + float(_WORKED.fullmatch(text) is not None) + _separators(text)
+        None
+        if right is None
+        else 8 * right + float(_WORKED.fullmatch(text) is not None) + separators.get(text.count(";"), 0.0)
         for text, right in zip(completions, correct, strict=True)
     ]
-
-
-def _separators(text: str) -> float:
-    return {1: 0.5, 2: 1.0}.get(text.count(";"), 0.0)
 
 
 # Demonstrations
@@ -112,9 +110,6 @@ class Noise:
     """one column's sum is off by one"""
     final_slip: float = 0.12
     """the sum's units or tens are off by one"""
-
-
-CLEAN = Noise(decompose=0.0, direct=0.0, carry_dropped=0.0, carry_added=0.0, slip=0.0, final_slip=0.0)
 
 
 def demonstration(a: int, b: int, noise: Noise, rng: random.Random) -> str:

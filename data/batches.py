@@ -18,10 +18,18 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from config.schema_model import ModelConfig
-from data.balance import TOKENS, Work, in_slots, row_tokens, share_tokens, within
-from data.bundles import deal_together
+from data.balance import (
+    TOKENS,
+    Work,
+    deal_together,
+    in_slots,
+    own_tokens,
+    prompt_owners,
+    row_tokens,
+    share_tokens,
+    within,
+)
 from data.examples import ExampleGroups, columns_of, longest
-from data.sharing import own_tokens, prompt_owners
 from data.types import Example, Microbatch, PackedRows, Sequence, Sequences
 
 CANDIDATES = 32
@@ -162,7 +170,7 @@ def deal(
 
     Rows that are ``packed`` are dealt so that the ranks of a slot have about as much to do by ``work``, with
     rank 0 most (data/balance.py). If their prompts are also ``shared``, examples of one prompt stay together
-    as long as no rank waits for it (data/bundles.py). Rows that are padded are dealt by length instead, so
+    as long as no rank waits for it. Rows that are padded are dealt by length instead, so
     that rows side by side are about equally long and little is padded. On one rank, where no rank waits, both
     kinds are dealt by length. Raises ValueError if a single example has more tokens than ``size``, which
     ``trainers.assembly.check_budget`` refuses before.

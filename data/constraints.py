@@ -150,12 +150,10 @@ def wanted_of(reference: str | None) -> dict[str, Any] | None:
         constraints = json.loads(reference or "")
     except ValueError:
         return None
-    known = isinstance(constraints, dict) and constraints and constraints.keys() <= KINDS.keys()
-    return constraints if known and all(_can_have(*item) for item in constraints.items()) else None
-
-
-def _can_have(kind: str, value: Any) -> bool:
-    return type(value) is type(KINDS[kind].values[0]) and value != ""
+    if not isinstance(constraints, dict) or not constraints or not constraints.keys() <= KINDS.keys():
+        return None
+    typed = (type(value) is type(KINDS[kind].values[0]) for kind, value in constraints.items())
+    return constraints if all(typed) and "" not in constraints.values() else None
 
 
 def met(answer: str, wanted: dict[str, Any]) -> dict[str, bool]:

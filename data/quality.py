@@ -1,25 +1,26 @@
 """The data report, with what was read and left out, the lengths of the rows, and whether the data are good
-enough.
+enough; and the selection of the groups that a run keeps (``data.logprob_range``).
 
-The last part is the paper's test (§5.2.1, Figure 6). The mean token log-probability of an offline completion
-under the initial reference predicts how well training on it will go. The quarter of the paper's data with the
-lowest values trained clearly worse.
+Whether they are good enough is the paper's test (§5.2.1, Figure 6). The mean token log-probability of an
+offline completion under the initial reference predicts how well training on it will go. The quarter of the
+paper's data with the lowest values trained clearly worse: [0, 0.25] selects it, [0.25, 1] the rest.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from common.errors import StoppedError
 from data.chat import CONTROLLED
 from data.examples import Examples, columns_of
 from data.group_store import prompt_ids
 from data.rows import Dropped, Loaded, reasons
-from data.selection import Selection, Spread
 
 PAPER_WORST_QUARTILE = (-1.03, -0.36)
 """Range of mean token log-probabilities (nats) in the paper's lowest quarter of offline completions, under
@@ -28,6 +29,91 @@ the initial reference."""
 LEAST_LIKELY = 0.1
 """Quantile of the model's own answers, by mean token log-probability, with which completions are compared."""
 _NAMED = 10
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The distribution of a number over a set: minimum, quartiles, maximum and mean."""
+
+    count: int
+    mean: float
+    minimum: float
+    lower_quartile: float
+    median: float
+    upper_quartile: float
+    maximum: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread | None:
+        """Return the spread of ``values`` in float64 (quartiles interpolated linearly); None if there are no
+        values."""
+        array = np.fromiter(values, dtype=np.float64)
+        if not array.size:
+            return None
+        return cls(
+            array.size, float(array.mean()), *(float(q) for q in np.quantile(array, (0, 0.25, 0.5, 0.75, 1)))
+        )
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The groups that are trained on, and the numbers to report about the selection."""
+
+    range: tuple[float, float]
+    """data.logprob_range: shares of the groups in order of their mean token log-probability; 0 is the least
+    likely"""
+    kept: tuple[int, ...]
+    """Indices of the kept groups, ascending, so that the data keep their order"""
+    below: int
+    """Groups left out because they are less likely"""
+    above: int
+    """Groups left out because they are more likely"""
+    all: Spread
+    """Mean token log-probability of every group in nats; its four quarters are Figure 6's quartiles"""
+    lowest: float
+    """Lowest mean token log-probability of the kept groups, in nats"""
+    highest: float
+    """Highest mean token log-probability of the kept groups, in nats"""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON. Of the kept groups only their number is included."""
+        return {**asdict(self), "kept": len(self.kept)}
+
+
+def places(count: int, share: Sequence[float]) -> tuple[int, int]:
+    """Return the slice [first, last) of ``count`` groups in ascending order to which the range ``share``
+    corresponds. Adjacent ranges share no group and leave none out between them."""
+    first, last = (math.floor(end * count + 0.5) for end in share)
+    return first, last
+
+
+def select(values: np.ndarray, share: Sequence[float]) -> Selection:
+    """Return the selection of groups by ``values`` [groups], their mean token log-probabilities in nats. Of
+    equal values, the earlier group counts as less likely.
+
+    Raises StoppedError if a value is not a finite number, because such a group has no place in the order.
+    """
+    if not np.isfinite(values).all():
+        raise StoppedError(
+            f"the initial weights give {int((~np.isfinite(values)).sum())} of {len(values)} training groups "
+            "no finite "
+            "log-probability, so data.logprob_range cannot order them; look at the model "
+            "(model.dtype=float32?)"
+        )
+    first, last = places(len(values), share)
+    order = np.argsort(values, kind="stable")
+    kept = np.sort(order[first:last])
+    spread = Spread.of(values)
+    assert spread is not None and len(kept)  # make_plan checks it
+    return Selection(
+        (float(share[0]), float(share[1])),
+        tuple(kept.tolist()),
+        first,
+        len(values) - last,
+        spread,
+        float(values[order[first]]),
+        float(values[order[last - 1]]),
+    )
 
 
 @dataclass(frozen=True)
@@ -219,25 +305,21 @@ class DataReport:
             )
         return warnings
 
-    @property
-    def _than(self) -> str:
-        """What makes a completion one of ``poor_share``."""
-        if self.own is None:
-            high = PAPER_WORST_QUARTILE[1]
-            return f"have a mean token log-probability of {high} nats or less under the initial model"
-        return (
-            "are less likely under the initial model than nine in ten of its own answers (median "
-            f"{self.logprob['all'].median:.2f} nats a token; its own answers {self.own.median:.2f})"
-        )
-
     def _unlikely(self, share: float) -> str:
         """Return the warning that most completions are ones that the initial model would hardly say."""
         low, high = PAPER_WORST_QUARTILE
+        if self.own is None:
+            how = f"have a mean token log-probability of {high} nats or less under the initial model"
+        else:
+            how = (
+                "are less likely under the initial model than nine in ten of its own answers (median "
+                f"{self.logprob['all'].median:.2f} nats a token; its own answers {self.own.median:.2f})"
+            )
         leave_out = (
             "" if self.selection else ", or data.logprob_range=[0.25,1] leaves the least likely quarter out"
         )
         return (
-            f"{share:.0%} of the completions {self._than}. Such data, [{low}, {high}] nats in the paper, "
+            f"{share:.0%} of the completions {how}. Such data, [{low}, {high}] nats in the paper, "
             "trained clearly worse than the rest even with humanline (§5.2.1, Figure 6): prefer completions "
             f"of this or a similar model, or online=true{leave_out}"
         )

@@ -19,8 +19,7 @@ from common.errors import ConfigError, require
 from common.files import read_sealed, sealed, write_whole
 from common.secrets import scrub, scrub_text
 from data.examples import ExampleGroups, Examples, columns_of, picked_groups, row_keys
-from data.quality import DataReport, can_be_clipped
-from data.selection import Selection, Spread, select
+from data.quality import DataReport, Selection, Spread, can_be_clipped, select
 from data.types import Example
 from jobs.initial_scores import Lazy, initial_scores
 from jobs.plan import Plan, training_segment

@@ -15,8 +15,8 @@ from data.examples import SAYS_NOTHING, ExampleGroups, Examples, columns_of, mak
 from data.group_store import Groups
 from data.groups import check_token_ids
 from data.kinds import ONE_LABEL, advice
+from data.quality import places
 from data.rows import reasons
-from data.selection import places
 from data.sources import Loaded
 from data.token_cache import TokenCache
 from data.types import Group, Prompt

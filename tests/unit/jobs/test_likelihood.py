@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from data.selection import select
+from data.quality import select
 from jobs import initial_scores
 from jobs.likelihood import (
     OfRows,
