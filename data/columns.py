@@ -307,8 +307,8 @@ class Columns:
         self._shape = shape
         shape.rows += 1
         if shape.rows > self.MOST:
-            if shape.rows == self.MOST + 1 and len(self.shapes) == 1:
-                self.check()
+            if shape.rows == self.MOST + 1 and len(self._names) == len(row.values):
+                self.check()  # all rows so far have the same columns
             return row
         shape.kept.append(row)
         return replace(row, values=_Watched(row.values, shape.read))

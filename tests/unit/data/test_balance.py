@@ -126,9 +126,7 @@ def test_the_balance_is_the_share_of_time_in_which_no_rank_waits():
     assert math.isclose(token_balance(slots, packed=True), ((10 + 12) + (8 + 4)) / 2 / (12 + 8))
     # rank 1 computes two rows of 6 on a grid, and the mismatched row by itself
     assert math.isclose(token_balance(slots, packed=False), ((10 + 14) + (8 + 4)) / 2 / (14 + 8))
-    assert (
-        token_balance([[[a, b]], [[c]]], packed=False) == token_balance([[[a, b]], [[c]]], packed=True) == 1.0
-    )
+    assert {token_balance([[[a, b]], [[c]]], packed) for packed in (False, True)} == {1.0}, "on one rank"
 
 
 @pytest.mark.parametrize("scored", [False, True])

@@ -4,18 +4,22 @@ is too long."""
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from common.errors import ConfigError, DataError
 from config.schema_data import DataConfig
 from config.schema_model import ModelConfig
-from data.chat import Renderer, chat_fingerprint, make_renderer
+from data.chat import CONTROLLED, Renderer, chat_fingerprint, make_renderer
 from data.templates import DEFAULT_TEMPLATE, load_template
 from data.types import Completion, Prompt, Sequence, Turn
+from data.vocabulary import MOST_UNKNOWN, check_vocabulary, limit_tokens, unknown_share
+from tests.tiny import ROOT
 from tests.tiny_tokenizers import END_OF_TURN, FAMILIES, tiny_tokenizer
 
 TOKENIZERS = {family: tiny_tokenizer(family) for family in FAMILIES}
@@ -23,11 +27,11 @@ CHATS = ["llama3", "qwen2", "gemma2"]
 
 
 def renderer(
-    family: str, max_length: int = 4096, max_prompt_length: int = 2048, plain: bool = False
+    family: str, max_length: int = 4096, max_prompt_length: int = 2048, plain: bool = False, **settings: str
 ) -> Renderer:
-    tokenizer = TOKENIZERS[family]
-    template = None if plain else load_template(tokenizer)
-    return Renderer(tokenizer, max_length=max_length, max_prompt_length=max_prompt_length, template=template)
+    lengths = {"max_length": max_length, "max_prompt_length": max_prompt_length}
+    template = None if plain else load_template(TOKENIZERS[family])
+    return Renderer(TOKENIZERS[family], **lengths, template=template, **settings)
 
 
 def conversation(*contents: str, system: str | None = None) -> Prompt:
@@ -50,16 +54,13 @@ def test_training_ids_are_the_template_s_own_rendering(family: str, answer: str)
     """Independent of the renderer: transformers renders the whole conversation and tokenises it at once."""
     tokenizer, prompt = TOKENIZERS[family], conversation("one", "two", "three the")
     messages = [{"role": t.role, "content": t.content} for t in prompt.turns]
-    whole = tokenizer.apply_chat_template(
-        [*messages, {"role": "assistant", "content": answer}], tokenize=False
-    )
+    messages.append({"role": "assistant", "content": answer})
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
     end = END_OF_TURN[family]
     expected = whole[: whole.rindex(end) + len(end)]
     made = row(renderer(family).sequence(prompt, Completion(answer)))
     assert tokenizer.decode(ids_of(made)) == expected
-    if (
-        answer.strip() == answer and answer
-    ):  # no merge may cross from the generation prompt into such an answer
+    if answer.strip() == answer != "":  # no merge may cross from the generation prompt into it
         assert ids_of(made) == tokenizer(expected, add_special_tokens=False)["input_ids"]
 
 
@@ -72,9 +73,8 @@ def test_prompt_ids_are_what_is_sampled_from_and_an_exact_prefix_of_training(fam
     assert ids.ndim == 1
     if family != "base":
         messages = [{"role": t.role, "content": t.content} for t in prompt.turns]
-        assert (
-            ids.tolist() == tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-        )
+        own = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        assert ids.tolist() == own["input_ids"]
     for answer in ("", "x", "\n", " the"):
         assert np.array_equal(row(make.sequence(prompt, Completion(answer))).prompt_ids, ids)
 
@@ -93,16 +93,14 @@ def test_exactly_one_bos_whoever_wrote_it(family: str, plain: bool, already: int
 
 
 def test_bos_is_added_when_the_template_forgets_it_and_never_invented() -> None:
-    forgetful = Renderer(
-        TOKENIZERS["llama3"], max_length=500, max_prompt_length=400, template=FAMILIES["qwen2"][3]
-    )
+    lengths = {"max_length": 500, "max_prompt_length": 400}
+    forgetful = Renderer(TOKENIZERS["llama3"], template=FAMILIES["qwen2"][3], **lengths)
     ids = forgetful.prompt_ids(conversation("hello")).tolist()
     assert ids[0] == TOKENIZERS["llama3"].bos_token_id
     assert ids.count(ids[0]) == 1
     assert TOKENIZERS["qwen2"].bos_token_id is None
-    assert renderer("qwen2").prompt_ids(conversation("hello"))[0] == TOKENIZERS[
-        "qwen2"
-    ].convert_tokens_to_ids("<|im_start|>")
+    opens = TOKENIZERS["qwen2"].convert_tokens_to_ids("<|im_start|>")
+    assert renderer("qwen2").prompt_ids(conversation("hello"))[0] == opens
 
 
 def test_no_bos_where_the_tokenizer_has_one_but_does_not_use_it() -> None:
@@ -125,25 +123,14 @@ def test_an_answer_ends_with_the_template_s_end_token_exactly_once(family: str, 
     assert sum(token in ends for token in made.completion_ids.tolist()) == 1
 
 
-def test_the_end_token_counts_although_it_is_also_the_pad_token() -> None:
-    assert TOKENIZERS["llama3"].pad_token_id == TOKENIZERS["llama3"].eos_token_id
-    made = row(renderer("llama3").sequence(conversation("hello"), Completion("yes")))
-    assert made.completion_ids[-1] == TOKENIZERS["llama3"].pad_token_id
-
-
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_sampled_ids_are_used_as_they_are(family: str) -> None:
     make, prompt = renderer(family), conversation("hello")
     strange = (5, 3, 5, 7)  # no tokenizer would cut a text this way
-    assert row(
-        make.sequence(prompt, Completion(None, strange, finished=False))
-    ).completion_ids.tolist() == list(strange)
-    assert row(make.sequence(prompt, Completion("ignored", strange))).completion_ids.tolist() == [
-        *strange,
-        make.end_id,
-    ]
-    for stop in make.stop_token_ids:
-        assert row(make.sequence(prompt, Completion(None, (5, stop)))).completion_ids.tolist() == [5, stop]
+    ended = [Completion(None, (5, stop)) for stop in make.stop_token_ids]
+    for sampled in (Completion(None, strange, finished=False), Completion("ignored", strange), *ended):
+        end = [make.end_id] if sampled.text else []
+        assert row(make.sequence(prompt, sampled)).completion_ids.tolist() == [*sampled.token_ids, *end]
 
 
 @pytest.mark.parametrize(
@@ -158,11 +145,8 @@ def test_a_template_without_a_system_role_gets_it_in_the_first_user_turn() -> No
     make, tokenizer = renderer("gemma2"), TOKENIZERS["gemma2"]
     folded = make.prompt_ids(conversation("hello", "hi", "and?", system="be brief"))
     assert np.array_equal(folded, make.prompt_ids(conversation("be brief\n\nhello", "hi", "and?")))
-    silent = (
-        "{% for m in messages %}{% if m['role'] != 'system' %}{{ '<start_of_turn>' + m['content'] + "
-        "'<end_of_turn>' }}"
-        "{% endif %}{% endfor %}"
-    )
+    turn = "{{ '<start_of_turn>' + m['content'] + '<end_of_turn>' }}"
+    silent = f"{{% for m in messages %}}{{% if m['role'] != 'system' %}}{turn}{{% endif %}}{{% endfor %}}"
     make = Renderer(tokenizer, max_length=99, max_prompt_length=60, template=silent)
     assert "be brief" in tokenizer.decode(make.prompt_ids(conversation("hello", system="be brief")))
 
@@ -198,10 +182,9 @@ def test_a_tokenizer_that_prefixes_a_space_does_not_put_one_inside_a_row() -> No
 
 def test_an_answer_right_behind_a_newline_begins_without_a_space_of_the_tokenizer_s_own() -> None:
     tokenizer = TOKENIZERS["llama2"]
-    zephyr = (
-        "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
-    )
-    template = zephyr + "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+    turn = "{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}"
+    opens = "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+    template = f"{{% for m in messages %}}{turn}{{% endfor %}}{opens}"  # as Zephyr's
     make = Renderer(tokenizer, max_length=200, max_prompt_length=100, template=template)
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]
     whole = tokenizer.apply_chat_template(messages, chat_template=template)["input_ids"]
@@ -218,14 +201,6 @@ def test_the_end_token_is_found_behind_a_newline_that_is_a_token_too() -> None:
     assert TOKENIZERS["gemma2"].convert_ids_to_tokens(make.end_id) == "<end_of_turn>"
 
 
-def test_the_day_of_the_run_does_not_change_the_ids() -> None:
-    dated = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y %f') %}{% endif %}{{ date_string }}"  # noqa: E501
-    make = Renderer(
-        TOKENIZERS["llama3"], max_length=200, max_prompt_length=150, template=dated + FAMILIES["llama3"][3]
-    )
-    assert "26 Jul 2024" in TOKENIZERS["llama3"].decode(make.prompt_ids(conversation("hi")))
-
-
 # Lengths
 
 
@@ -233,9 +208,8 @@ def test_the_oldest_turns_go_first_and_the_system_turn_never() -> None:
     prompt = conversation("first " * 20, "second " * 20, "third", "fourth", "fifth?", system="the rules")
     make, tokenizer = renderer("qwen2", 300, 150), TOKENIZERS["qwen2"]
     ids = make.prompt_ids(prompt)
-    assert np.array_equal(
-        ids, renderer("qwen2").prompt_ids(conversation("third", "fourth", "fifth?", system="the rules"))
-    )
+    rest = conversation("third", "fourth", "fifth?", system="the rules")
+    assert np.array_equal(ids, renderer("qwen2").prompt_ids(rest))
     assert len(ids) <= 150
     assert make.cuts == {"oldest turns": 1}
     assert "the rules" in tokenizer.decode(ids)
@@ -268,21 +242,14 @@ def test_a_cut_completion_has_no_end_token_and_is_counted() -> None:
     assert TOKENIZERS["llama3"].eos_token_id not in made.completion_ids
     assert make.cuts == {"completion end": 1}
     room = 60 - len(made.prompt_ids)
-    assert (
-        row(make.sequence(prompt, Completion("y" * (room - 1)))).completion_ids[-1]
-        == TOKENIZERS["llama3"].eos_token_id
-    )
+    fits = row(make.sequence(prompt, Completion("y" * (room - 1))))
+    assert fits.completion_ids[-1] == TOKENIZERS["llama3"].eos_token_id
 
 
 def test_a_row_without_a_completion_token_is_dropped() -> None:
-    assert (
-        renderer("llama3").sequence(conversation("hello"), Completion(None, (), finished=False))
-        == "no completion token"
-    )
-    assert (
-        renderer("llama3", plain=True).sequence(conversation("hello"), Completion("", finished=False))
-        == "no completion token"
-    )
+    for make, empty in ((renderer("llama3"), None), (renderer("llama3", plain=True), "")):
+        answer = Completion(empty, () if empty is None else None, finished=False)
+        assert make.sequence(conversation("hello"), answer) == "no completion token"
 
 
 words = st.text(alphabet=st.sampled_from("ab the\n é<|>✓"), max_size=60)
@@ -313,15 +280,10 @@ def test_any_conversation_fits_or_is_named(
 
 
 def test_a_batch_is_its_rows() -> None:
-    prompts = [
-        conversation(*["turn the " * (i + 1)] * (2 * (i % 3) + 1), system="s" if i % 2 else None)
-        for i in range(12)
-    ]
-    items = [
-        (p, c)
-        for p in prompts
-        for c in (Completion("the one"), Completion(None, (4, 5)), Completion("two", finished=False))
-    ]
+    lengths = ["turn the " * (i + 1) for i in range(12)]
+    prompts = [conversation(*[t] * (2 * (i % 3) + 1), system="s" * (i % 2)) for i, t in enumerate(lengths)]
+    answers = (Completion("the one"), Completion(None, (4, 5)), Completion("two", finished=False))
+    items = [(prompt, answer) for prompt in prompts for answer in answers]
     for family in CHATS:
         make = renderer(family, 120, 80)
         for one, many in zip([make.sequence(*item) for item in items], make.sequences(items), strict=True):
@@ -342,12 +304,8 @@ def test_settings_choose_template_and_lengths() -> None:
     data = DataConfig(name="x", source="y")
     model = ModelConfig(name="m", name_or_path="m", max_length=99, max_prompt_length=44)
     assert make_renderer(TOKENIZERS["qwen2"], model, data).template == FAMILIES["qwen2"][3]
-    assert (
-        make_renderer(
-            TOKENIZERS["qwen2"], model, dataclasses.replace(data, apply_chat_template=False)
-        ).template
-        is None
-    )
+    plain = dataclasses.replace(data, apply_chat_template=False)
+    assert make_renderer(TOKENIZERS["qwen2"], model, plain).template is None
     assert (made := make_renderer(TOKENIZERS["qwen2"], model, data)).max_length == 99
     assert made.max_prompt_length == 44
 
@@ -359,34 +317,17 @@ def test_a_tokenizer_without_an_end_is_refused() -> None:
         Renderer(endless, max_length=10, max_prompt_length=5, template=None)
 
 
-def test_a_template_that_loses_the_answer_is_refused() -> None:
-    with pytest.raises(ConfigError, match="chat_template"):
-        Renderer(
-            TOKENIZERS["base"], max_length=10, max_prompt_length=5, template="{{ messages[0]['content'] }}"
-        )
-
-
 def test_the_fingerprint_changes_with_what_ids_depend_on_and_with_nothing_else() -> None:
     tokenizer = tiny_tokenizer("llama3")
     before = chat_fingerprint(tokenizer, "t", 10, 5)
     tokenizer(["a", "a b c"], padding=True, truncation=True, max_length=4)
-    assert (
-        chat_fingerprint(tokenizer, "t", 10, 5)
-        == before
-        == chat_fingerprint(tiny_tokenizer("llama3"), "t", 10, 5)
-    )
+    same = (chat_fingerprint(of, "t", 10, 5) for of in (tokenizer, tiny_tokenizer("llama3")))
+    assert {*same} == {before}
     settings = [("u", 10, 5), (None, 10, 5), ("t", 11, 5), ("t", 10, 6)]
     others = [chat_fingerprint(tokenizer, *setting) for setting in settings]
     others.append(chat_fingerprint(tiny_tokenizer("qwen2"), "t", 10, 5))
     tokenizer.add_tokens(["more"])
     assert len({before, *others, chat_fingerprint(tokenizer, "t", 10, 5)}) == 7
-
-
-def test_rendering_does_not_change_the_data() -> None:
-    prompt, completion = conversation("hello" * 100, system="rules"), Completion("yes ")
-    before = (prompt.turns, prompt.id, completion)
-    renderer("llama3", 60, 50).sequence(prompt, completion)
-    assert (prompt.turns, prompt.id, completion) == before
 
 
 TOOLS = Prompt((Turn("user", "what is 2+2?"), Turn("assistant", "add(2, 2)"), Turn("tool", "4")))
@@ -396,9 +337,8 @@ TOOLS = Prompt((Turn("user", "what is 2+2?"), Turn("assistant", "add(2, 2)"), Tu
 def test_a_tools_result_is_context_as_the_template_writes_it(family: str) -> None:
     tokenizer = TOKENIZERS[family]
     messages = [{"role": t.role, "content": t.content} for t in TOOLS.turns]
-    whole = tokenizer.apply_chat_template(
-        [*messages, {"role": "assistant", "content": "it is"}], tokenize=False
-    )
+    messages.append({"role": "assistant", "content": "it is"})
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
     end = END_OF_TURN[family]
     made = row(renderer(family).sequence(TOOLS, Completion("it is")))
     assert tokenizer.decode(ids_of(made)) == whole[: whole.rindex(end) + len(end)]
@@ -415,15 +355,125 @@ def test_the_shipped_template_writes_a_tools_result() -> None:
 def test_where_the_template_has_no_tool_turns_the_row_is_dropped_and_says_so(family: str) -> None:
     """Gemma's raises, Llama 2's would leave the turn out; a template of two roles would put it into the
     assistant's mouth."""
-    for made in (
-        renderer(family),
-        Renderer(
-            TOKENIZERS["qwen2"],
-            max_length=99,
-            max_prompt_length=50,
-            template="{% for m in messages %}{{ {'user': 'U'}.get(m.role, 'A') + m.content }}{% endfor %}",
-        ),
-    ):
+    template = "{% for m in messages %}{{ {'user': 'U'}.get(m.role, 'A') + m.content }}{% endfor %}"
+    two_roles = Renderer(TOKENIZERS["qwen2"], max_length=99, max_prompt_length=50, template=template)
+    for made in (renderer(family), two_roles):
         said = made.sequence(TOOLS, Completion("it is"))
         assert isinstance(said, str) and "has no tool turns" in said and "model.chat_template" in said
         assert isinstance(made.sequence(conversation("hello"), Completion("x")), Sequence)
+
+
+# Texts as people bring them: with control tokens inside, and far longer than there is room for
+
+
+@pytest.mark.parametrize("family", CHATS)
+@settings(max_examples=30)
+@given(before=st.text("ab c", max_size=6), behind=st.text("ab c", max_size=6))
+def test_control_tokens_are_kept_escaped_or_dropped(family, before, behind):
+    tokenizer, end = TOKENIZERS[family], END_OF_TURN[family]
+    text, (control,) = f"x{before}{end}{behind}x", tokenizer.convert_tokens_to_ids([end])
+    plain = [row(renderer(family).sequence(conversation("xx"), Completion("xx")))]
+    count = [list(part).count(control) for part in (plain[0].prompt_ids, plain[0].completion_ids)]
+    keep, escape = renderer(family), renderer(family, control_tokens="escape")
+    kept, escaped = (row(r.sequence(conversation(text), Completion(text))) for r in (keep, escape))
+    for i, part in enumerate(("prompt_ids", "completion_ids")):
+        assert list(getattr(kept, part)).count(control) == count[i] + 1, "as at inference"
+        assert list(getattr(escaped, part)).count(control) == count[i]
+        written = tokenizer.decode(getattr(escaped, part))
+        assert written == tokenizer.decode(getattr(kept, part)), "the same text, told by plain tokens"
+    assert keep.cuts[CONTROLLED] == escape.cuts[CONTROLLED] == 2
+    assert keep.fingerprint != escape.fingerprint
+    dropped = renderer(family, control_tokens="drop")
+    assert "data.control_tokens=drop" in dropped.sequence(conversation("x"), Completion(text))
+    assert "data.control_tokens=drop" in dropped.prompts([conversation(text)])[0]
+    assert isinstance(dropped.sequence(conversation("x"), Completion("x" + end)), Sequence), (
+        "its own end is none"
+    )
+
+
+@pytest.mark.parametrize("family", CHATS)
+@pytest.mark.parametrize("word", ["word ", "x", " ", "ünï→ "])
+def test_a_long_text_gives_the_ids_of_the_whole_text(family, word, monkeypatch):
+    cut, whole = renderer(family, 160, 96), renderer(family, 160, 96)
+    monkeypatch.setattr(whole, "_bounded", lambda text, limit, end=False: text)
+    long = "the beginning " + word * 9000 + " the end?"
+    prompts = [conversation(long), conversation(long, "a", "why?")]
+    for prompt in prompts:
+        found, expected = (row(r.sequence(prompt, Completion(long))) for r in (cut, whole))
+        assert np.array_equal(found.prompt_ids, expected.prompt_ids)
+        assert np.array_equal(found.completion_ids, expected.completion_ids)
+    named = [what for what in cut.cuts if "before it was tokenised" in what]
+    assert named and f"{len(long):,} characters from 'the beginning" in named[0]
+
+
+def test_a_long_text_takes_little_memory():
+    text = "word " * 1_000_000
+    make = renderer("llama3", 64, 32)
+    tracemalloc.start()
+    row(make.sequence(conversation(text), Completion(text)))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10 * len(text), "hundreds of bytes a character where it is tokenised whole"
+
+
+def test_long_prompts_are_counted_and_may_be_dropped():
+    long, short = conversation("word " * 300), conversation("word")
+    make = renderer("llama3", 512, 256)
+    assert make.too_long(long) and not make.too_long(short) and not make.cuts
+    make.prompts([long, short])
+    assert make.cuts["last user turn"] == 1
+    dropping = renderer("llama3", 512, 256, long_prompts="drop")
+    assert [isinstance(made, str) for made in dropping.prompts([long, short])] == [True, False]
+
+
+# Whether a tokenizer can read the data
+
+
+@pytest.fixture(scope="module")
+def adder():
+    return AutoTokenizer.from_pretrained(ROOT / "assets" / "adder" / "model")
+
+
+def words_of(tokenizer, text: str) -> np.ndarray:
+    return np.array(tokenizer(text)["input_ids"], np.int32)
+
+
+def test_the_share_is_of_all_rows_together(adder):
+    assert unknown_share(adder, [words_of(adder, "12+34=46"), words_of(adder, "1;2")]) == 0
+    rows = [np.full(30, adder.unk_token_id), words_of(adder, "1")[:1].repeat(90)]
+    assert unknown_share(adder, rows) == 0.25
+    assert unknown_share(adder, []) == 0
+
+
+def test_words_are_refused_and_sums_are_not(adder):
+    check_vocabulary(adder, [words_of(adder, "12+34=46")], "sums")
+    with pytest.raises(ConfigError, match=r"does not know .* of the tokens of words; choose a model"):
+        check_vocabulary(adder, [words_of(adder, "hello")], "words")
+    unknown = np.full(1, adder.unk_token_id)
+    few = words_of(adder, "1")[:1].repeat(round(1 / MOST_UNKNOWN) - 1)
+    check_vocabulary(adder, [unknown, few], "a tenth")
+
+
+@pytest.mark.parametrize("same", ["eos_token", "bos_token", "pad_token"])
+def test_a_token_that_also_means_something_else_says_nothing(same):
+    own = AutoTokenizer.from_pretrained(ROOT / "assets" / "adder" / "model")
+    own.unk_token = getattr(own, same)
+    assert unknown_share(own, [np.full(5, own.unk_token_id)]) == 0
+    own.unk_token = None
+    assert unknown_share(own, [np.full(5, 3)]) == 0
+
+
+def test_tokens_without_a_row_in_the_embedding_are_refused_where_they_are_read():
+    own = AutoTokenizer.from_pretrained(ROOT / "assets" / "adder" / "model")
+    known = len(own)
+    own.add_special_tokens({"additional_special_tokens": ["<call>"]})
+    beyond = [words_of(own, "12+34=46"), words_of(own, "1<call>")]
+    limit_tokens(own, known + 1, [own.eos_token_id])
+    check_vocabulary(own, beyond, "sums")
+    limit_tokens(own, known, [own.eos_token_id])
+    check_vocabulary(own, beyond[:1], "sums")
+    said = rf"has {known} rows, and sums have the token '<call>', whose id is {known}: name .*resize_token"
+    with pytest.raises(ConfigError, match=said):
+        check_vocabulary(own, iter(beyond), "sums")
+    with pytest.raises(ConfigError, match="the tokens that end an answer have the token '<call>'"):
+        limit_tokens(own, known, [own.eos_token_id, known])

@@ -17,24 +17,14 @@ from hypothesis import strategies as st
 
 from common.errors import ConfigError, DataError, UserError
 from config.files import of_project
-from config.schema_data import DataConfig
 from data.columns import MEANT, typed
-from data.rows import Loaded, Row
-from data.sources import convert, load_groups
+from data.sources import load_groups
 from data.views import prompts_of
 from tests.tiny import make_config
+from tests.unit.data.people import lines, load, local, said
 from train import train
 
 Q, A, B = "Name a colour.", "Blue.", "Seven."
-
-
-def said(*contents: str) -> list[dict]:
-    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
-
-
-def load(*records: dict, **settings: object) -> Loaded:
-    rows = [Row("f.jsonl", i, record) for i, record in enumerate(records, 1)]
-    return convert(rows, DataConfig(name="t", source="-", **settings), "f.jsonl")  # type: ignore[arg-type]
 
 
 def groups(*records: dict, **settings: object) -> list[tuple]:
@@ -85,7 +75,7 @@ def test_the_forms_that_people_bring_are_read(record: dict, group: tuple | None)
         ),
         ({"prompt": Q, "generated_text": A, "is_good": 1}, ["label: is_good", "completion: generated_text"]),
         ({"prompt": Q, "response": A}, ["completion: response", "data.ignore_columns=[response]"]),
-        ({"prompt": Q, "answer": "4"}, ["completion: answer", "reference: answer"]),
+        ({"prompt": Q, "answer": "4"}, ["completion: answer"]),
         (
             {"question": Q, "context": "c", "answer": A},
             ["instruction: question, input: context, completion: answer"],
@@ -288,10 +278,8 @@ def test_columns_may_be_paths_into_columns() -> None:
         assert group.prompt.reference_answer == answer
     with pytest.raises(ConfigError, match=r"reward_model.truth: .*reward_model has ground_truth"):
         load(row, columns={"reference": "reward_model.truth"})
-    assert (
-        typed({"prompt": "my column", "chosen": "a,b"})
-        == "\"data.columns={prompt: my column, chosen: 'a,b'}\""
-    )
+    line = typed({"prompt": "my column", "chosen": "a,b"})
+    assert line == "\"data.columns={prompt: my column, chosen: 'a,b'}\""
 
 
 def test_the_first_rows_show_the_format_together() -> None:
@@ -317,51 +305,33 @@ def test_a_prompt_with_two_references_is_counted() -> None:
     ]
 
 
-def settings(path: Path, **more: object) -> DataConfig:
-    given = {"name": "t", "source": "data.sources.local", "path": str(path), "eval_fraction": 0.0}
-    return DataConfig(**given | more)  # type: ignore[arg-type]
-
-
-def write(path: Path, *records: dict) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 def test_rows_that_cannot_be_read_are_refused_beyond_a_tenth(tmp_path) -> None:
     good = {"prompt": Q, "chosen": A, "rejected": B}
-    write(tmp_path / "a.jsonl", *[good] * 9)
-    write(tmp_path / "b.jsonl", *[{"instruction": Q, "output": A}] * 6)
+    lines(tmp_path / "a.jsonl", [good] * 9)
+    lines(tmp_path / "b.jsonl", [{"instruction": Q, "output": A}] * 6)
     with pytest.raises(ConfigError) as error:
-        load_groups(settings(tmp_path), "train")
+        load_groups(local(tmp_path), "train")
     assert str(error.value).startswith("data.max_unreadable=0.1: 6 of the 15 rows of ")
     for word in ("6 × no column 'chosen'", "b.jsonl row 1", "data.max_unreadable=0.4"):
         assert word in str(error.value)
-    assert len(load_groups(settings(tmp_path, max_unreadable=0.4), "train").groups) == 9
-    same = write(tmp_path / "c.jsonl", good, good | {"rejected": A})  # left out on purpose
-    assert len(load_groups(settings(same), "train").groups) == 1
+    assert len(load_groups(local(tmp_path, max_unreadable=0.4), "train").groups) == 9
+    same = lines(tmp_path / "c.jsonl", [good, good | {"rejected": A}])  # left out on purpose
+    assert len(load_groups(local(same), "train").groups) == 1
+    none = lines(tmp_path / "d.jsonl", [good | {"chosen": None}])
     with pytest.raises(DataError, match="none of the 1 rows can be used: 1 × no 'chosen'"):
-        load_groups(
-            settings(
-                write(
-                    tmp_path / "d.jsonl",
-                    good | {"chosen": None},
-                ),
-                format="preference",
-            ),
-            "train",
-        )
+        load_groups(local(none, format="preference"), "train")
 
 
 def test_a_prompt_under_another_name_is_proposed_where_no_row_can_be_used(tmp_path) -> None:
     rows = [{"system": "Be brief.", "input": Q, "chosen": A, "rejected": B, "rating": [1, 9]}] * 9
-    path = write(tmp_path / "a.jsonl", *rows)  # columns of argilla/distilabel-intel-orca-dpo-pairs
+    path = lines(tmp_path / "a.jsonl", rows)  # columns of argilla/distilabel-intel-orca-dpo-pairs
     with pytest.raises(DataError) as error:
-        load_groups(settings(path), "train")
+        load_groups(local(path), "train")
     assert 'say it with "data.columns={prompt: input}" or data.format' in str(error.value)
-    said = {"columns": {"prompt": "input"}}
+    asked = {"columns": {"prompt": "input"}}
     with pytest.raises(ConfigError, match=r'on; type "data.ignore_columns=\[rating\]" to train without it'):
-        load_groups(settings(path, **said), "train")
-    assert len(load_groups(settings(path, **said, ignore_columns=["rating"]), "train").groups) == 9
+        load_groups(local(path, **asked), "train")
+    assert len(load_groups(local(path, **asked, ignore_columns=["rating"]), "train").groups) == 9
 
 
 @pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
@@ -370,7 +340,7 @@ def test_the_separator_and_a_byte_order_mark_of_a_table_are_recognised(tmp_path,
     with path.open("w", encoding="utf-8-sig", newline="") as stream:
         out = csv.writer(stream, delimiter=separator)
         out.writerows([["prompt", "chosen; or, not", "rejected"], *[[f"{Q}, {Q}; {Q}\n\t", A, B]] * 30])
-    loaded = load_groups(settings(path, columns={"chosen": "chosen; or, not"}), "train")
+    loaded = load_groups(local(path, columns={"chosen": "chosen; or, not"}), "train")
     assert [t.content for t in loaded.groups[0].prompt.turns] == [f"{Q}, {Q}; {Q}\n\t"] and len(
         loaded.groups
     ) == 30
@@ -384,14 +354,14 @@ def test_a_table_adds_no_nulls_and_keeps_the_order_of_arguments(tmp_path) -> Non
 
     records = [row(zone="a", city="b"), row(zone="c")]
     datasets.Dataset.from_list(records).to_parquet(tmp_path / "a.parquet")
-    found = load_groups(settings(tmp_path / "a.parquet"), "train").groups
-    assert found == load_groups(settings(write(tmp_path / "a.jsonl", *records)), "train").groups
+    found = load_groups(local(tmp_path / "a.parquet"), "train").groups
+    assert found == load_groups(local(lines(tmp_path / "a.jsonl", records)), "train").groups
     assert '{"zone": "a", "city": "b"}' in found[0].prompt.turns[1].keys
     assert '{"zone": "c"}' in found[1].prompt.turns[1].keys
 
 
 def test_labelled_losses_refuse_one_label_alone(tmp_path) -> None:
-    path = write(tmp_path / "a.jsonl", *({"prompt": f"1{i}+10=", "completion": "20"} for i in range(8)))
+    path = lines(tmp_path / "a.jsonl", ({"prompt": f"1{i}+10=", "completion": "20"} for i in range(8)))
     own = ("data=local", f"data.path={path}", "data.eval_fraction=0", "model.batch_size=4", "dry_run=true")
     with pytest.raises(ConfigError, match=r"desirable answers alone .*loss=sft.*data.one_label=true"):
         train(make_config("loss=kto", *own), "run")
@@ -400,18 +370,16 @@ def test_labelled_losses_refuse_one_label_alone(tmp_path) -> None:
 def test_pairs_that_the_limit_makes_equal_are_counted(tmp_path, capsys) -> None:
     rows = [{"prompt": f"1{i}+10=", "chosen": f"{'1' * 40}{i}", "rejected": "1" * 40} for i in range(3)]
     rows.append({"prompt": "11+11=", "chosen": "22", "rejected": "21"})
-    path = write(tmp_path / "a.jsonl", *rows)
+    path = lines(tmp_path / "a.jsonl", rows)
     own = ("data=local", f"data.path={path}", "data.eval_fraction=0", "model.batch_size=1", "dry_run=true")
     train(make_config("loss=dpo", *own, "model.max_length=30", "model.max_prompt_length=20"), "run")
-    assert (
-        "without an example: 3 of 4 groups (3 × its two answers are the same once cut"
-        in capsys.readouterr().out
-    )
+    counted = "without an example: 3 of 4 groups (3 × its two answers are the same once cut"
+    assert counted in capsys.readouterr().out
 
 
 def test_the_projects_own_files_are_found_from_another_folder(tmp_path, monkeypatch) -> None:
     assert of_project("assets/adder/pairs.jsonl") == "assets/adder/pairs.jsonl"
     monkeypatch.chdir(tmp_path)
     assert Path(of_project("assets/adder/pairs.jsonl") or "").is_file()
-    assert load_groups(settings(Path("assets/adder/pairs.jsonl"), max_unreadable=0), "train").read > 1000
+    assert load_groups(local(Path("assets/adder/pairs.jsonl"), max_unreadable=0), "train").read > 1000
     assert of_project("assets/nothing") == "assets/nothing" and of_project(None) is None

@@ -115,9 +115,6 @@ def test_the_reward_is_the_share_times_a_guard_that_is_reported_beside_it() -> N
         reward.score([Prompt(asked.turns)], [good])
     with pytest.raises(RewardError, match="no known constraints"):
         reward.score([unknown], [good])
-    assert all_met([good, half, good], [asked.reference_answer, asked.reference_answer, None]) == [
-        1.0,
-        0.0,
-        None,
-    ]
+    references = [asked.reference_answer, asked.reference_answer, None]
+    assert all_met([good, half, good], references) == [1.0, 0.0, None]
     assert isinstance(reward.scorer.score([unknown], [good])[0], Missing)

@@ -7,10 +7,12 @@ import gc
 import itertools
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,12 +27,14 @@ from data.examples import (
     longest,
     make_examples,
     picked_groups,
+    prompts_digest,
     token_ids,
     with_tokens,
 )
 from data.group_store import gathered
 from data.token_cache import TokenCache
 from data.types import Completion, Example, Group, Prompt, Sequence, Turn
+from tests.tiny import random_groups
 from tests.unit.data.test_token_cache import renderer
 
 VIEWS = (views.pairs, views.labelled, views.group_advantages, views.demonstrations)
@@ -157,3 +161,48 @@ def test_memory_grows_by_less_than_a_row_of_text_a_pair(tmp_path, monkeypatch):
     few, many = most_memory(tmp_path, 500), most_memory(tmp_path, 1_500)
     most, left = ((b - a) / 1_000 for a, b in zip(few, many, strict=True))
     assert most < 800 and left < 200, (most, left)
+
+
+# Digests change with whatever a run would train on otherwise, and with nothing else
+
+
+def changed(example: Example, what: str) -> Example:
+    row = example.rows[0]
+    other = {
+        "a prompt's token": replace(row, prompt_ids=row.prompt_ids + (np.arange(len(row.prompt_ids)) == 0)),
+        "a completion's token": replace(row, completion_ids=row.completion_ids + 1),
+        "a token less": replace(row, completion_ids=row.completion_ids[:-1]),
+        "a token from the prompt to the completion": replace(
+            row,
+            prompt_ids=row.prompt_ids[:-1],
+            completion_ids=np.concatenate([row.prompt_ids[-1:], row.completion_ids]),
+        ),
+        "the tokens that count": replace(row, loss_mask=np.zeros(len(row.completion_ids), bool)),
+    }
+    if what == "its label":
+        return replace(example, label=-example.label)
+    return replace(example, rows=(other[what], *example.rows[1:]))
+
+
+EXAMPLE = ["a prompt's token", "a completion's token", "a token less", "the tokens that count", "its label"]
+
+
+@pytest.mark.parametrize("what", [*EXAMPLE, "a token from the prompt to the completion"])
+def test_one_example_that_is_changed_changes_the_digest(what: str) -> None:
+    groups = list(random_groups(9, seed=1, kind="labelled"))
+    before = groups_digest(groups)
+    groups[4] = (changed(groups[4][0], what), *groups[4][1:])
+    assert groups_digest(groups) != before == groups_digest(random_groups(9, seed=1, kind="labelled"))
+
+
+def test_the_order_the_number_and_the_bounds_of_groups_count() -> None:
+    groups = random_groups(9, seed=1, kind="labelled")
+    joined = (groups[0] + groups[1], *groups[2:])
+    others = [groups[::-1], groups[:-1], (*groups, groups[-1]), joined]
+    assert len({groups_digest(other) for other in (groups, *others)}) == 5
+
+
+def test_prompts_count_with_their_order_and_their_reference_answers() -> None:
+    prompts = [Prompt((Turn("user", f"{n}+1="),), str(n)) for n in range(4)]
+    others = [prompts[::-1], prompts[:3], [*prompts[:3], replace(prompts[3], reference_answer=None)]]
+    assert len({prompts_digest(other) for other in (prompts, *others)}) == 4

@@ -28,10 +28,8 @@ def group(*ids: int, tokenizer: str | None = OURS, question: str = "q") -> Group
 
 
 def load(path: Path) -> list[Group]:
-    config = DataConfig(
-        name="x", source="data.sources.local", path=str(path), eval_fraction=0, max_unreadable=1
-    )
-    return load_groups(config, "train").groups
+    local = {"source": "data.sources.local", "path": str(path)}
+    return load_groups(DataConfig(name="x", eval_fraction=0, max_unreadable=1, **local), "train").groups
 
 
 def test_a_file_says_whose_ids_it_holds_and_one_that_does_not_is_as_it_was(tmp_path):

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from config.schema_data import DataConfig
-from data.markup import MarkupError, Reader, repeats_prompt, unrendered
-from data.rows import Dropped, Row
+from data.markup import Reader, repeats_prompt, unrendered
+from data.rows import Dropped, Row, RowError
 from data.sources import load_groups
 from data.types import Completion, Group, Prompt, Turn
 
@@ -146,10 +146,9 @@ def test_a_text_about_markup_stays_as_it_is(prompt):
 )
 def test_what_can_mean_several_things_is_dropped_with_the_reason(prompt, answer):
     ((found, _),) = Reader(CONFIG).read(iter([(one(prompt, answer), Row("f.jsonl", 7, {}))]))
-    assert (
-        isinstance(found, Dropped) and "ChatML" in found.reason and (found.file, found.row) == ("f.jsonl", 7)
-    )
-    with pytest.raises(MarkupError):
+    assert isinstance(found, Dropped) and "ChatML" in found.reason
+    assert (found.file, found.row) == ("f.jsonl", 7)
+    with pytest.raises(RowError):
         unrendered(one(prompt, answer))
 
 

@@ -22,6 +22,7 @@ from data.sources import convert, load_groups
 from data.templates import load_template
 from data.types import Sequence
 from tests.tiny_tokenizers import tiny_tokenizer
+from tests.unit.data.people import said
 
 CONFIG = Path(__file__).parents[3] / "config"
 REAL = Path(__file__).parents[4] / "shared" / "data"
@@ -49,10 +50,6 @@ def words(loaded: Loaded) -> list[tuple[list[str], list[str | None], tuple[float
     ]
 
 
-def user(*contents: str) -> list[dict]:
-    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
-
-
 @pytest.mark.parametrize("name", SETS)
 def test_every_shipped_yaml_is_whole_and_says_what_it_is(name: str) -> None:
     path = CONFIG / "data" / f"{name}.yaml"
@@ -71,39 +68,29 @@ def test_no_setting_of_the_schema_is_missing_from_the_base_yaml() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "name", ["ultrafeedback_armorm", "ultrafeedback_armorm_gemma2", "ultrafeedback_binarized"]
-)
+ARMORM = {
+    "prompt": "q",
+    "chosen": said("q", "a"),
+    "rejected": said("q", "b"),
+    "all_generated_responses": ["a", "c", "b"],
+    "all_rm_scores": [0.2, 0.15, 0.1],
+}
+
+
+@pytest.mark.parametrize("name", [name for name in SETS if name.startswith("ultrafeedback")])
 def test_ultrafeedback(name: str) -> None:
-    record = {
-        "prompt_id": "1",
-        "prompt": "q",
-        "chosen": user("q", "a"),
-        "rejected": user("q", "b"),
-        "messages": user("q", "a"),
-        "score_chosen": 8.0,
-        "score_rejected": 2.0,
-        "all_generated_responses": ["a", "b"],
-        "all_rm_scores": [0.2, 0.1],
-    }
-    assert words(load(name, record)) == [(["q"], ["a", "b"], (1.0, -1.0))]
+    more = {"prompt_id": "1", "messages": said("q", "a"), "score_chosen": 8.0, "score_rejected": 2.0}
+    assert words(load(name, ARMORM | more)) == [(["q"], ["a", "b"], (1.0, -1.0))]
 
 
 def test_the_scores_of_all_armorm_answers_can_be_used_too() -> None:
-    record = {
-        "prompt": "q",
-        "chosen": user("q", "a"),
-        "rejected": user("q", "b"),
-        "all_generated_responses": ["a", "c", "b"],
-        "all_rm_scores": [0.2, 0.15, 0.1],
-    }
     columns = {"completions": "all_generated_responses", "rewards": "all_rm_scores"}
-    loaded = load("ultrafeedback_armorm", record, format="groups", columns=columns)
+    loaded = load("ultrafeedback_armorm", ARMORM, format="groups", columns=columns)
     assert words(loaded) == [(["q"], ["a", "c", "b"], (0.2, 0.15, 0.1))]
 
 
 def test_ultrachat() -> None:
-    loaded = load("ultrachat", {"prompt": "q", "prompt_id": "1", "messages": user("q", "a", "r", "b")})
+    loaded = load("ultrachat", {"prompt": "q", "prompt_id": "1", "messages": said("q", "a", "r", "b")})
     assert words(loaded) == [(["q", "a", "r"], ["b"], (1.0,))]
 
 
@@ -127,23 +114,15 @@ def test_hh() -> None:
 
 
 def test_alpacaeval_judgements_and_outputs() -> None:
-    judged = {
-        "instruction": "q",
-        "output_1": "one",
-        "output_2": "two",
-        "generator_1": "g",
-        "generator_2": "h",
-    }
-    loaded = load(
-        "alpacaeval",
-        *({**judged, "preference": p} for p in (1.0, 1.49, 1.51, 2, 1.5, float("nan"), None, 0.2)),
-    )
+    judged = {"instruction": "q", "output_1": "one", "output_2": "two"}
+    judged |= {"generator_1": "g", "generator_2": "h"}
+    preferences = (1.0, 1.49, 1.51, 2, 1.5, float("nan"), None, 0.2)
+    loaded = load("alpacaeval", *({**judged, "preference": p} for p in preferences))
     assert [c for _, c, _ in words(loaded)] == [["one", "two"]] * 2 + [["two", "one"]] * 2
     assert loaded.dropped[0].reason == "a tie"
     assert len(loaded.dropped) == 4
-    outputs = load(
-        "alpacaeval", {"instruction": "q", "output": "a", "generator": "g", "dataset": "koala"}, format="auto"
-    )
+    output = {"instruction": "q", "output": "a", "generator": "g", "dataset": "koala"}
+    outputs = load("alpacaeval", output, format="auto")
     assert words(outputs) == [(["q"], ["a"], (1.0,))]
 
 
@@ -159,35 +138,17 @@ def test_checkable_maths_has_its_reference_and_the_asked_form() -> None:
     assert asked.groups[0].completions[0].text == (
         "<think>\nIt is 500 * 2 = <<500*2=1000>>1000.\n</think>\n<answer>\n1000\n</answer>"
     )
-    hard = load(
-        "math",
-        {
-            "problem": "p",
-            "solution": r"so $\boxed{\frac{1}{2}}$.",
-            "answer": r"\frac{1}{2}",
-            "subject": "Algebra",
-            "level": 3,
-            "unique_id": "test/algebra/1.json",
-        },
-    )
-    assert hard.groups[0].prompt.reference_answer == r"\frac{1}{2}"
-    assert (
-        hard.groups[0].completions[0].text
-        == "<think>\nso $\\boxed{\\frac{1}{2}}$.\n</think>\n<answer>\n\\frac{1}{2}\n</answer>"
-    )
+    hard = {"problem": "p", "solution": r"so $\boxed{\frac{1}{2}}$.", "answer": r"\frac{1}{2}"}
+    (group,) = load("math", hard | {"subject": "Algebra", "level": 3, "unique_id": "a.json"}).groups
+    assert group.prompt.reference_answer == hard["answer"]
+    worked = f"<think>\n{hard['solution']}\n</think>\n<answer>\n{hard['answer']}\n</answer>"
+    assert group.completions[0].text == worked
 
 
 @pytest.mark.parametrize("name", ["shp", "local"])
 def test_shp_wants_twice_the_votes_and_at_most_five_pairs(name: str) -> None:
-    row = {
-        "history": "q",
-        "human_ref_A": "a",
-        "human_ref_B": "b",
-        "score_A": 9,
-        "score_B": 3,
-        "labels": 1,
-        "score_ratio": 3.0,
-    }
+    row = {"history": "q", "human_ref_A": "a", "human_ref_B": "b", "score_A": 9, "score_B": 3, "labels": 1}
+    row["score_ratio"] = 3.0
     assert words(load(name, row, {**row, "labels": 0, "score_A": 3, "score_B": 9})) == [
         (["q"], ["a", "b"], (1.0, -1.0)),
         (["q"], ["b", "a"], (1.0, -1.0)),
@@ -200,14 +161,8 @@ def test_shp_wants_twice_the_votes_and_at_most_five_pairs(name: str) -> None:
 @pytest.mark.parametrize("name", ["oasst", "local"])
 def test_oasst_pairs_each_answer_with_the_next_worse_sibling(name: str) -> None:
     def message(own: str, parent: str | None, role: str, rank: int | None = None, lang: str = "en") -> dict:
-        return {
-            "message_id": own,
-            "parent_id": parent,
-            "role": role,
-            "rank": rank,
-            "lang": lang,
-            "text": f"text {own}",
-        }
+        where = {"message_id": own, "parent_id": parent, "rank": rank}
+        return where | {"role": role, "lang": lang, "text": f"text {own}"}
 
     loaded = load(
         name,
@@ -243,16 +198,13 @@ def test_the_rest() -> None:
         (["q"], ["b", "a"], (1.0, -1.0)),
         (["q"], ["a", "b"], (1.0, -1.0)),
     ]
-    thought = {
-        "question": "q",
-        "solution": "s",
-        "deepseek_thinking_trajectory": "hm\n",
-        "deepseek_attempt": "42",
-    }
-    assert words(load("s1k", thought))[0][1] == ["<think>\nhm\n</think>\n<answer>\n42\n</answer>"]
+    thought = {"deepseek_thinking_trajectory": "hm\n", "deepseek_attempt": "42"}
+    assert words(load("s1k", {"question": "q", "solution": "s"} | thought))[0][1] == [
+        "<think>\nhm\n</think>\n<answer>\n42\n</answer>"
+    ]
     wild = {
         "conversation_input": [
-            {**turn, "language": "English", "toxic": False} for turn in user("q", "a", "r")
+            {**turn, "language": "English", "toxic": False} for turn in said("q", "a", "r")
         ],
         "references": {"gpt-4": "b"},
         "checklist": ["c"],

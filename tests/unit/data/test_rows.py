@@ -7,7 +7,6 @@ import gzip
 import json
 import random
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -229,18 +228,13 @@ def test_a_row_of_a_table_that_cannot_be_had_is_dropped_alone(tmp_path, monkeypa
 
 def test_a_conversation_that_goes_in_a_circle_ends(tmp_path):
     message = {"lang": "en", "text": "words"}
-    path = write(
-        tmp_path / "oasst.jsonl",
-        [
-            json.dumps(message | given).encode()
-            for given in (
-                {"message_id": "a", "parent_id": "b", "role": "prompter"},
-                {"message_id": "b", "parent_id": "a", "role": "prompter"},
-                {"message_id": "c", "parent_id": "a", "role": "assistant", "rank": 0},
-                {"message_id": "d", "parent_id": "a", "role": "assistant", "rank": 1},
-            )
-        ],
+    tree = (
+        {"message_id": "a", "parent_id": "b", "role": "prompter"},
+        {"message_id": "b", "parent_id": "a", "role": "prompter"},
+        {"message_id": "c", "parent_id": "a", "role": "assistant", "rank": 0},
+        {"message_id": "d", "parent_id": "a", "role": "assistant", "rank": 1},
     )
+    path = write(tmp_path / "oasst.jsonl", [json.dumps(message | node).encode() for node in tree])
     with pytest.raises(DataError, match=r"the conversation is a circle.* row 4"):
         load(path, "oasst")
 
@@ -254,31 +248,10 @@ def wrong_values() -> list[object]:
     deep: object = "x"
     for _ in range(40):
         deep = [deep]
-    wrong = [
-        None,
-        3,
-        -1,
-        HUGE,
-        1e308,
-        float("nan"),
-        float("inf"),
-        True,
-        "",
-        " ",
-        "\x00\x1b[2J\u202e",
-        "x" * 70_000,
-    ]
-    return [
-        *wrong,
-        [],
-        {},
-        [[]],
-        {"gpt-4": 3},
-        [None],
-        [{"role": "user"}],
-        [{"role": [], "content": "x"}],
-        deep,
-    ]
+    numbers = [3, -1, HUGE, 1e308, float("nan"), float("inf"), True]
+    texts = ["", " ", "\x00\x1b[2J\u202e", "x" * 70_000]
+    nested = [{}, {"gpt-4": 3}, [], [[]], [None], [{"role": "user"}], [{"role": [], "content": "x"}], deep]
+    return [None, *numbers, *texts, *nested]
 
 
 SOUND: dict[str, dict[str, object]] = {
@@ -377,28 +350,16 @@ def flipped(content: bytes, rng: random.Random) -> bytes:
 
 def spliced(content: bytes, rng: random.Random) -> bytes:
     at = rng.randrange(len(content))
-    pieces = [
-        b"\x00",
-        b"\xff\xfe",
-        b"\xe9",
-        b"\x1b",
-        b"{",
-        b"[" * 2000,
-        b'"',
-        b"9" * 5000,
-        b"\\ud800",
-        b"NaN",
-        b"\r",
-    ]
+    odd = [b"\x00", b"\xff\xfe", b"\xe9", b"\x1b", b"{", b'"', b"\\ud800", b"NaN", b"\r"]
+    pieces = [*odd, b"[" * 2000, b"9" * 5000]
     return content[:at] + rng.choice(pieces) + content[at + rng.randrange(3) :]
 
 
 def packed_damage(content: bytes, rng: random.Random) -> bytes:
     """Damage inside a sound gzip, where it is one."""
     how = rng.choice((cut, flipped, spliced))
-    return (
-        gzip.compress(how(gzip.decompress(content), rng)) if content[:2] == b"\x1f\x8b" else how(content, rng)
-    )
+    packed = content[:2] == b"\x1f\x8b"
+    return gzip.compress(how(gzip.decompress(content), rng)) if packed else how(content, rng)
 
 
 DAMAGE: tuple[Callable[[bytes, random.Random], bytes], ...] = (cut, flipped, spliced, packed_damage)
@@ -426,19 +387,10 @@ def test_no_damaged_file_ends_in_a_traceback(tmp_path, kind):
 def test_a_stream_that_zlib_refuses_is_refused_by_name(tmp_path):
     """Bits in the middle of a gzip file end in zlib's own error at most places, and in a wrong checksum at
     others."""
-    path = write(
-        tmp_path / "pairs.jsonl.gz", [json.dumps(random.Random(i).random()).encode() for i in range(3000)]
-    )
+    rows = [json.dumps(random.Random(i).random()).encode() for i in range(3000)]
+    path = write(tmp_path / "pairs.jsonl.gz", rows)
     sound = path.read_bytes()
     for at in range(12, len(sound), len(sound) // 12):
         path.write_bytes(sound[:at] + b"\xff\xff\xff\xff" + sound[at + 4 :])
-        with pytest.raises(
-            DataError, match=r"pairs\.jsonl\.gz: cannot be read to its end .*download it again"
-        ):
+        with pytest.raises(DataError, match=r"pairs\.jsonl\.gz: cannot be read to its end .*again"):
             load(path)
-
-
-def test_the_limit_of_integers_is_pythons(tmp_path):
-    digits = sys.get_int_max_str_digits()
-    rows = [row(b'"x"')[:-1] + b', "n": ' + b"7" * n + b"}" for n in (digits, digits + 1)]
-    assert [d.row for d in load(write(tmp_path / "a.jsonl", [*LINES, *rows]))[0].dropped] == [11]

@@ -12,9 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.balance import Work, part_tokens, share_tokens, token_balance
+from data.balance import Work, own_tokens, part_tokens, prompt_owners, share_tokens, token_balance
 from data.batches import FILL, Tokens, collate, deal
-from data.sharing import own_tokens, prompt_owners
 from data.types import Example, Sequence
 from tests.drawn_batches import COMPUTED, DRAWN, batch_of, busy, pairs_of
 

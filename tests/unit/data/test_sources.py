@@ -7,40 +7,36 @@ import dataclasses
 import gzip
 import json
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import datasets
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from common.errors import ConfigError, DataError
-from config.schema_data import DataConfig
+from config.files import group_file
+from config.schema_data import DataConfig, MixPart
 from data.batches import FILL, microbatch
 from data.examples import make_examples
+from data.mix import by_weight, mixed, part_config
 from data.rows import Loaded
-from data.sources import check_found, hold_out, load_groups, load_splits, local
+from data.sources import check_found, hold_out, load_groups, load_splits
 from data.token_cache import TokenCache
 from data.types import Completion, Group, Prompt, Turn
-from data.views import pairs
+from data.views import keep_shares, labelled, pairs
+from tests.tiny import make_config
+from tests.unit.data.people import lines, local
 from tests.unit.data.test_token_cache import renderer
 
 RECORDS = [{"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(40)]
 
 
 def config(path: object, **settings: object) -> DataConfig:
-    settings = {
-        "source": "data.sources.local",
-        "path": None if path is None else str(path),
-        "name": "test",
-        **settings,
-    }
-    return DataConfig(**settings)  # type: ignore[arg-type]
-
-
-def lines(path: Path, records: list) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
+    return local(path, **{"eval_fraction": 0.05, **settings})
 
 
 def ids(loaded: Loaded) -> list[str]:
@@ -65,10 +61,8 @@ def test_every_kind_of_file_gives_the_same_groups(tmp_path, kind: str) -> None:
 
 
 def test_numbers_of_the_data_reach_the_microbatch(tmp_path) -> None:
-    rows = [
-        {"prompt": f"p{i}", "chosen": "a", "rejected": "b", "gap": gap}
-        for i, gap in enumerate([2, 0.5, None])
-    ]
+    pair = {"chosen": "a", "rejected": "b"}
+    rows = ({"prompt": f"p{i}", "gap": gap, **pair} for i, gap in enumerate([2, 0.5, None]))
     path = lines(tmp_path / "pairs.jsonl", rows)
     settings = {"eval_fraction": 0, "numbers": ["margin"], "columns": {"margin": "gap"}, "max_unreadable": 1}
     loaded = load_groups(config(path, **settings), "train")
@@ -83,37 +77,18 @@ def test_numbers_of_the_data_reach_the_microbatch(tmp_path) -> None:
 
 def test_bad_rows_are_counted_and_named(tmp_path) -> None:
     path = tmp_path / "pairs.jsonl"
-    path.write_text(
-        "\n".join(
-            [
-                json.dumps(RECORDS[0]),
-                "{broken",
-                "",
-                "[1]",
-                json.dumps({"prompt": "x"}),
-                json.dumps(RECORDS[1]),
-            ]
-        )
-    )
+    rows = [json.dumps(RECORDS[0]), "{broken", "", "[1]", '{"prompt": "x"}', json.dumps(RECORDS[1])]
+    path.write_text("\n".join(rows))
     loaded = load_groups(config(path, eval_fraction=0, max_unreadable=0.6), "train")
-    assert len(loaded.groups) == 2
-    assert loaded.read == 5
-    assert [(d.file, d.row) for d in loaded.dropped] == [
-        ("pairs.jsonl", 2),
-        ("pairs.jsonl", 4),
-        ("pairs.jsonl", 5),
-    ]
-    for dropped, reason in zip(
-        loaded.dropped, ("not JSON", "not a JSON object", "no column 'chosen'"), strict=True
-    ):
+    assert (len(loaded.groups), loaded.read) == (2, 5)
+    assert [(d.file, d.row) for d in loaded.dropped] == [("pairs.jsonl", row) for row in (2, 4, 5)]
+    for dropped, reason in zip(loaded.dropped, ("not JSON", "not a JSON object", "no column"), strict=True):
         assert reason in dropped.reason
 
 
 def test_no_usable_row_at_all_is_an_error_that_shows_the_first(tmp_path) -> None:
     path = lines(tmp_path / "pairs.jsonl", [{"prompt": "x", "chosen": "same", "rejected": "same"}] * 3)
-    with pytest.raises(
-        DataError, match=r"none of the 3 rows.*3 × chosen and rejected are the same.*data.format"
-    ):
+    with pytest.raises(DataError, match=r"none of the 3 rows.*3 × chosen and .* the same.*data.format"):
         load_groups(config(path), "train")
 
 
@@ -166,9 +141,7 @@ def test_a_wrong_source_is_refused() -> None:
 
 
 def test_held_out_prompts_are_a_share_and_never_trained_on(tmp_path) -> None:
-    doubled = RECORDS + [
-        {**record, "chosen": "another"} for record in RECORDS
-    ]  # two pairs a prompt stay together
+    doubled = RECORDS + [{**row, "chosen": "another"} for row in RECORDS]  # two pairs a prompt stay together
     path = lines(tmp_path / "a.jsonl", doubled)
     settings = config(path, eval_fraction=0.1)
     train, held_out = load_groups(settings, "train"), load_groups(settings, "eval")
@@ -186,17 +159,14 @@ def test_held_out_prompts_are_a_share_and_never_trained_on(tmp_path) -> None:
     "settings", [{}, {"eval_fraction": 0.0}, {"eval_path": "a"}, {"system_prompt": "x", "eval_fraction": 0.3}]
 )
 def test_both_splits_at_once_are_the_two_of_them(tmp_path, settings: dict) -> None:
+    """A system prompt does not change who is held out."""
     path = lines(tmp_path / "a.jsonl", RECORDS)
     chosen = config(path, **{k: str(path) if k == "eval_path" else v for k, v in settings.items()})
-    assert load_splits(chosen) == (load_groups(chosen, "train"), load_groups(chosen, "eval"))
-
-
-def test_a_system_prompt_does_not_change_who_is_held_out(tmp_path) -> None:
-    path = lines(tmp_path / "a.jsonl", RECORDS)
-    with_it, without = (
-        load_groups(config(path, system_prompt=system), "eval") for system in ("Be brief.", None)
-    )
-    assert [g.prompt.turns[-1] for g in with_it.groups] == [g.prompt.turns[-1] for g in without.groups]
+    both = load_splits(chosen)
+    assert both == (load_groups(chosen, "train"), load_groups(chosen, "eval"))
+    asked = [[group.prompt.turns[-1] for group in loaded.groups] for loaded in both]
+    without = load_splits(replace(chosen, system_prompt=None))
+    assert asked == [[group.prompt.turns[-1] for group in loaded.groups] for loaded in without]
 
 
 def test_a_single_prompt_is_not_held_out() -> None:
@@ -206,9 +176,8 @@ def test_a_single_prompt_is_not_held_out() -> None:
 
 
 def test_named_evaluation_data_are_used_and_nothing_is_held_out(tmp_path) -> None:
-    settings = config(
-        lines(tmp_path / "a.jsonl", RECORDS[:30]), eval_path=str(lines(tmp_path / "b.jsonl", RECORDS[30:]))
-    )
+    one, other = lines(tmp_path / "a.jsonl", RECORDS[:30]), lines(tmp_path / "b.jsonl", RECORDS[30:])
+    settings = config(one, eval_path=str(other))
     assert len(load_groups(settings, "train").groups) == 30
     assert len(load_groups(settings, "eval").groups) == 10
     with pytest.raises(ConfigError, match=r"data.eval_path=.*no such file"):
@@ -253,12 +222,8 @@ def test_a_row_may_name_its_split(row, tmp_path) -> None:
 
 
 def test_the_system_prompt_goes_before_prompts_that_have_none(tmp_path) -> None:
-    own = {
-        "prompt": [{"role": "system", "content": "mine"}, {"role": "user", "content": "a"}],
-        "chosen": "x",
-        "rejected": "y",
-    }
-    path = lines(tmp_path / "a.jsonl", [RECORDS[0], own])
+    own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "a"}]
+    path = lines(tmp_path / "a.jsonl", [RECORDS[0], {"prompt": own, "chosen": "x", "rejected": "y"}])
     loaded = load_groups(config(path, eval_fraction=0, system_prompt="Be brief."), "train")
     assert [group.prompt.turns[0] for group in loaded.groups] == [
         Turn("system", "Be brief."),
@@ -270,11 +235,8 @@ def test_the_system_prompt_goes_before_prompts_that_have_none(tmp_path) -> None:
 
 def made_here(settings: DataConfig, split: str) -> Loaded:
     """A source of somebody's own, as data.source may name it."""
-    return Loaded(
-        [Group(Prompt((Turn("user", f"{split} {i}"),)), (Completion("x"),), (1.0,)) for i in range(3)],
-        3,
-        origin=split,
-    )
+    prompts = [Prompt((Turn("user", f"{split} {i}"),)) for i in range(3)]
+    return Loaded([Group(prompt, (Completion("x"),), (1.0,)) for prompt in prompts], 3, origin=split)
 
 
 def test_a_source_may_be_anybodys_function() -> None:
@@ -312,15 +274,6 @@ def test_of_a_hub_set_too_the_rows_that_name_another_split_are_not_trained_on(tm
     assert len(load_groups(replace(settings, ignore_columns=["split"]), "train").groups) == len(RECORDS)
 
 
-def test_a_bad_row_of_a_table_is_named_by_its_place(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    path = tmp_path / "set" / "train.parquet"
-    datasets.Dataset.from_list([*RECORDS[:2], {**RECORDS[2], "rejected": None}]).to_parquet(path)
-    for source, where in (("data.sources.local", path), ("data.sources.hub_table", path.parent)):
-        loaded = load_groups(config(where, source=source, eval_fraction=0, max_unreadable=0.4), "train")
-        assert [(d.row, d.reason) for d in loaded.dropped] == [(3, "no 'rejected'")]
-
-
 @pytest.mark.parametrize(
     ("error", "message"),
     [
@@ -345,10 +298,6 @@ def test_what_the_hub_refuses_is_said_with_a_remedy(monkeypatch, error: Exceptio
         load_groups(config("org/name", source="data.sources.hub_table", subset="x"), "train")
 
 
-def test_local_is_a_source_on_its_own(tmp_path) -> None:
-    assert len(local(config(lines(tmp_path / "a.jsonl", RECORDS)), "train").groups) == 40
-
-
 LONG = "x" * 300
 
 
@@ -365,3 +314,108 @@ def test_a_format_among_folders_is_refused(form: str, tmp_path) -> None:
     path = lines(tmp_path / "pairs.jsonl", [{"prompt": "x", "chosen": "a", "rejected": "b"}])
     with pytest.raises(ConfigError, match=r"^data\.format=.*give it as module\.function"):
         load_groups(dataclasses.replace(config(path), format=form), "train")
+
+
+# Several sets in one by weight, and shares of desirable and undesirable examples
+
+
+def answers(i, name="q"):
+    return Group(Prompt((Turn("user", f"{name} {i}"),)), (Completion("good"), Completion("bad")), (1.0, -1.0))
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.floats(0.05, 5.0)), min_size=1, max_size=4))
+def test_the_mix_is_the_largest_with_those_shares(sets):
+    groups = [[answers(i, f"set {s}") for i in range(n)] for s, (n, _) in enumerate(sets)]
+    weights = [weight for _, weight in sets]
+    chosen = by_weight(groups, weights)
+    counts = [len(part) for part in chosen]
+    assert any(count == len(part) for count, part in zip(counts, groups, strict=True)), "none is used up"
+    assert [len({g.prompt.id for g in part}) for part in chosen] == counts
+    scale = min(len(part) / weight for part, weight in zip(groups, weights, strict=True))
+    assert all(abs(count - scale * weight) < 1 + 1e-6 for count, weight in zip(counts, weights, strict=True))
+    backwards = by_weight([part[::-1] for part in groups], weights)
+    assert backwards == chosen
+
+
+@pytest.fixture
+def files(tmp_path):
+    paths = {}
+    for name, n in (("one", 40), ("two", 30)):
+        prompts = [f"{name if i else 'shared'} {i}" for i in range(n)]
+        rows = [{"prompt": prompt, "chosen": "good", "rejected": "bad"} for prompt in prompts]
+        paths[name] = lines(tmp_path / f"{name}.jsonl", rows)
+    return paths
+
+
+def test_sets_are_mixed_and_what_one_evaluates_on_none_trains_on(files):
+    weights = {"one": 1.0, "two": 3.0}
+    parts = [MixPart(name="local", weight=weights[file], path=str(files[file])) for file in weights]
+    config = DataConfig(name="mix", source="data.mix.mixed", eval_fraction=0, mix=parts)
+    train, evaluation = load_splits(config)
+    of = Counter(g.prompt.turns[0].content.split()[0] for g in train.groups)
+    assert of["two"] >= 26 and of["one"] == pytest.approx(of["two"] / 3, abs=1.5) and train.read == 70
+    held_out = {g.prompt.id for g in evaluation.groups}
+    assert held_out and held_out.isdisjoint(g.prompt.id for g in train.groups)
+    assert "of 2" in train.origin or "of 3" in train.origin
+
+
+def test_the_command_line_gives_typed_parts():
+    config = make_config("data=mix", "data.mix=[{name: hh, weight: 0.7}, {name: shp, weight: 0.3}]")
+    assert config.data.mix == [MixPart(name="hh", weight=0.7), MixPart(name="shp", weight=0.3)]
+    assert part_config(config.data.mix[0]).path == "Anthropic/hh-rlhf"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["data=mix"], "data.mix"),
+        (["data=mix", "data.mix=[{name: hh, wieght: 1}]"], "data.mix"),
+        (["data=mix", "data.mix=[{name: hh, weight: 0}]"], "data.mix[0].weight"),
+        (["loss=kto", "data.frac_unique_desirable=1.5"], "data.frac_unique_desirable"),
+        (["loss=dpo", "data.frac_unique_undesirable=0.5"], "data.frac_unique_undesirable"),
+    ],
+)
+def test_wrong_settings_are_refused(overrides, key):
+    with pytest.raises(ConfigError) as error:
+        make_config(*overrides)
+    assert error.value.key.startswith(key)
+
+
+def test_a_set_that_is_none_is_refused():
+    for name in ("hhh", "hub", "mix"):
+        with pytest.raises(ConfigError) as error:
+            mixed(DataConfig(name="mix", source="data.mix.mixed", mix=[MixPart(name=name)]), "train")
+        assert error.value.key == "data.mix.name"
+
+
+def test_a_data_file_is_what_the_command_line_would_compose():
+    for name in ("hh", "hh_helpful", "shp", "ultrafeedback_armorm"):
+        assert DataConfig(**group_file("data", "data", name)) == make_config(f"data={name}").data
+
+
+@given(st.integers(1, 50), st.floats(0, 1), st.floats(0, 1))
+def test_shares_of_each_label_are_kept(n, desirable, undesirable):
+    groups = [answers(i) for i in range(n)]
+    left = list(keep_shares(groups, desirable, undesirable))
+    labels = [want.label for group in left for want in labelled(group)]
+    assert (labels.count(1.0), labels.count(-1.0)) == (round(desirable * n), round(undesirable * n))
+    wants = ((want, group) for group in left for want in labelled(group))
+    words = {(want.label, group.completions[want.completions[0]].text) for want, group in wants}
+    assert words <= {(1.0, "good"), (-1.0, "bad")}
+    again = keep_shares(groups[::-1], desirable, undesirable)
+    assert {g.prompt.id for g in again} == {g.prompt.id for g in left}
+
+
+def test_the_two_labels_are_drawn_apart():
+    """Half of each: about a quarter of the prompts keep both, a quarter none."""
+    left = list(keep_shares([answers(i) for i in range(400)], 0.5, 0.5))
+    both = sum(len(group.rewards) == 2 for group in left)
+    assert 60 < both < 140 and len(left) == 400 - both
+
+
+def test_shares_are_of_the_training_data_alone(tmp_path):
+    rows = ({"prompt": f"q {i}", "chosen": "a", "rejected": "b"} for i in range(40))
+    path = lines(tmp_path / "pairs.jsonl", rows)
+    train, evaluation = load_splits(local(path, eval_fraction=0.25, frac_unique_undesirable=0.0))
+    assert [g.rewards for g in train.groups] == [(1.0,)] * 30
+    assert [len(g.rewards) for g in evaluation.groups] == [2] * 10
