@@ -68,14 +68,14 @@ def _of_splits(config: DataConfig, *splits: Split) -> list[Loaded]:
     return [_finished(config, hold_out(whole, config.eval_fraction, split), split) for split in splits]
 
 
-def check_found(config: DataConfig, splits: Iterable[Split] = ("train", "eval")) -> dict[Split, Loaded]:
+def check_found(config: DataConfig) -> None:
     """Convert the first rows of local data, so that files that are not there, and columns that nothing reads,
-    are said before anything else is loaded. Return those of each split. Raises ConfigError and DataError as
-    ``load_groups`` does."""
+    are said before anything else is loaded. Raises ConfigError and DataError as ``load_groups`` does."""
     config = _local_copy(config)
-    found: dict[Split, Loaded] = {}
-    for split in splits:
-        key, path = ("data.path", config.path) if split == "train" else ("data.eval_path", config.eval_path)
+    for split, key, path in (
+        ("train", "data.path", config.path),
+        ("eval", "data.eval_path", config.eval_path),
+    ):
         if split == "train" and path is None and config.source in (LOCAL, HUB):
             import_function("data.source", config.source)(config, split)  # says what to give
         if config.source == LOCAL and path is not None:
@@ -84,12 +84,8 @@ def check_found(config: DataConfig, splits: Iterable[Split] = ("train", "eval"))
                 _check_usable(config, loaded)
                 if split == "train" and config.eval_split is not None:
                     local(config, "eval")
-                if split == "train" and _holds_out(config):
-                    loaded = hold_out(loaded, config.eval_fraction, split)
-            found[split] = loaded
         elif config.source.startswith("data.") and config.source != HUB and path and not os.path.exists(path):
             next(iter(read_rows(Path(path), key)))  # raises
-    return found
 
 
 def _holds_out(config: DataConfig) -> bool:

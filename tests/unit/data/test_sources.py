@@ -209,8 +209,7 @@ def test_a_row_may_name_its_split(row, tmp_path) -> None:
     assert "split" not in train.unused and {d.reason for d in train.dropped} == {
         "says split: 'test', not 'train' (data.split; data.ignore_columns=[split] reads all)"
     }
-    early = check_found(settings, splits=("train",))["train"]
-    assert len(early.groups) == 3
+    check_found(settings)
     assert len(load_groups(config(path, eval_fraction=0), "train").groups) == 3
     everything = config(path, eval_fraction=0, ignore_columns=["split"])
     assert len(load_groups(everything, "train").groups) == 6
