@@ -197,7 +197,7 @@ def _too_many(
         for reason, prompt, completion in missing[:EXAMPLES]
     ]
     return "\n".join(
-        [*lines, "mend the reward, or raise reward.max_missing if going on without them is right"]
+        [*lines, "fix the reward, or raise reward.max_missing if going on without them is right"]
     )
 
 

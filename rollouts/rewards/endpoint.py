@@ -1,4 +1,4 @@
-"""Requests over HTTP to what runs elsewhere: a judge, a reward server, a vLLM server.
+"""Requests over HTTP to what runs elsewhere: a judge or a reward server.
 
 A ``Client`` exchanges requests and replies with one address, within limits. An ``Endpoint`` takes JSON by
 POST from many callers at once; it may fail now and then, and is given up if it only fails.
@@ -28,15 +28,11 @@ from rollouts.rewards.base import Missing, RewardError, results
 T = TypeVar("T")
 V = TypeVar("V")
 
-UNIX = "unix:"
-"""Prefix of the address of a server on this machine that listens at a socket with a path, and at no port."""
 KEEP_ALIVE_S = 4.0
 """Seconds that an idle connection is kept for the next request: less than any server keeps it."""
 LONGEST_WAIT_S = 60.0
 """Longest wait between two tries in seconds, whatever the endpoint asks for."""
 _CLOSE_S = 5.0
-_ROUNDING, _IMPOSSIBLE = 1e-3, 1e5
-"""Nats above 0 that rounding explains, and below 0 that no token's log-probability lies."""
 _STOP = {401, 402, 403, 404, 405, 407, 410}
 """HTTP status codes that every further call would get too, because of a wrong key, address or model. So are
 all redirections."""
@@ -68,11 +64,9 @@ class Client:
     def __init__(
         self, address: str, timeout: float | None, most_bytes: int, headers: Mapping[str, str] | None = None
     ) -> None:
-        """``address``: of HTTP, or ``unix:`` and the path of a socket. ``timeout``: seconds; None: no limit.
-        ``most_bytes``: size of the largest reply. ``headers`` go with every request."""
-        self.most_bytes = most_bytes
-        self._socket = address.removeprefix(UNIX) if address.startswith(UNIX) else None
-        self.base_url = address.rstrip("/") if self._socket is None else "http://localhost"
+        """``timeout``: seconds; None: no limit. ``most_bytes``: size of the largest reply. ``headers`` go
+        with every request."""
+        self.most_bytes, self.base_url = most_bytes, address.rstrip("/")
         self._timeout = aiohttp.ClientTimeout(total=timeout)
         self._headers = {**(headers or {}), "Accept-Encoding": "identity"}
         self._session: aiohttp.ClientSession | None = None
@@ -91,27 +85,19 @@ class Client:
         cancelled.cancel()
         return cancelled
 
-    async def exchange(
-        self, method: str, url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
-    ) -> Reply:
-        """Send a request to ``url``, which begins with ``base_url``, and return the whole reply. Runs in the
+    async def post(self, url: str, body: bytes) -> Reply:
+        """Send ``body`` to ``url``, which begins with ``base_url``, and return the whole reply. Runs in the
         client's loop. Raises TimeoutError, aiohttp.ClientError (ReplyError), OSError, ValueError."""
         if self._session is None:
-            connector: aiohttp.BaseConnector = (
-                aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-                if self._socket is None
-                else aiohttp.UnixConnector(self._socket, limit=0, keepalive_timeout=KEEP_ALIVE_S)
-            )
             self._session = aiohttp.ClientSession(
-                connector=connector,
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
                 timeout=self._timeout,
                 headers=self._headers,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
             )
-        proxy = _proxy(self.base_url) if self._socket is None else None
-        async with self._session.request(
-            method, url, data=body, headers=headers, allow_redirects=False, proxy=proxy
+        async with self._session.post(
+            url, data=body, allow_redirects=False, proxy=_proxy(self.base_url)
         ) as response:
             if response.headers.get("Content-Encoding", "identity").lower() != "identity":
                 raise ReplyError("the reply is compressed, which was not asked for")
@@ -273,7 +259,7 @@ class Endpoint:
     async def post(self, body: bytes) -> Any:
         """Return the endpoint's JSON answer to ``body``. Raises FailedError, RewardError."""
         try:
-            reply = await self._client.exchange("POST", self._url, body)
+            reply = await self._client.post(self._url, body)
         except TimeoutError:
             reason = f"the endpoint did not answer within {self.settings.timeout:g} s"
             raise FailedError(reason, again=True) from None
@@ -320,7 +306,7 @@ class Endpoint:
             asked = f"model={model}" if model else "the call"
             return RewardError(
                 f"{self.section}.base_url={self.base_url} refuses {asked}: "
-                f"HTTP {code} {said[:300]}; mend the address, the model or the key"
+                f"HTTP {code} {said[:300]}; fix the address, the model or the key"
             )
         again = code in (408, 409, 425, 429) or code >= 500
         return FailedError(
@@ -334,9 +320,3 @@ def _seconds(text: str | None) -> float:
         return max(0.0, float(text or 0))
     except ValueError:
         return 0.0
-
-
-def is_logprob(value: Any) -> bool:
-    """Return whether ``value``, which another program said, is a token's log-probability in nats. Rounding
-    may put that of a certain token a little above 0."""
-    return type(value) in (int, float) and -_IMPOSSIBLE <= value <= _ROUNDING

@@ -45,7 +45,7 @@ def answering() -> Iterator[str]:
 def get(url: str, timeout: float, most: int) -> Reply:
     client = Client(url, timeout, most)
     try:
-        return client.submit(client.exchange("POST", url, b"y" * 100)).result()
+        return client.submit(client.post(url, b"y" * 100)).result()
     finally:
         client.close()
 
@@ -64,11 +64,11 @@ def test_closing_ends_what_is_under_way_and_leaves_nothing(silent):
     """And nothing that is asked of a closed client waits."""
     before = threading.active_count()
     client = Client(silent, 60, 1000)
-    asked = client.submit(client.exchange("GET", silent))
+    asked = client.submit(client.post(silent, b""))
     time.sleep(0.1)
     client.close()
     client.close()
-    for future in (asked, client.submit(client.exchange("GET", silent))):
+    for future in (asked, client.submit(client.post(silent, b""))):
         with pytest.raises(CancelledError):
             future.result(5)
     assert threading.active_count() <= before
