@@ -16,13 +16,14 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt
 from yarl import URL
 
 from common.errors import ConfigError, require
+from config.schema_rewards import HttpConfig, JudgeConfig
 from rollouts.rewards.base import Missing, RewardError, results
 
 T = TypeVar("T")
@@ -171,22 +172,12 @@ class FailedError(Exception):
         self.endpoint = again if endpoint is None else endpoint
 
 
-class EndpointSettings(Protocol):
-    """The part of a reward's settings that controls its requests (config.schema_rewards)."""
-
-    api_key_env: str | None
-    concurrency: int
-    timeout: float
-    retries: int
-    backoff: float
-
-
 class Endpoint:
     """One address that takes JSON by POST and answers with JSON. An endpoint that fails now and then is asked
     again; an endpoint that only fails is given up."""
 
     def __init__(
-        self, section: str, base_url: str, path: str, settings: EndpointSettings, most_bytes: int
+        self, section: str, base_url: str, path: str, settings: JudgeConfig | HttpConfig, most_bytes: int
     ) -> None:
         """``section``: the section of the settings, such as ``reward.judge``. ``path`` is appended to
         ``base_url``. ``most_bytes``: the largest reply accepted. Raises ConfigError for an address or a key
