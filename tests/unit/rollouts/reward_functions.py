@@ -73,13 +73,10 @@ def by_word(completions, **columns):
     return {
         "none": [None] * n,
         "nan": [float("nan")] * n,
-        "inf": [float("inf")] * n,
         "short": [1.0] * (n - 1),
-        "words": ["1.0"] * n,
         "string": "1" * n,
         "dict": {"a": 1},
         "number": 1.0,
-        "objects": [object()] * n,
         "lambda": [lambda: 1] * n,
         "true": [True] * n,
     }.get(word, [1.0] * n)

@@ -4,7 +4,6 @@ of those formats too."""
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -46,18 +45,8 @@ def test_samples_come_back(tmp_path, form):
         assert back == SAMPLES
     else:
         rows = json.loads(path.read_text())
-        assert {"output", "generator"} <= rows[0].keys()
-        assert len(rows) == 12
-
-
-def test_alpacaeval_reads_what_it_expects(tmp_path):
-    path = tmp_path / "outputs.json"
-    write_samples(path, SAMPLES, "alpacaeval", "someone/model", "x")
-    assert json.loads(path.read_text())[0] == {
-        "instruction": "0 ünd?",
-        "output": "answer 0 0",
-        "generator": "someone/model",
-    }
+        assert len(rows) == 12 and rows[0]["generator"] == "someone/model"
+        assert form == "halos" or rows[0].keys() == {"instruction", "output", "generator"}
 
 
 @pytest.mark.parametrize(
@@ -72,19 +61,8 @@ def test_feedback_is_read_as_data(tmp_path, form, entries):
         assert best == [["answer 0 1", "answer 0 0"], ["answer 2 0", "answer 2 1"]]
         assert all(group.prompt.reference_answer is not None for group in groups)
     elif form == "binary":
-        assert [group.rewards[0] for group in groups] == [
-            -1.0,
-            1.0,
-            1.0,
-            -1.0,
-            -1.0,
-            -1.0,
-            -1.0,
-            1.0,
-            -1.0,
-            1.0,
-            1.0,
-        ]
+        labels = "-++----+-++"
+        assert [group.rewards[0] for group in groups] == [1.0 if sign == "+" else -1.0 for sign in labels]
     else:
         assert [group.rewards for group in groups] == [(1.0, 4.0, 2.0), (0.0,) * 4, (3.0, 1.0, 3.0, 2.0)]
 
@@ -96,15 +74,6 @@ def test_what_is_no_sample_is_named(tmp_path):
         read_samples(path)
 
 
-def test_a_file_that_is_there_stays(tmp_path):
-    path = tmp_path / "out.json"
-    refuse_existing(path, overwrite=False)
-    path.write_text("mine")
-    with pytest.raises(ConfigError, match="overwrite_out=true"):
-        refuse_existing(path, overwrite=False)
-    refuse_existing(path, overwrite=True)
-
-
 def test_a_path_that_cannot_be_written_is_refused_before_work(tmp_path):
     """Whether or not a file there may be written over."""
     file, gone = tmp_path / "afile", tmp_path / "gone"
@@ -113,6 +82,9 @@ def test_a_path_that_cannot_be_written_is_refused_before_work(tmp_path):
     for path in (file / "fb.jsonl", file / "deep" / "fb.jsonl", gone / "fb.jsonl"):
         with pytest.raises(ConfigError, match=rf"^out={path}: .*{path.parents[-1]}.* is no folder"):
             refuse_existing(path, overwrite=False)
+    with pytest.raises(ConfigError, match="overwrite_out=true"):
+        refuse_existing(file, overwrite=False)
+    refuse_existing(file, overwrite=True)
     with pytest.raises(ConfigError, match="is a folder: name a file in it"):
         refuse_existing(tmp_path, overwrite=True)
     for name in ("n" * 300, "n" * 252):  # the second has no room for the ending of a part
@@ -120,9 +92,3 @@ def test_a_path_that_cannot_be_written_is_refused_before_work(tmp_path):
             refuse_existing(tmp_path / name, overwrite=False)
     refuse_existing(tmp_path / "new" / "folders" / "fb.jsonl", overwrite=False)
     assert {path.name for path in tmp_path.iterdir()} == {"afile", "gone"}, "nothing is made"
-
-
-def test_a_folder_that_may_not_be_written_in_is_refused_before_work():
-    """Also where permissions say that one may: root is told so of all of /proc."""
-    with pytest.raises(ConfigError, match="/proc is not writable"):
-        refuse_existing(Path("/proc/new/fb.jsonl"), overwrite=False)

@@ -73,7 +73,7 @@ def test_order_and_values_survive_batching(make, name, conversational):
     texts = ["x" * n for n in (3, 1, 4, 1, 5, 9, 2)]
     reward = make(function(name, batch_size=3, workers=2, conversational=conversational))
     assert reward.score([prompt()] * 7, texts) == [3, 1, 4, 1, 5, 9, 2]
-    assert reward.metrics["missing"] == 0
+    assert reward.metrics["missing"] == 0 and reward.score([], []) == []
 
 
 def test_the_reference_answer_goes_by_its_usual_names(make):
@@ -137,10 +137,6 @@ def test_a_reward_beyond_float32_is_no_verdict(make):
     assert from_dict(to_dict(group)).rewards == group.rewards
 
 
-def test_nothing_to_score(make):
-    assert make(function("lengths")).score([], []) == []
-
-
 @pytest.mark.parametrize(
     ("word", "reason"),
     [
@@ -150,13 +146,10 @@ def test_nothing_to_score(make):
         ("die", r"ended its process \(about to die\)"),
         ("none", "no verdict"),
         ("nan", "the reward is nan"),
-        ("inf", "the reward is inf"),
         ("short", "returned 1 rewards for 2 completions"),
-        ("words", "returned '1.0', not a number"),
         ("string", "returned a str, not a list"),
         ("dict", "returned a dict"),
         ("number", "returned a float, not a list"),
-        ("objects", "returned a object, not a number"),
         ("lambda", "returned a function, not a number"),
     ],
 )
@@ -175,7 +168,7 @@ def test_misbehaviour_is_no_verdict_with_its_reason_and_the_next_batch_is_scored
 
 
 def test_a_worker_that_hangs_is_no_more():
-    pool = Pool("tests.unit.rollouts.reward_functions.hanging", None, workers=1, timeout=0.3)
+    pool = Pool(f"{HERE}.hanging", None, workers=1, timeout=0.3)
     pool.start()
     worker = pool._take()
     pool._idle.put(worker)

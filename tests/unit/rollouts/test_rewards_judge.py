@@ -67,9 +67,7 @@ class Handler(BaseHTTPRequestHandler):
             try:
                 answered = server.behave(self, text)
             finally:
-                with (
-                    server.lock
-                ):  # before the answer is sent: with it in hand the caller may ask again at once
+                with server.lock:  # before the answer: with it in hand the caller may ask again at once
                     server.now -= 1
             if not answered:
                 self.reply(f"Fine. [[{len(text)}]]")
@@ -172,11 +170,8 @@ def hanging(how, over):
         "silent": (b"", b"", 0.05),
         "dripping body": (b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", b" ", 0.05),
         "dripping headers": (b"HTTP/1.1 200 OK\r\n", b"X-More: 1\r\n", 0.05),
-        "dripping one header": (b"HTTP/1.1 200 OK\r\nX-Long: ", b"x", 0.05),
         "dripping chunks": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n", 0.05),
-        "100 Continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n", 0.05),
         "100 Continue at full speed": (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 500, 0.0),
-        "102 with headers": (b"", b"HTTP/1.1 102 Processing\r\nX: 1\r\n\r\n", 0.05),
     }[how]
 
     def behave(handler, text):
@@ -194,17 +189,7 @@ def hanging(how, over):
 
 
 @pytest.mark.parametrize(
-    "how",
-    [
-        "silent",
-        "dripping body",
-        "dripping headers",
-        "dripping one header",
-        "dripping chunks",
-        "100 Continue",
-        "100 Continue at full speed",
-        "102 with headers",
-    ],
+    "how", ["silent", "dripping body", "dripping headers", "dripping chunks", "100 Continue at full speed"]
 )
 def test_a_call_that_hangs_costs_its_verdict_alone(endpoint, how):
     over = threading.Event()
@@ -220,27 +205,20 @@ def test_a_call_that_hangs_costs_its_verdict_alone(endpoint, how):
     assert endpoint.seen["hang"] == 2
 
 
-@pytest.fixture
-def no_collection():
-    """What watches collections here would itself fail in one that begins at the limit of recursion."""
-    gc.disable()
-    yield
-    gc.enable()
-
-
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
         ("[" * 200_000, "the endpoint's reply is no JSON"),
-        ('{"choices": ' + "[" * 200_000 + "]" * 200_000 + "}", "the endpoint's reply is no JSON"),
         ('{"choices": [{"message": {"content": ' + "9" * 5000 + "}}]}", "is no JSON"),
         ("x" * 5_000_000, "the reply is longer than 4000000 bytes"),
     ],
-    ids=["open brackets", "nested lists", "digits", "long"],
+    ids=["open brackets", "digits", "long"],
 )
-def test_a_reply_that_cannot_be_read_costs_its_verdict_alone(endpoint, reply, reason, no_collection):
+def test_a_reply_that_cannot_be_read_costs_its_verdict_alone(endpoint, reply, reason):
+    gc.disable()  # what watches collections here would itself fail in one at the limit of recursion
     endpoint.behave = lambda handler, text: text == "bad" and handler.send(200, reply) is None
     verdicts = judge(endpoint, retries=0, timeout=20).score([PROMPT] * 2, ["bad", "abc"])
+    gc.enable()
     assert isinstance(verdicts[0], Missing) and reason in verdicts[0].reason
     assert verdicts[1] == 3
 
@@ -274,12 +252,7 @@ BROKEN = {
         [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"10000\r\n" + b" " * 65536 + b"\r\n"],
         "longer than 4000000 bytes",
     ),
-    "too long, as it says": (
-        [b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n", b" " * 65536],
-        "longer than 4000000 bytes",
-    ),
     "a long header": ([b"HTTP/1.1 200 OK\r\nX-Long: ", b"x" * 65536], "ClientResponseError"),
-    "many headers": ([b"HTTP/1.1 200 OK\r\n", b"X-More: 1\r\n" * 5000], "ClientResponseError"),
 }
 
 
@@ -320,7 +293,7 @@ def test_no_wait_that_an_endpoint_asks_for_is_too_long(endpoint, said, monkeypat
     assert time.monotonic() - began < 5
 
 
-@pytest.mark.parametrize("code", [401, 403, 404, 405, 308])
+@pytest.mark.parametrize("code", [401, 308])
 def test_a_refusal_in_mid_round_ends_the_calls_under_way(endpoint, code):
     """Also those that hang or wait."""
     over, hung = threading.Event(), threading.Event()
@@ -402,7 +375,7 @@ def test_a_refused_completion_is_not_asked_for_again_and_says_nothing_about_the_
     assert endpoint.seen["bad"] == 100
 
 
-@pytest.mark.parametrize("code", [401, 402, 403, 404, 405, 410, 302, 303, 307])
+@pytest.mark.parametrize("code", [401, 404, 410, 302, 307])
 def test_what_every_call_would_get_stops_at_once_and_the_key_is_not_shown(endpoint, code):
     elsewhere = [("Location", "http://127.0.0.1:9/elsewhere")]
     endpoint.behave = lambda handler, text: handler.send(code, f"no: {KEY}", elsewhere) is None
@@ -438,21 +411,6 @@ def test_through_the_factory_too_many_missing_stop_the_run(endpoint):
     reward = make_reward(RewardConfig.of_kind("judge", section, 0.2))
     with pytest.raises(RewardError, match="no score in the judge's reply"):
         reward.score([PROMPT] * 9, texts(9))
-
-
-@pytest.mark.parametrize("key", ["two\nlines", "kéy", "tab\tkey"])
-def test_a_key_that_cannot_be_sent_is_refused_without_being_shown(endpoint, monkeypatch, key):
-    monkeypatch.setenv("JUDGE_KEY", key)
-    with pytest.raises(ConfigError) as error:
-        judge(endpoint)
-    assert error.value.key == "reward.judge.api_key_env"
-    assert key not in str(error.value)
-
-
-@pytest.mark.parametrize("url", ["http://", "http://host:port/v1"])
-def test_an_address_that_is_none_is_refused(endpoint, url):
-    with pytest.raises(ConfigError, match=r"^reward\.judge\.base_url="):
-        judge(endpoint, base_url=url)
 
 
 def test_settings_are_checked(monkeypatch):

@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import sys
+from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from rollouts.rounds import (
     SampledPrompt,
     feedback,
     overlong_penalties,
+    replayed,
     with_threshold,
 )
 from tests.tiny import make_config
@@ -98,6 +100,41 @@ def test_the_order_is_the_seeds_and_not_the_rounds():
 def test_a_prompt_that_comes_again_is_sampled_with_other_random_numbers():
     parts = PromptSchedule([prompt(0), prompt(1)], 6, 1).take(0, 6)
     assert len({seed for seed, _ in parts}) == len(parts) == 3
+
+
+# -- replay -------------------------------------------------------------------------------------
+
+EARLIER = [["a", "b", "c"], [], ["a", "d"]]
+
+
+def test_contexts_are_drawn_without_replacement_from_their_own_round():
+    for index in range(20):
+        again = replayed(EARLIER, 3, index, seed=7)
+        assert sum(map(len, again)) == 3
+        assert all(set(chosen) <= set(own) for chosen, own in zip(again, EARLIER, strict=True))
+        assert all(len(set(chosen)) == len(chosen) for chosen in again)
+    assert replayed(EARLIER, 9, 1, seed=7) == EARLIER
+
+
+def test_the_choice_is_a_function_of_seed_and_round_and_favours_nobody():
+    assert replayed(EARLIER, 2, 4, seed=7) == replayed(EARLIER, 2, 4, seed=7)
+    draws = Counter(
+        (r, prompt)
+        for seed in range(600)
+        for r, chosen in enumerate(replayed(EARLIER, 2, 3, seed))
+        for prompt in chosen
+    )
+    assert len(draws) == 5 and all(180 < count < 300 for count in draws.values())
+
+
+def test_a_round_samples_what_it_does_not_replay():
+    config = make_config(
+        "online=true", "rounds.contexts=48", "rounds.contexts_per_round=12", "rounds.replay=0.4"
+    )
+    rounds = config.rounds
+    assert [(rounds.sampled(i), rounds.replayed(i)) for i in range(3)] == [(12, 0), (7, 5), (7, 5)]
+    assert rounds.most_contexts == 48 + 6 * 5
+    assert make_config("online=true").rounds.most_contexts == make_config("online=true").rounds.contexts
 
 
 # -- feedback --------------------------------------------------------------------------------------
@@ -225,23 +262,6 @@ def test_the_same_lines_give_the_same_file_and_either_kind_is_read(tmp_path, com
     assert other.read("samples") == lines and not first.exists()
 
 
-@pytest.mark.parametrize("compress", [False, True])
-@pytest.mark.parametrize("damage", ["cut", "gone", "promised only"])
-def test_a_stage_that_was_not_written_whole_is_not_done(tmp_path, damage, compress):
-    folder = RoundFolder(tmp_path / "000", compress)
-    folder.write("samples", [{"x": 1}, {"x": 2}], {}, {})
-    path = folder.file("samples")
-    if damage == "cut":
-        path.write_bytes(path.read_bytes()[:-5])
-    else:
-        path.unlink()
-    if damage == "promised only":  # killed between the promise and the rename
-        (path.parent / ".samples.jsonl.part").write_text('{"x": 1}\n{"x": 2}\n')
-    assert not folder.done("samples", {})
-    with pytest.raises(DataError, match="overwrite=true"):
-        folder.read("samples")
-
-
 def round_of(path, compress: bool, prompts: int = 12) -> RoundFolder:
     """A round's samples and their scores, as they are written."""
     folder = RoundFolder(path, compress)
@@ -272,6 +292,11 @@ def garbled(path: Path) -> None:
     path.write_bytes(content)
 
 
+def promised_only(path: Path) -> None:
+    """Killed between the promise and the rename."""
+    path.rename(path.parent / f".{path.name}.part")
+
+
 def replaced_by_a_folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
@@ -279,7 +304,9 @@ def replaced_by_a_folder(path: Path) -> None:
 
 @pytest.mark.parametrize("compress", [False, True])
 @pytest.mark.parametrize("stage", ["samples", "scores"])
-@pytest.mark.parametrize("damage", [Path.unlink, cut, without_lines, garbled, replaced_by_a_folder])
+@pytest.mark.parametrize(
+    "damage", [Path.unlink, promised_only, cut, without_lines, garbled, replaced_by_a_folder]
+)
 def test_what_is_looked_at_is_said_where_it_is_damaged(tmp_path, damage, stage, compress):
     folder = round_of(tmp_path / "000", compress, prompts=8)
     assert len(samples_table(folder)) == 16
@@ -345,7 +372,7 @@ columns = st.sampled_from(["", '{"a": 1}'])
     of=st.lists(completions, min_size=1, max_size=3),
 )
 def test_a_line_is_the_groups_object_and_comes_back_as_it_was(prompt, of):
-    """Rank 0 goes on with the samples and groups that it wrote, and other ranks with those that they read."""
+    """Rank 0 goes on with the samples that it wrote, and after a kill with those that it reads."""
     group, lines = Group(prompt, tuple(of), (0.5,) * len(of)), Lines()
     assert lines.of(group) == lines.of(group) == json.dumps(to_dict(group), ensure_ascii=False)
     one = SampledPrompt(prompt, group.completions)
@@ -361,9 +388,7 @@ def test_a_round_that_is_killed_at_any_touch_of_a_file_goes_on_with_what_is_dura
 
     def build(path: Path) -> list[Group]:
         builder.build(folder := RoundFolder(path), 0, 3, "weights")
-        groups = builder.groups(folder)
-        assert groups == folder.groups()
-        return groups
+        return folder.groups()
 
     def killed(path: Path, point: int) -> bool:
         touches = itertools.count()
