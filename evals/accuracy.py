@@ -20,8 +20,8 @@ from evals.answers import check_answering, described
 from evals.base import Evaluation, Target, fingerprints
 from evals.early import verifier_path
 from models.distributed import World, on_main
-from rollouts.generate import Request, settings_of
-from rollouts.samplers import Sample
+from rollouts.answers import Request
+from rollouts.samplers import Sample, SamplingSettings
 from rollouts.verify import Verifier, say_failures, text_of, verdicts_of
 
 Items = dict[str, dict[str, float]]
@@ -82,7 +82,7 @@ def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
     Raises StoppedError for verdicts that are neither 0 nor 1, and if there is no verdict at all."""
     renderer = check_answering(target)
     asked, left_out = checkable(target, stage, renderer)
-    own, drawn = stage.accuracy, settings_of(target.config)
+    own, drawn = stage.accuracy, SamplingSettings.from_config(target.config)
     requests = {"greedy": Request("greedy answers", 1, replace(drawn, temperature=0.0))} if own.greedy else {}
     if own.samples:
         requests["sampled"] = Request(f"{own.samples} samples each", own.samples, drawn)

@@ -26,7 +26,8 @@ from evals import answers
 from evals.base import Evaluation, Target, fingerprints
 from evals.running import result_path
 from models.distributed import World
-from rollouts.generate import Request, settings_of
+from rollouts.answers import Request
+from rollouts.samplers import SamplingSettings
 from rollouts.verify import text_of
 
 KEYS = ("OPENAI_API_KEY", "OPENAI_API_KEYS", "OPENAI_CLIENT_CONFIG_PATH")
@@ -127,7 +128,7 @@ def prompt_of(row: alpaca.Row) -> Prompt:
 def sampled(target: Target, reference: list[alpaca.Row], weights: str, world: World) -> list[alpaca.Row]:
     """Return the target's answers in AlpacaEval's format, sampled by the settings' sampler."""
     renderer = answers.check_answering(target)
-    request = Request("answers to AlpacaEval", 1, settings_of(target.config))
+    request = Request("answers to AlpacaEval", 1, SamplingSettings.from_config(target.config))
     prompts = [prompt_of(row) for row in reference]
     [drawn] = answers.sample(target, renderer, prompts, [request], world)
     texts = [text_of(sample, renderer).strip() for [sample] in drawn]

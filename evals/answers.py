@@ -16,10 +16,9 @@ from data.vocabulary import limit_tokens
 from evals.base import Target
 from models.distributed import World
 from models.pretrained import check_model, load_tokenizer
-from rollouts.generate import Request, generate_answers
+from rollouts.answers import Request, generate_answers
 from rollouts.rounds import usable_prompts
-from rollouts.samplers import Sample
-from rollouts.sampling import sampling_class
+from rollouts.samplers import Sample, sampler_class
 
 
 def check_answering(target: Target) -> Renderer:
@@ -27,7 +26,7 @@ def check_answering(target: Target) -> Renderer:
 
     Raises ConfigError, before weights are loaded, for anything that would keep the target from answering."""
     config = target.config
-    sampling_class(config)
+    sampler_class(config)
     config.check_room()
     hf_config = check_model(config.model)
     renderer = make_renderer(load_tokenizer(config.model), config.model, config.data)

@@ -21,11 +21,12 @@ from evals.answers import check_answering, described
 from evals.base import Evaluation, Target, fingerprints
 from models.distributed import World, on_main
 from reports.statistics import shown_p
+from rollouts.answers import Request
 from rollouts.files import read_samples
-from rollouts.generate import Request, settings_of
 from rollouts.rewards.base import make_reward
 from rollouts.round_builder import score_samples
 from rollouts.rounds import SampledPrompt
+from rollouts.samplers import SamplingSettings
 
 
 @dataclass(frozen=True)
@@ -189,9 +190,8 @@ def _answers(side: Target, target: Target, stage: EvalStage, world: World) -> li
 def _sampled(side: Target, prompts: list[Any], stage: EvalStage, world: World) -> list[SampledPrompt]:
     renderer = check_answering(side)
     usable, _ = answers.usable_prompts(answers.limited(prompts, stage.limit), renderer)
-    request = Request(
-        f"{stage.compare.samples} answers each", stage.compare.samples, settings_of(side.config)
-    )
+    n, settings = stage.compare.samples, SamplingSettings.from_config(side.config)
+    request = Request(f"{n} answers each", n, settings)
     (made,) = answers.sample(side, renderer, usable, [request], world)
     return [
         SampledPrompt(prompt, tuple(s.completion(renderer) for s in samples))

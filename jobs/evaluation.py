@@ -240,7 +240,7 @@ def make_evaluator(
             initial_kl = InitialKL(trainer, sampler, held_out, renderer, (prompts, tokens))
         if accuracy is None:
             sampler = embedded_sampler(*sampler_arguments, "answers to read (retention.tokens)")
-            shown = Shown(sampler, prompts_of(held_out), renderer, world, tokens)
+            shown = Shown(sampler, prompts_of(held_out), renderer, tokens)
 
     def accuracy_on(one: EvaluationSet) -> Accuracy | None:
         if not one.checkable:

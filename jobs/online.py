@@ -28,7 +28,7 @@ from rollouts.ledger import RoundFolder
 from rollouts.rewards.base import Reward
 from rollouts.round_builder import RoundBuilder
 from rollouts.rounds import PromptSchedule, usable_prompts
-from rollouts.sampling import Engine, Sampling, make_sampling
+from rollouts.samplers import Sampler, make_sampler
 from trainers.basic import BasicTrainer
 
 
@@ -119,30 +119,34 @@ class Online:
         self.config, self.renderer, self.world, self.folder = config, renderer, world, folder
         self.contexts = PromptSchedule(list(plan.prompts), config.rounds.contexts, config.seed)
         self.reward: Reward | None = None
-        self.engine: Engine | None = None
-        self.sampling: Sampling | None = None
+        self.sampler: Sampler | None = None
 
     def start(self) -> None:
         """Make the sampler, and the reward with its processes. Every rank calls it. Raises the ConfigError of
         either on every rank."""
         logs = self.folder / "logs"
-        self.sampling = make_sampling(self.config, self.renderer, self.world, logs)
+        self.sampler = make_sampler(self.config, self.renderer, self.world, logs)
         reward = self.reward = reward_on_ranks(self.config.reward_config, self.world, logs)
         on_main(lambda: None if reward is None else reward.check_prompts(self.contexts.prompts))
 
     def source(self, trainer: BasicTrainer, policy: Policy, watch: RunWatch) -> OnlineSource:
         """Return the rounds of ``trainer``'s run as a source; ``watch`` saves and logs them."""
-        assert self.sampling is not None, "start was called"
-        engine = self.engine = self.sampling.engine(policy, list(self.contexts.prompts))
+        assert self.sampler is not None, "start was called"
+        self.sampler.attach(policy, list(self.contexts.prompts))
         if self.reward is not None:
-            self.reward.share_over(engine.ranks)
+            self.reward.share_over(self.sampler.ranks)
         builder = None
         if self.world.is_main and self.reward is not None:
             builder = RoundBuilder(
-                self.config, self.contexts, self.renderer, engine, self.reward, watch.saver.between_stages
+                self.config,
+                self.contexts,
+                self.renderer,
+                self.sampler,
+                self.reward,
+                watch.saver.between_stages,
             )
         return OnlineSource(
-            self.config, trainer, self.renderer, self.contexts, engine, builder, self.folder, watch
+            self.config, trainer, self.renderer, self.contexts, self.sampler, builder, self.folder, watch
         )
 
     def describe(self, plan: Plan, unit: str) -> str:
@@ -168,7 +172,7 @@ class Online:
 
     def close(self) -> None:
         """End the processes of the sampler and the reward."""
-        if self.engine is not None:
-            self.engine.close()
+        if self.sampler is not None:
+            self.sampler.close()
         if self.reward is not None:
             self.reward.close()

@@ -34,7 +34,7 @@ from rollouts.ledger import RoundFolder
 from rollouts.rewards.base import RewardError
 from rollouts.round_builder import RoundBuilder, samples_table
 from rollouts.rounds import PromptSchedule, replayed
-from rollouts.sampling import Engine
+from rollouts.samplers import Sampler
 from trainers.basic import BasicTrainer
 
 Facts = dict[str, Any]
@@ -51,14 +51,14 @@ class OnlineSource:
         trainer: BasicTrainer,
         renderer: Renderer,
         contexts: PromptSchedule,
-        engine: Engine,
+        sampler: Sampler,
         builder: RoundBuilder | None,
         folder: Path,
         watch: RunWatch,
     ) -> None:
         """``builder`` is None on ranks above 0; ``folder`` is the run's."""
         self.config, self.trainer, self.renderer, self.contexts = config, trainer, renderer, contexts
-        self.engine, self.builder, self.folder, self.watch = engine, builder, folder, watch
+        self.sampler, self.builder, self.folder, self.watch = sampler, builder, folder, watch
         self.view = view_of_rounds(config, trainer.view_of(config))
         self._entered: float | None = None
         self._kept: dict[int, list[str]] = {}
@@ -109,7 +109,7 @@ class OnlineSource:
             except Exception as error:
                 self.watch.saver.stop_with(error)
 
-        self.engine.ranks.on_main(tried)
+        self.sampler.ranks.on_main(tried)
         self.watch.saver.stop_if_asked()
 
     def _first(self, index: int) -> int:
@@ -143,7 +143,7 @@ class OnlineSource:
         if on_main(lambda: cast(RoundBuilder, builder).needs_weights(folder, first, wanted, weights)):
             start = time.monotonic()
             with phase(f"round {index}: weights to the sampler, its start", "sampler"):
-                published = self.engine.publish(folder.weights, index, self.config.rounds.keep_weights)
+                published = self.sampler.publish(folder.weights, index, self.config.rounds.keep_weights)
             published["publish_seconds"] = time.monotonic() - start
         begun = {"round": index, "weights": weights, "sampled_step": step, **published}
         on_main(lambda: folder.note(begun))
@@ -192,9 +192,7 @@ class OnlineSource:
             if prompts:
                 groups = [group for group in self.round(i).groups() if group.prompt.id in prompts]
                 made.append(self._made(i, groups))
-        folder = self.round(index)
-        own = folder.groups() if self.builder is None else self.builder.groups(folder)
-        return [*made, self._made(index, own)]
+        return [*made, self._made(index, self.round(index).groups())]
 
     def _kept_prompts(self, index: int) -> list[str]:
         """Return the prompt ids of the contexts that round ``index`` kept.

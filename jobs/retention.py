@@ -21,9 +21,9 @@ from data.views import prompts_of
 from jobs.initial_scores import alone, initial_scores
 from models.distributed import sum_over_ranks
 from models.reference import Reference, score
-from rollouts.answers import Answers
+from rollouts.answers import Answers, Request
 from rollouts.rounds import usable_prompts
-from rollouts.samplers import EmbeddedSampler, SamplingSettings
+from rollouts.samplers import Sampler, SamplingSettings
 from trainers.basic import BasicTrainer
 
 
@@ -37,7 +37,7 @@ class InitialKL:
     def __init__(
         self,
         trainer: BasicTrainer,
-        sampler: EmbeddedSampler,
+        sampler: Sampler,
         groups: Groups,
         renderer: Renderer,
         most: tuple[int, int],
@@ -49,7 +49,7 @@ class InitialKL:
         self.trainer, self.renderer = trainer, renderer
         self.prompts, _ = usable_prompts(prompts[: most[0]][: config.n_eval_prompts], renderer)
         settings = SamplingSettings(config.model.logit_temperature, 1.0, most[1])
-        self.answers = Answers(sampler, self.prompts, 1, settings, trainer.world)
+        self.answers = Answers(sampler, self.prompts, Request("", 1, settings))
         self.rows: list[Sequence] = []
         self.initial: dict[str, Tensor] = {}
 
@@ -59,11 +59,11 @@ class InitialKL:
         Answers and scores that an earlier run of the same weights left are read from the cache."""
         trainer = self.trainer
         self.answers.use_cache(Path(trainer.config.cache_dir), parts)
-        drawn = self.answers.everywhere(initial=True)
+        drawn = self.answers(initial=True)
         self.rows = [
             Sequence(self.renderer.prompt_ids(prompt), np.array(sample.token_ids, np.int32))
-            for prompt in self.prompts
-            for sample in drawn[prompt.id]
+            for prompt, samples in zip(self.prompts, drawn, strict=True)
+            for sample in samples
             if sample.token_ids
         ]
         self.rows.sort(key=lambda row: (-len(row), row.key))

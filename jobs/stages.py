@@ -22,11 +22,12 @@ from data.views import prompts_of
 from data.vocabulary import limit_tokens
 from models.distributed import Ranks, World, on_every_rank
 from models.pretrained import check_model, load_tokenizer
+from rollouts.answers import Request, generate_answers
 from rollouts.files import Scores, read_samples, write_feedback, write_samples
-from rollouts.generate import Request, generate_answers, settings_of
 from rollouts.rewards.base import Reward, RewardError, make_reward
 from rollouts.round_builder import score_samples
 from rollouts.rounds import SampledPrompt, feedback, usable_prompts, with_threshold
+from rollouts.samplers import SamplingSettings
 
 
 def sample(config: Config, stage: SampleStage, world: World) -> None:
@@ -48,7 +49,8 @@ def sample(config: Config, stage: SampleStage, world: World) -> None:
         config.data.path,
         f"has no prompt to sample in split={stage.split}: {dict(refused) or 'none read'}",
     )
-    request = Request(f"{config.rounds.samples} samples each", config.rounds.samples, settings_of(config))
+    n, settings = config.rounds.samples, SamplingSettings.from_config(config)
+    request = Request(f"{n} samples each", n, settings)
     (drawn,) = generate_answers(
         config, renderer, prompts, [request], world, Path(config.runs_dir) / "logs", out.name
     )

@@ -12,16 +12,16 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from common.progress import SOON, phase, progress
+from common.progress import SOON, phase
 from config.schema import Config
 from data.chat import Renderer
 from data.groups import Lines
 from data.types import Completion, Group, Prompt
 from data.views import varies
+from rollouts.answers import Request, draw
 from rollouts.ledger import Line, RoundFolder, sampled_of
 from rollouts.rewards.base import Reward
 from rollouts.rounds import (
@@ -31,8 +31,7 @@ from rollouts.rounds import (
     overlong_penalties,
     with_threshold,
 )
-from rollouts.samplers import SamplingSettings
-from rollouts.sampling import Engine
+from rollouts.samplers import Sampler, SamplingSettings
 from rollouts.stop_strings import facts_of
 
 Facts = dict[str, Any]
@@ -47,16 +46,15 @@ class RoundBuilder:
         config: Config,
         contexts: PromptSchedule,
         renderer: Renderer,
-        engine: Engine,
+        sampler: Sampler,
         reward: Reward,
         pause: Callable[[], None],
     ) -> None:
         """``pause`` is called between stages, and may raise to stop the run there."""
         self.config, self.contexts, self.renderer = config, contexts, renderer
-        self.engine, self.reward, self.pause = engine, reward, pause
-        self.settings = SamplingSettings(config.sampler.temperature, config.sampler.top_p, config.max_tokens)
+        self.sampler, self.reward, self.pause = sampler, reward, pause
+        self.settings = SamplingSettings.from_config(config)
         self._lines = Lines()
-        self._written: tuple[Path, list[Group]] | None = None
 
     def needs_weights(self, folder: RoundFolder, first: int, wanted: int, weights: str) -> bool:
         """Return whether anything is left to sample for the round."""
@@ -97,11 +95,8 @@ class RoundBuilder:
             trained_on = [group for made in groups for group in made]
             facts = {"contexts": len(groups), "dropped": dropped}
             folder.write("groups", map(self._lines.of, trained_on), inputs, facts)
-            self._written = folder.path, trained_on
         self._lines = Lines()
-        if (
-            self.config.rounds.fill
-        ):  # not earlier: only the file of groups shows that nothing more will be sampled
+        if self.config.rounds.fill:  # only the file of groups shows that nothing more will be sampled
             self._sampled(folder)
         folder.note(
             {
@@ -113,12 +108,6 @@ class RoundBuilder:
                 "metrics": self._metrics(folder.record["stages"], parts, completions, scores),
             }
         )
-
-    def groups(self, folder: RoundFolder) -> list[Group]:
-        """Return the groups of a round that are trained on: those that this process has just written, once,
-        or else those in the file. Raises DataError."""
-        written, self._written = self._written, None
-        return written[1] if written is not None and written[0] == folder.path else folder.groups()
 
     def _penalised(self, sampled: list[SampledPrompt], scored: list[Line]) -> list[list[float | None]]:
         """Return the scores of each prompt's samples, less what long samples lose."""
@@ -147,10 +136,10 @@ class RoundBuilder:
 
     def _sampled(self, folder: RoundFolder) -> None:
         """Free what is no longer needed once all samples of the round are on disk: the weights that they came
-        from, unless ``rounds.keep_weights``, and the engine's memory."""
+        from, unless ``rounds.keep_weights``, and the sampler's memory."""
         if not self.config.rounds.keep_weights:
             shutil.rmtree(folder.weights, ignore_errors=True)
-        self.engine.sleep()
+        self.sampler.sleep()
 
     # -- stages ------------------------------------------------------------------------------------
 
@@ -192,9 +181,8 @@ class RoundBuilder:
     def _draw(self, prompts: list[Prompt], seed: int) -> list[SampledPrompt]:
         """Return the prompts with their answers."""
         n, temperature = self.config.rounds.samples, self.config.model.logit_temperature
-        what = f"sample {n} answers each (rounds.samples)"
-        with progress(len(prompts), what, unit="prompt", shown=None, delay=SOON, leave=False) as bar:
-            answers = self.engine.sample(prompts, n, self.settings, seed, lambda which, samples: bar.update())
+        request = Request(f"sample {n} answers each (rounds.samples)", n, self.settings, seed)
+        answers = draw(self.sampler, prompts, request, shown=None, delay=SOON, leave=False)
         return [
             SampledPrompt(prompt, tuple(sample.completion(self.renderer, temperature) for sample in samples))
             for prompt, samples in zip(prompts, answers, strict=True)

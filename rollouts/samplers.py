@@ -1,4 +1,5 @@
-"""The sampler interface, and the embedded sampler on transformers' own generation.
+"""What a sampler draws, and the interface ``Sampler``, which rounds, evaluations and sample.py use.
+``sampler._target_`` names a class of this kind; no other code knows samplers by name.
 
 Prompts are rendered by the function that renders them for training, every sampling field is explicit, and
 samples are token ids. Each token comes with its log-probability under the policy that drew it, at
@@ -8,22 +9,25 @@ probability with which the sampler drew it. The trainer computes its own log-pro
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from common.progress import SOON, progress
+from common.errors import require
+from common.imports import import_function
+from config.schema import Config
 from data.chat import Renderer, vocabulary_fingerprint
 from data.types import Completion, Prompt
-from models.distributed import gather_objects
+from models.distributed import Ranks, World, ended_together, on_main
+from models.export import export, full_state, remove_unfinished
 from models.policy import Policy
-from models.sharding import gathered_once
-from rollouts.decoding import Decoder
+
+Facts = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,11 @@ class SamplingSettings:
     """the next token comes from the smallest set of tokens with this probability; 1: from all"""
     max_tokens: int
     """length in tokens at which a sample is cut"""
+
+    @classmethod
+    def from_config(cls, config: Config) -> SamplingSettings:
+        """Return the settings of a run's samples."""
+        return cls(config.sampler.temperature, config.sampler.top_p, config.max_tokens)
 
 
 @dataclass(frozen=True)
@@ -55,9 +64,9 @@ class Sample:
     def completion(self, renderer: Renderer, temperature: float = 1.0) -> Completion:
         """Return the sample as a groups file records it: the token ids, which are trained on unchanged, and
         the text, for verifiers and readers. ``temperature``: the temperature of ``logprobs``."""
-        said = renderer.said(self.token_ids)
+        text = renderer.said(self.token_ids)
         return Completion(
-            said.partition(self.stopped)[0] if self.stopped else said,
+            text.partition(self.stopped)[0] if self.stopped else text,
             self.token_ids,
             self.finished,
             vocabulary_fingerprint(renderer.tokenizer),
@@ -84,102 +93,6 @@ class Continuation:
     max_tokens: int
 
 
-Draw = Callable[[list[Continuation], SamplingSettings, int, tuple[int, ...]], list[Sample]]
-"""Function (rows, settings, seed, stop token ids) -> the rows' samples, in order."""
-
-
-class Parts(Protocol):
-    """Draws answers in parts (``rollouts.stop_strings``)."""
-
-    def sample(
-        self, draw: Draw, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int, synced: bool
-    ) -> list[list[Sample]]:
-        """Return ``n`` answers to each prompt. ``synced``: every rank samples a share, and calls ``draw`` as
-        often as the others."""
-        ...
-
-
-class EmbeddedSampler:
-    """Samples from the policy itself, with transformers' generate and a KV cache.
-
-    Up to rounding, a sample depends only on the weights, its prompt, its index, the settings and the seed. It
-    does not depend on the batch in which it is computed, the number of ranks, or the state of any random
-    number generator. So equal prompts get equal samples.
-    """
-
-    def __init__(
-        self,
-        policy: Policy,
-        renderer: Renderer,
-        device: torch.device,
-        *,
-        batch_size: int,
-        synced: bool,
-        stops: Parts | None = None,
-        what: str = "sample (rounds.contexts_per_round, sampler.max_tokens)",
-    ) -> None:
-        """``what``: the words of its bar, with the settings that bound it. ``batch_size``: rows generated at
-        once. ``synced``: the policy is sharded over several ranks, each
-        of which samples its own share. Every rank then runs as many forwards as the slowest, and must call
-        ``sample`` even if its share is empty. ``stops``: ends answers at ``sampler.stop``; None: only an end
-        token does."""
-        self.stops, self.what = stops, what
-        self.policy, self.renderer, self.decoder = policy, renderer, Decoder(policy, device, synced)
-        self.batch_size, self.synced = batch_size, synced
-
-    def sample(
-        self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
-    ) -> list[list[Sample]]:
-        """Return ``n`` answers to each prompt. Raises DataError for a prompt that cannot be rendered."""
-        if self.stops is not None:
-            return self.stops.sample(self.draw, prompts, n, settings, seed, self.synced)
-        rows = rows_of(self.renderer, prompts, n, settings)
-        drawn = self.draw(rows, settings, seed, self.renderer.stop_token_ids)
-        return [drawn[i : i + n] for i in range(0, len(drawn), n)]
-
-    def draw(
-        self, rows: list[Continuation], settings: SamplingSettings, seed: int, stops: tuple[int, ...]
-    ) -> list[Sample]:
-        """Return a sample for each row, which ends with one of ``stops`` or at the row's own
-        ``max_tokens``."""
-        order = sorted(range(len(rows)), key=lambda i: -len(rows[i].ids))
-        batches = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
-        rounds = max(gather_objects(len(batches))) if self.synced else len(batches)
-        out = [Sample((), False)] * len(rows)
-        most = [max(rows[i].max_tokens for i in batch) for batch in batches]
-        with (
-            gathered_once(self.policy, several=self.synced),
-            progress(sum(most), self.what, unit="token", shown=None, delay=SOON) as bar,
-        ):
-            self.decoder.tick = bar.update
-            for batch, done in zip(batches, accumulate(most), strict=True):
-                drawn = self._generate([rows[i] for i in batch], settings, seed, stops)
-                for i, sample in zip(batch, drawn, strict=True):
-                    out[i] = sample
-                bar.update(done - bar.n)
-            for _ in range(rounds - len(batches)):
-                self._generate([Continuation("", 0, np.array(stops[:1]), 1)], settings, seed, stops)
-        return out
-
-    def _generate(
-        self, rows: list[Continuation], settings: SamplingSettings, seed: int, stops: tuple[int, ...]
-    ) -> list[Sample]:
-        limits = [row.max_tokens for row in rows]
-        draws = [uniforms(seed, row.key, row.index, max(limits)) for row in rows]
-        tokens, logprobs = self.decoder.decode(
-            [row.ids for row in rows],
-            limits,
-            draws if settings.temperature > 0 else None,
-            settings.temperature,
-            settings.top_p,
-            stops,
-        )
-        return [
-            _ended(made, values, set(stops), row.max_tokens)
-            for row, made, values in zip(rows, tokens.tolist(), logprobs, strict=True)
-        ]
-
-
 def rows_of(
     renderer: Renderer, prompts: list[Prompt], n: int, settings: SamplingSettings
 ) -> list[Continuation]:
@@ -193,16 +106,94 @@ def rows_of(
     ]
 
 
-def uniforms(seed: int, prompt_id: str, index: int, n: int) -> np.ndarray:
-    """Return the random numbers of one sample, one per token: [n] float32 in [0, 1)."""
-    key = hashlib.blake2b(f"{seed}/{prompt_id}/{index}".encode(), digest_size=16).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(key))).random(n, dtype=np.float32)
+class Sampler(Protocol):
+    """Draws answers with the weights of a run's policy (``attach``, then ``publish`` for each round) or with
+    those of the settings' model (``load``).
+
+    Every rank has a sampler and makes the same calls, but for ``sample`` and ``sleep``: rank 0 alone calls
+    these, inside ``ranks.on_main``, where a sampler may ask the other ranks to help (``models.distributed``).
+    """
+
+    ranks: Ranks
+
+    @classmethod
+    def check(cls) -> None:
+        """Raise ConfigError if this kind of sampler cannot run at all."""
+
+    @classmethod
+    def from_config(cls, config: Config, renderer: Renderer, world: World, log_dir: Path) -> Sampler:
+        """Return the sampler that the settings describe, before any weights load. The output of its processes
+        goes to ``log_dir``. Raises ConfigError."""
+        ...
+
+    def attach(self, policy: Policy, prompts: list[Prompt]) -> None:
+        """Draw with the weights of ``policy``, once they are published. ``prompts``: those of the run, for a
+        probe."""
+
+    def load(self) -> None:
+        """Draw with the weights of the settings' ``model``, outside rounds. Raises ConfigError,
+        WorkerError."""
+
+    def part(self, prompts: int, n: int) -> int:
+        """Return how many of ``prompts`` prompts, with ``n`` answers each, to sample between two updates of a
+        progress bar."""
+        ...
+
+    def publish(self, folder: Path, version: int, keep: bool) -> Facts:
+        """Draw with the policy's current weights from now on. ``folder``: for files that have to be written;
+        it may be deleted once the round is sampled. ``keep``: write the weights there in any case. Returns
+        facts to record. Raises WorkerError."""
+        ...
+
+    def sample(
+        self,
+        prompts: list[Prompt],
+        n: int,
+        settings: SamplingSettings,
+        seed: int,
+        answered: Answered | None = None,
+    ) -> list[list[Sample]]:
+        """Return ``n`` answers to each prompt, in order. ``answered`` may be called with a prompt's answers
+        as soon as they are there. Raises DataError for a prompt that cannot be rendered, and WorkerError."""
+        ...
+
+    def sleep(self) -> None:
+        """Release accelerator memory until the next ``publish``."""
+
+    def close(self) -> None:
+        """End its processes."""
 
 
-def _ended(tokens: list[int], logprobs: np.ndarray, stops: set[int], max_tokens: int) -> Sample:
-    """Cut a generated row after its first stop token, behind which there is padding, or at ``max_tokens``."""
-    end = next((i for i, token in enumerate(tokens[:max_tokens]) if token in stops), None)
-    kept = max_tokens if end is None else end + 1
-    # The shortest decimal that is the same float32 takes half the space of the float64 in a file.
-    values = tuple(float(str(value)) for value in logprobs[:kept])
-    return Sample(tuple(tokens[:kept]), end is not None, values)
+def sampler_class(config: Config) -> type[Sampler]:
+    """Return the class that ``sampler._target_`` names. Raises ConfigError if it cannot be imported, or
+    cannot run here."""
+    found: type[Sampler] = import_function("sampler._target_", config.sampler._target_)
+    found.check()
+    return found
+
+
+def make_sampler(config: Config, renderer: Renderer, world: World, log_dir: Path) -> Sampler:
+    """Return the sampler that the settings name (``Sampler.from_config``). Raises ConfigError."""
+    return sampler_class(config).from_config(config, renderer, world, log_dir)
+
+
+def refuse_options(config: Config) -> None:
+    """Raise ConfigError if there are ``sampler.options``, for a sampler that takes none and would not read
+    them."""
+    options = config.sampler.options
+    require(not options, "sampler.options", options, f"sampler={config.sampler.name} takes none")
+
+
+def write_weights(
+    policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype
+) -> None:
+    """Write the policy's current weights to ``folder``, within the run, as a model. Every rank calls it.
+    Raises OSError on all ranks."""
+    with ended_together():
+        state = full_state(policy)
+
+    def write() -> None:
+        remove_unfinished(folder)
+        export(state, policy, tokenizer, folder, dtype)
+
+    on_main(write)

@@ -9,6 +9,7 @@ shown is what was drawn. No end token is added to it (``Completion.stopped``).
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +20,12 @@ from config.schema import Config
 from data.chat import Renderer
 from data.types import Prompt
 from models.distributed import gather_objects
-from rollouts.samplers import Continuation, Draw, Sample, SamplingSettings, rows_of
+from rollouts.samplers import Continuation, Sample, SamplingSettings, rows_of
 
 FIRST = 128
 """Tokens of the first part."""
+Draw = Callable[[list[Continuation], SamplingSettings, int, tuple[int, ...]], list[Sample]]
+"""Function (rows, settings, seed, stop token ids) -> the rows' samples, in order."""
 
 
 @dataclass

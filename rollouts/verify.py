@@ -18,10 +18,11 @@ from data.types import Group, Prompt
 from data.views import prompts_of
 from models.distributed import World, gather_objects
 from models.policy import Policy
-from rollouts.answers import Answers
+from rollouts.answers import Answers, Request
+from rollouts.embedded import EmbeddedSampler
 from rollouts.rewards.blame import describe
 from rollouts.rounds import usable_prompts
-from rollouts.samplers import EmbeddedSampler, Sample, SamplingSettings
+from rollouts.samplers import Sample, Sampler, SamplingSettings
 from rollouts.stop_strings import StopStrings, facts_of
 
 Verifier = Callable[[list[str], list[str | None]], list[float | None]]
@@ -48,34 +49,20 @@ class Shown:
     """Greedy answers to the first few prompts by id, for people to read before and after training. Every rank
     calls it and gets the same rows of ``COLUMNS``."""
 
-    def __init__(
-        self,
-        sampler: EmbeddedSampler,
-        prompts: Sequence[Prompt],
-        renderer: Renderer,
-        world: World,
-        tokens: int,
-    ) -> None:
+    def __init__(self, sampler: Sampler, prompts: Sequence[Prompt], renderer: Renderer, tokens: int) -> None:
         """``tokens``: the length of an answer at most."""
         self.renderer = renderer
         first = usable_prompts(sorted(prompts, key=lambda prompt: prompt.id), renderer)[0][:READ]
-        self.answers = Answers(sampler, first, 1, SamplingSettings(0.0, 1.0, tokens), world)
+        self.answers = Answers(sampler, first, Request("", 1, SamplingSettings(0.0, 1.0, tokens)))
 
     def use_cache(self, cache_dir: Path, parts: Mapping[str, str]) -> None:
         self.answers.use_cache(cache_dir, parts)
 
     def __call__(self, initial: bool) -> list[AnswerRow]:
         """Return the rows. ``initial``: whether the policy has its initial weights."""
-        samples = self.answers.everywhere(initial)
         return [
-            (
-                "read",
-                p.turns[-1].content,
-                text_of(samples[p.id][0], self.renderer),
-                p.reference_answer,
-                None,
-            )
-            for p in self.answers.prompts
+            ("read", p.turns[-1].content, text_of(samples[0], self.renderer), p.reference_answer, None)
+            for p, samples in zip(self.answers.prompts, self.answers(initial), strict=True)
         ]
 
 
@@ -85,12 +72,12 @@ class Accuracy:
     the sampled answers. An accuracy is the mean verdict over ``prompts``, or None if there is no verdict at
     all.
 
-    Every rank calls it and samples its own share. The result is the same on every rank.
+    Every rank calls it and verifies its own share. The result is the same on every rank.
     """
 
     def __init__(
         self,
-        sampler: EmbeddedSampler,
+        sampler: Sampler,
         prompts: list[Prompt],
         verifier: Verifier,
         renderer: Renderer,
@@ -102,12 +89,12 @@ class Accuracy:
     ) -> None:
         """``facts``: what answers depend on besides the ``parts`` that ``use_cache`` is given."""
         self.verifier, self.renderer, self.facts = verifier, renderer, facts or {}
-        self.is_main = world.is_main
+        self.world = world
         sampled = SamplingSettings(TEMPERATURE, 1.0, max_tokens)
         greedy = SamplingSettings(0.0, 1.0, max_tokens)
         self.answers = {
-            "sampled": Answers(sampler, prompts, samples, sampled, world, seed),
-            "greedy": Answers(sampler, prompts, 1, greedy, world, seed),
+            "sampled": Answers(sampler, prompts, Request("", samples, sampled, seed)),
+            "greedy": Answers(sampler, prompts, Request("", 1, greedy, seed)),
         }
         self.samples: list[AnswerRow] = []
         """A few rows of ``COLUMNS`` from the last call, from this rank's share."""
@@ -127,10 +114,9 @@ class Accuracy:
 
     def _measure(self, kind: str, initial: bool) -> tuple[float | None, float]:
         """Return (the mean verdict, the mean number of tokens per answer)."""
-        answers = self.answers[kind]
-        sampled = answers.mine(initial)
-        mine = [prompt for prompt in answers.share for _ in range(answers.n)]
-        flat = [sample for of_prompt in sampled for sample in of_prompt]
+        answers, share = self.answers[kind], slice(self.world.rank, None, self.world.size)
+        flat = [sample for samples in answers(initial)[share] for sample in samples]
+        mine = [prompt for prompt in answers.prompts[share] for _ in range(answers.request.n)]
         texts = [text_of(sample, self.renderer) for sample in flat]
         verdicts, reasons = verdicts_of(self.verifier, texts, [p.reference_answer for p in mine])
         for prompt, text, verdict in list(zip(mine, texts, verdicts, strict=True))[:SHOWN]:
@@ -138,7 +124,7 @@ class Accuracy:
         gathered = gather_objects((verdicts, [len(sample.token_ids) for sample in flat], reasons))
         known = [v for part, _, _ in gathered for v in part if v is not None]
         lengths = [n for _, part, _ in gathered for n in part]
-        if self.is_main:
+        if self.world.is_main:
             say_failures(sum((part for _, _, part in gathered), Counter()), len(lengths), f"{kind} answers")
         return sum(known) / len(known) if known else None, sum(lengths) / len(lengths)
 
@@ -250,12 +236,5 @@ def embedded_sampler(
 ) -> EmbeddedSampler:
     """Return a sampler of the policy for evaluation. ``what``: the words of its bar. ``stops``: ends
     answers; None: only an end token does."""
-    return EmbeddedSampler(
-        policy,
-        renderer,
-        world.device,
-        batch_size=config.model.eval_batch_size,
-        synced=world.size > 1,
-        stops=stops,
-        what=what,
-    )
+    rows = config.model.eval_batch_size
+    return EmbeddedSampler(policy, renderer, world, batch_size=rows, stops=stops, what=what)

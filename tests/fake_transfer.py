@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from models.distributed import World
-from rollouts.vllm import engine as vllm_engine
+from rollouts.vllm import sampler as vllm_sampler
 from rollouts.vllm.transfer import Client, WeightSource
 
 
@@ -32,8 +32,6 @@ class FakeTransfer:
 
 def use_fake_transfer(patch: pytest.MonkeyPatch) -> None:
     """From now on ``auto`` is ``ipc``, which is the fake."""
-    patch.setattr(vllm_engine, "make_transfer", FakeTransfer)
-    ways = {"auto": "ipc"}
-    patch.setattr(
-        vllm_engine, "chosen", lambda config, device: ways.get(config.weight_transfer, config.weight_transfer)
-    )
+    patch.setattr(vllm_sampler, "make_transfer", FakeTransfer)
+    chosen = lambda config, device: config.weight_transfer.replace("auto", "ipc")  # noqa: E731
+    patch.setattr(vllm_sampler, "chosen", chosen)

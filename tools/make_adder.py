@@ -23,7 +23,8 @@ from data.types import Completion, Group, Prompt
 from data.views import best_and_worst
 from models.distributed import start
 from models.pretrained import load_policy, load_tokenizer
-from rollouts.samplers import EmbeddedSampler, Sample, SamplingSettings
+from rollouts.embedded import EmbeddedSampler
+from rollouts.samplers import Sample, SamplingSettings
 from tools.blank_model import tokenizer, write_blank
 
 CHARACTERS = "0123456789+=;"
@@ -57,9 +58,7 @@ def pairs(run: str, folder: Path) -> None:
         config,
         with_defaults(DataConfig, name="adder", source="data.adder.adder_pairs"),
     )
-    sampler = EmbeddedSampler(
-        load_policy(config, world.device), renderer, world.device, batch_size=1024, synced=False
-    )
+    sampler = EmbeddedSampler(load_policy(config, world.device), renderer, world, batch_size=1024)
     for split, (name, wanted) in PAIRS.items():
         groups = sampled_pairs(sampler, renderer, adder.prompts(split), wanted)
         write_groups(folder / name, groups)

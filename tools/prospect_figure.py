@@ -39,7 +39,8 @@ from models.pretrained import load_policy, load_tokenizer
 from models.reference import score
 from reports.charts import BLUE, GREEN, ORANGE, STYLE
 from reports.prospect import Array, decision_weights
-from rollouts.samplers import EmbeddedSampler, SamplingSettings
+from rollouts.embedded import EmbeddedSampler
+from rollouts.samplers import SamplingSettings
 
 ROWS = 32
 """Number of rows scored at once."""
@@ -109,7 +110,7 @@ def sampled(
     config: Config, policy: Policy, renderer: Renderer, prompts: list[Prompt], world: World
 ) -> list[Sequence]:
     """Return one tokenised completion of each prompt, from the policy's own distribution."""
-    sampler = EmbeddedSampler(policy, renderer, world.device, batch_size=ROWS, synced=False)
+    sampler = EmbeddedSampler(policy, renderer, world, batch_size=ROWS)
     settings = SamplingSettings(1.0, 1.0, config.model.max_length - config.model.max_prompt_length)
     answers = sampler.sample(prompts, 1, settings, config.seed)
     groups = [

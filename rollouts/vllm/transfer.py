@@ -134,18 +134,14 @@ def make_transfer(backend: str, client: Client, source: WeightSource, world: Wor
     """Return the transfer to engines that have just been started. Every rank calls it. ``workers``: number of
     workers of all engines together. Raises WorkerError if the client does, and what vLLM raises."""
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory  # seconds to import
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
 
     largest = source.largest() if backend == "ipc" else 0
     info = trainer_info(backend, world.rank, workers, largest)
-    if backend == "nccl":
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
-
-        sender: Transfer = stoppable(NCCLTrainerWeightTransferEngine).trainer_init(
-            info, client=client, source=source
-        )
-        return sender
-    made: Transfer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
-    return made
+    stops = backend == "nccl"
+    engine = stoppable(NCCLTrainerWeightTransferEngine) if stops else WeightTransferTrainerFactory
+    transfer: Transfer = engine.trainer_init(info, client=client, source=source)
+    return transfer
 
 
 def stoppable(engine: Any) -> Any:

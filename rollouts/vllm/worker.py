@@ -80,7 +80,7 @@ class OfflineEngine:
             enforce_eager=options.enforce_eager or cpu,
             enable_sleep_mode=options.sleeps and not cpu,
             enable_prefix_caching=True,
-            kv_cache_memory_bytes=options.cpu_kv_cache if cpu else None,
+            kv_cache_memory_bytes=round(options.cpu_kv_cache_gb * 2**30) if cpu else None,
             max_num_seqs=options.max_sequences,
             generation_config="vllm",
             # log-probabilities of prompts are at temperature 1 in either mode

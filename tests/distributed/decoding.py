@@ -14,7 +14,8 @@ import torch.distributed as dist
 from models.distributed import World, start
 from models.policy import decoder_blocks
 from models.sharding import shard
-from rollouts.samplers import Continuation, EmbeddedSampler, Sample, SamplingSettings
+from rollouts.embedded import EmbeddedSampler
+from rollouts.samplers import Continuation, Sample, SamplingSettings
 from tests.programs import HANG
 from tests.unit.models.test_families import tiny
 
@@ -35,7 +36,7 @@ def drawn(rank: int, world: World, synced: bool) -> list[Sample]:
     policy = tiny("opt").eval()
     if synced:
         shard(policy, decoder_blocks(policy), world, torch.float32, True)
-    sampler = EmbeddedSampler(policy, None, world.device, batch_size=3, synced=synced)  # type: ignore[arg-type]
+    sampler = EmbeddedSampler(policy, None, world, batch_size=3)  # type: ignore[arg-type]
     return sampler.draw(rows(rank), SamplingSettings(0.9, 0.95, END), 1, (58,))
 
 

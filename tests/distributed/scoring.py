@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,16 +42,12 @@ def lagging(rank: int, ranks: int, store: str, folder: str, armorm: str) -> None
         scored.append(len(rows))
         return of_batch(self, rows)
 
-    def second(config, renderer, world, log_dir):
-        made = lambda policy, prompts: Beside(policy, renderer, world)  # noqa: E731
-        return SimpleNamespace(engine=made)
-
     join(rank, ranks, store)
     limits = ("max_length=400", "max_prompt_length=200", "dtype=float32", "batch_tokens=600")
     words = [f"reward.armorm.{word}" for word in (f"name_or_path={armorm}", *limits)]
     places = (f"runs_dir={folder}", f"cache_dir={folder}/cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jobs.online, "make_sampling", second)
+        patch.setattr(jobs.online, "make_sampler", Beside)
         patch.setattr(ModelReward, "_of_batch", noted)
         train(make_config(*SHORT, *places, *LAGGING, "rounds.contexts=24", "reward=armorm", *words), "r")
     (Path(folder) / f"scored-{rank}.json").write_text(json.dumps(len(scored)))

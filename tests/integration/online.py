@@ -22,7 +22,7 @@ from config.load import load_run
 from data.chat import make_renderer
 from models.pretrained import load_tokenizer
 from rollouts.ledger import RoundFolder, sampled_of
-from rollouts.vllm.sampler import VllmSampler
+from rollouts.vllm.engines import Engines
 from tests.programs import writers
 from tests.tiny import make_config
 from train import train
@@ -91,9 +91,9 @@ def scored_again(run: Path) -> list[np.ndarray]:
 def kill_while_it_samples(patch: pytest.MonkeyPatch, version: int) -> list[int]:
     """The first engine gets a SIGKILL soon after it was asked to sample from these weights, once. It stands
     still in between, or it might be done by then. The list gets its process id."""
-    sample, killed = VllmSampler.sample, []
+    sample, killed = Engines.sample, []
 
-    def killed_soon(self: VllmSampler, *of: Any) -> Any:
+    def killed_soon(self: Engines, *of: Any) -> Any:
         if self.version == version and not killed:
             [worker, *_] = self._workers
             assert isinstance(worker, WorkerProcess) and worker.log is not None
@@ -103,7 +103,7 @@ def kill_while_it_samples(patch: pytest.MonkeyPatch, version: int) -> list[int]:
             threading.Timer(0.3, os.kill, (engine, signal.SIGKILL)).start()
         return sample(self, *of)
 
-    patch.setattr(VllmSampler, "sample", killed_soon)
+    patch.setattr(Engines, "sample", killed_soon)
     return killed
 
 

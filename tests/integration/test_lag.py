@@ -6,7 +6,7 @@ vLLM's place is taken by a second model, which is what an engine of its own is.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,11 +17,11 @@ from jobs.online_source import OnlineSource
 from models.distributed import Ranks
 from models.export import full_state
 from models.pretrained import load_policy
+from rollouts.embedded import EmbeddedSampler
 from rollouts.ledger import RoundFolder
 from rollouts.rewards.base import RewardError
 from rollouts.round_builder import RoundBuilder
-from rollouts.samplers import EmbeddedSampler
-from rollouts.vllm.engine import VllmEngine
+from rollouts.vllm.sampler import VllmSampler
 from tests.integration.online import assert_same, cut_off, lines, rounds, run_online
 from tests.tiny import make_config
 
@@ -38,14 +38,15 @@ LAGGING = (
 
 
 class Second:
-    """An engine whose weights are a second model's; they reach it through a folder, as vLLM's do."""
+    """A sampler whose weights are a second model's; they reach it through a folder, as vLLM's do."""
 
-    def __init__(self, policy, renderer, world):
-        self.policy, self.ranks = policy, Ranks()
+    def __init__(self, config, renderer, world, log_dir):
+        self.ranks = Ranks()
         self.other = load_policy(make_config().model, torch.device("cpu"))
-        self.sampler = EmbeddedSampler(
-            self.other, renderer, torch.device("cpu"), batch_size=256, synced=False
-        )
+        self.sampler = EmbeddedSampler(self.other, renderer, replace(world, size=1), batch_size=256)
+
+    def attach(self, policy, prompts):
+        self.policy = policy
 
     def publish(self, folder, version, keep):
         folder.mkdir(parents=True, exist_ok=True)  # as a run that was stopped leaves it
@@ -54,7 +55,7 @@ class Second:
         return {}
 
     def sample(self, prompts, n, settings, seed, answered=None):
-        return self.sampler.sample(prompts, n, settings, seed)
+        return self.sampler.share(prompts, n, settings, seed)
 
     def sleep(self): ...
 
@@ -63,11 +64,8 @@ class Second:
 
 @pytest.fixture(scope="module", autouse=True)
 def second():
-    def second(config, renderer, world, log_dir):
-        return SimpleNamespace(engine=lambda policy, prompts: Second(policy, renderer, world))
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jobs.online, "make_sampling", second)
+        patch.setattr(jobs.online, "make_sampler", Second)
         yield
 
 
@@ -178,4 +176,4 @@ def test_killed_before_the_groups_of_a_round_ahead_are_written(tmp_path, monkeyp
 
 
 def test_the_real_engine_has_what_rounds_ask_of_it():
-    assert {name for name in vars(Second) if not name.startswith("_")} <= set(vars(VllmEngine))
+    assert {name for name in vars(Second) if not name.startswith("_")} <= set(vars(VllmSampler))

@@ -89,18 +89,18 @@ def test_an_engine_killed_in_mid_round_is_started_again_and_the_round_goes_on(
 def test_old_weights_stop_the_run(tmp_path, monkeypatch):
     """A folder with the weights of the round before is given the next version."""
     from common.errors import StoppedError
-    from rollouts.vllm import engine
+    from rollouts.vllm import sampler
 
-    write, first = engine.write_weights, tmp_path / "first"
+    write, first = sampler.write_weights, tmp_path / "first"
 
-    def once(ranks, policy, tokenizer, folder, dtype):
+    def once(policy, tokenizer, folder, dtype):
         if first.exists():
             shutil.copytree(first, folder)
         else:
-            write(ranks, policy, tokenizer, folder, dtype)
+            write(policy, tokenizer, folder, dtype)
             shutil.copytree(folder, first)
 
-    monkeypatch.setattr(engine, "write_weights", once)
+    monkeypatch.setattr(sampler, "write_weights", once)
     with pytest.raises((StoppedError, WorkerError), match=r"older weights|not have the trainer's"):
         run_online(tmp_path, "r", "loss=dpo", "lr=1e-2", *ONLINE, "sampler.devices=null", "rounds.fill=false")
     assert not (tmp_path / "r/rounds/001/samples.jsonl").exists()

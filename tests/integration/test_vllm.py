@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +16,16 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from common.worker_process import ROOT, WorkerError
-from config.schema_sampler import SamplerConfig
 from data.chat import Renderer
 from data.types import Prompt, Sequence, Turn
 from rollouts import stop_strings
 from rollouts.probe import check_probe
 from rollouts.samplers import SamplingSettings
 from rollouts.stop_strings import StopStrings
-from rollouts.vllm.sampler import VllmSampler, installed
+from rollouts.vllm.engines import Engines
+from rollouts.vllm.sampler import installed
 from tests.programs import until, writers
+from tests.tiny import make_config
 from tests.tiny_tokenizers import tiny_tokenizer
 
 pytestmark = [
@@ -127,8 +129,8 @@ OWNER = """
 import sys
 from pathlib import Path
 from rollouts.vllm.messages import GenerateRequest, EngineOptions
+from rollouts.vllm.engines import WORKER
 from rollouts.vllm.options import engine_environment
-from rollouts.vllm.sampler import WORKER
 from common.worker_process import WorkerProcess
 from config.schema_sampler import SamplerConfig
 
@@ -154,12 +156,15 @@ def owner(world: World) -> Iterator[subprocess.Popen]:
     process.communicate()
 
 
+def engines(folder: Path, *overrides: str) -> Engines:
+    limits = (f"model.max_length={MAX_LENGTH}", "model.max_prompt_length=48", "sampler.cpu_kv_cache_gb=0.125")
+    config = make_config("sampler=vllm", *limits, *overrides)
+    return Engines(config, config.sampler, RENDERER, folder)
+
+
 @pytest.fixture(scope="module")
-def sampler(world: World, owner: subprocess.Popen) -> Iterator[VllmSampler]:
-    config = SamplerConfig(name="vllm", separate=True, cpu_kv_cache_gb=0.125, start_timeout=900, timeout=900)
-    with VllmSampler(
-        config, RENDERER, max_length=MAX_LENGTH, dtype="float32", log_dir=world.folder
-    ) as sampler:
+def sampler(world: World, owner: subprocess.Popen) -> Iterator[Engines]:
+    with closing(engines(world.folder)) as sampler:
         sampler.load(world.written(), world.version)
         yield sampler
 
@@ -285,9 +290,7 @@ def test_log_probabilities_at_the_temperature_of_sampling(world, tmp_path, monke
     size of its cache, whatever the environment says of that, and nothing is compiled."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
-    config = SamplerConfig(name="vllm", separate=True, cpu_kv_cache_gb=0.125, start_timeout=900, timeout=900)
-    sizes = {"max_length": MAX_LENGTH, "dtype": "float32", "temperature": 0.7}
-    with VllmSampler(config, RENDERER, log_dir=tmp_path, **sizes) as sampler:
+    with closing(engines(tmp_path, "model.logit_temperature=0.7")) as sampler:
         sampler.load(world.written(), 0)
         check_probe(sampler.logprobs(ROWS)[0], world.logprobs(ROWS), "float32")
         drawn = sampler.sample(PROMPTS, 2, SamplingSettings(0.7, 1.0, 24), seed=1)

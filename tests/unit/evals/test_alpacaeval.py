@@ -376,7 +376,7 @@ def test_answers_judgements_and_rates_in_one_run_that_goes_on_where_it_stopped(
         o["output"].count(";") == 2 for o in outputs
     )  # the embedded model's form, without special tokens
     endpoint.behave = Judge.behave
-    monkeypatch.setattr("rollouts.generate.make_sampling", None)  # what was answered is not sampled again
+    monkeypatch.setattr("rollouts.answers.make_sampler", None)  # what was answered is not sampled again
     [found] = evaluate([target(out)], stage(**own), start())
     assert (
         found.values["win_rate"] == pytest.approx(50) and found.values["n_total"] == 6

@@ -22,7 +22,8 @@ from evals.base import Target
 from evals.running import evaluate
 from models.distributed import start
 from models.pretrained import load_policy, load_tokenizer
-from rollouts.samplers import EmbeddedSampler, SamplingSettings
+from rollouts.embedded import EmbeddedSampler
+from rollouts.samplers import SamplingSettings
 from tests.tiny import make_config
 
 pytest.importorskip("lm_eval", reason="make eval-tools installs it")
@@ -101,13 +102,8 @@ def test_the_harness_counts_what_our_sampler_and_verifier_count(tmp_path, tasks)
     one = target(tmp_path)
     [found] = evaluate([one], stage(tasks), start())
     renderer = renderer_of(one)
-    sampler = EmbeddedSampler(
-        load_policy(one.config.model, torch.device("cpu")),
-        renderer,
-        torch.device("cpu"),
-        batch_size=24,
-        synced=False,
-    )
+    policy = load_policy(one.config.model, torch.device("cpu"))
+    sampler = EmbeddedSampler(policy, renderer, start(), batch_size=24)
     drawn = sampler.sample(list(PROMPTS), 1, SamplingSettings(0.0, 1.0, 40), 0)
     texts = [sample.completion(renderer).text for [sample] in drawn]
     right = adder.accuracy(texts, [p.reference_answer for p in PROMPTS])

@@ -10,7 +10,7 @@ from models.distributed import start
 from models.loading import load_sharded
 from tests.engine import engine_config, make_trainer
 from tests.tiny import make_config
-from tests.unit.rollouts.test_generate import edited
+from tests.unit.rollouts.test_answers import edited
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from data.batches import collate
 from data.types import Group, Prompt, Turn
 from jobs.retention import InitialKL
+from models.distributed import Ranks
 from rollouts.samplers import Sample
 from tests.engine import engine_config, make_trainer
 from tests.tiny import tiny_policy
@@ -25,13 +26,17 @@ class Spelling:
     calls = 0
     tokenizer = SimpleNamespace(unk_token_id=None)
 
+    @property
+    def ranks(self):
+        return Ranks()
+
     def prompts(self, prompts):
         return [self.prompt_ids(prompt) for prompt in prompts]
 
     def prompt_ids(self, prompt):
         return torch.tensor([3 + ord(c) % 50 for c in prompt.turns[0].content], dtype=torch.int32).numpy()
 
-    def sample(self, prompts, n, settings, seed):
+    def sample(self, prompts, n, settings, seed, answered=None):
         self.calls += 1
         assert (n, settings.temperature, settings.top_p) == (1, 1.0, 1.0)
         rows = [self.prompt_ids(prompt) for prompt in prompts]

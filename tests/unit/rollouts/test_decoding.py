@@ -16,7 +16,7 @@ from models.attention import decode
 from models.distributed import start
 from models.policy import Policy
 from rollouts.decoding import ENDED, FEWEST, Decoder, GrowingLayer, ManyEnded, selectable_cache
-from rollouts.samplers import uniforms
+from rollouts.embedded import uniforms
 from tests.tiny import tiny_policy
 from tests.unit.models.test_families import FAMILIES, tiny
 from tests.unit.models.test_rope import SWITCH, phi3

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from common.errors import ConfigError
@@ -16,9 +15,10 @@ from data.types import Group
 from models.distributed import start
 from models.loading import load_sharded
 from rollouts import stop_strings
+from rollouts.embedded import EmbeddedSampler
 from rollouts.ledger import sampled_line, sampled_of
 from rollouts.rounds import SampledPrompt
-from rollouts.samplers import EmbeddedSampler, Sample, SamplingSettings
+from rollouts.samplers import Sample, SamplingSettings
 from rollouts.stop_strings import StopStrings
 from tests.tiny import ROOT, make_config
 from tests.tiny_tokenizers import tiny_tokenizer
@@ -79,14 +79,12 @@ def test_an_answer_is_cut_behind_the_first_token_that_completes_a_string(monkeyp
 
 def test_a_sampler_draws_the_tokens_that_it_draws_without_strings(monkeypatch):
     monkeypatch.setattr(stop_strings, "FIRST", 2)
-    renderer, device = renderer_of("adder"), torch.device("cpu")
+    renderer = renderer_of("adder")
     policy, _ = load_sharded(make_config().model, start())
     prompts, settings = adder.prompts("eval")[:4], SamplingSettings(0.0, 1.0, 24)
-    plain = EmbeddedSampler(policy, renderer, device, batch_size=4, synced=False).sample(
-        prompts, 1, settings, 0
-    )
+    plain = EmbeddedSampler(policy, renderer, start(), batch_size=4).sample(prompts, 1, settings, 0)
     stops = StopStrings([";3", "+1"], renderer)
-    cut = EmbeddedSampler(policy, renderer, device, batch_size=4, synced=False, stops=stops)
+    cut = EmbeddedSampler(policy, renderer, start(), batch_size=4, stops=stops)
     for [whole], [sample] in zip(plain, cut.sample(prompts, 1, settings, 0), strict=True):
         size = first_with(renderer, list(whole.token_ids), stops.strings)
         assert sample.token_ids == whole.token_ids[:size] and sample.finished

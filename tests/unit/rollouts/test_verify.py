@@ -16,9 +16,9 @@ from data import adder
 from data.chat import Renderer
 from data.sources import load_groups
 from data.types import Group, Prompt, Turn
-from models.distributed import start
+from models.distributed import Ranks, start
 from models.pretrained import load_policy
-from rollouts.samplers import Sample, SamplingSettings
+from rollouts.samplers import Answered, Sample, SamplingSettings
 from rollouts.verify import MOST_FAILURES, Accuracy, make_accuracy, verdicts_of
 from tests.tiny import ROOT, make_config
 
@@ -35,8 +35,12 @@ class Scripted:
     wrong: set[str] = field(default_factory=set)
     calls: list[tuple[list[Prompt], int, SamplingSettings, int]] = field(default_factory=list)
 
+    @property
+    def ranks(self) -> Ranks:
+        return Ranks()
+
     def sample(
-        self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
+        self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int, answered: Answered
     ) -> list[list[Sample]]:
         self.calls.append((prompts, n, settings, seed))
         texts = ["0" if prompt.id in self.wrong else str(prompt.reference_answer) for prompt in prompts]
@@ -136,40 +140,38 @@ def test_a_verifier_that_cannot_be_used_at_all_ends_the_run():
         verdicts_of(missing, ["x", "y"], [None, None])
 
 
-def test_the_length_of_answers_is_their_mean_number_of_tokens(renderer, world):
-    @dataclass
+def test_the_length_of_sampled_answers_is_their_mean_number_of_tokens(renderer, world):
     class OfLengths(Scripted):
-        def sample(self, prompts, n, settings, seed):
+        def sample(self, prompts, n, settings, seed, answered):
             if settings.temperature == 0:
                 return [[Sample((1,) * 24, True)] for _ in prompts]
-            last = Sample((1,) * 9, True)
-            made = [Sample((1,) * (i + 1), True) for i in range(len(prompts) - 1)]
-            return [[sample] * n for sample in (*made, last)]
+            return [[Sample((1,) * (i + 1), True)] * n for i in range(len(prompts))]
 
     values = Accuracy(OfLengths(renderer), PROMPTS, adder.accuracy, renderer, world, 24, samples=3)()
-    assert values["length_sampled"] == (sum(range(1, 10)) + 9) / 10
+    assert values["length_sampled"] == 5.5
 
 
-def test_the_ranks_share_the_prompts_between_them(renderer, world):
-    samplers = [Scripted(renderer), Scripted(renderer)]
-    for rank, sampler in enumerate(samplers):
-        Accuracy(sampler, PROMPTS, adder.accuracy, renderer, replace(world, rank=rank, size=2), 24)()
-    shares = [{prompt.id for prompt in sampler.calls[0][0]} for sampler in samplers]
-    assert shares[0] | shares[1] == {prompt.id for prompt in PROMPTS}
-    assert not shares[0] & shares[1]
+def test_the_ranks_share_the_verdicts_between_them(renderer, world):
+    shares = []
+    for rank in (0, 1):
+
+        def verifier(texts, references):
+            shares.append(references)
+            return adder.accuracy(texts, references)
+
+        two = replace(world, rank=rank, size=2)
+        Accuracy(Scripted(renderer), PROMPTS, verifier, renderer, two, 24)()
+    assert sorted(shares[0] + shares[2]) == sorted(str(prompt.reference_answer) for prompt in PROMPTS)
 
 
-def test_evaluation_samples_once_as_the_policy_would_and_once_greedily(renderer, world):
-    sampler = Scripted(renderer)
-    assert Accuracy(sampler, PROMPTS, adder.accuracy, renderer, world, 24)() == {
-        "accuracy_sampled": 1.0,
-        "accuracy_greedy": 1.0,
-        "length_sampled": 3.9,
+def test_evaluation_samples_as_the_policy_would_and_once_greedily(renderer, world):
+    sampler = Scripted(renderer, wrong={prompt.id for prompt in PROMPTS[:3]})
+    assert Accuracy(sampler, PROMPTS, adder.accuracy, renderer, world, 24, samples=4)() == {
+        "accuracy_sampled": 0.7,
+        "accuracy_greedy": 0.7,
+        "length_sampled": 3.4,
     }
-    assert [(n, settings) for _, n, settings, _ in sampler.calls] == [
-        (1, SETTINGS),
-        (1, SamplingSettings(0.0, 1.0, 24)),
-    ]
+    assert [call[1:3] for call in sampler.calls] == [(4, SETTINGS), (1, SamplingSettings(0.0, 1.0, 24))]
 
 
 def test_the_initial_weights_answer_once_for_all_runs_that_start_from_them(renderer, world, tmp_path):
@@ -190,16 +192,6 @@ def test_the_initial_weights_answer_once_for_all_runs_that_start_from_them(rende
     assert len(again.calls) == 4
     measured(again, "a", samples=3)
     assert len(again.calls) == 5, "the greedy answers were there"
-
-
-def test_several_samples_of_a_prompt_are_as_many_verdicts(renderer, world):
-    sampler = Scripted(renderer, wrong={prompt.id for prompt in PROMPTS[:3]})
-    assert Accuracy(sampler, PROMPTS, adder.accuracy, renderer, world, 24, samples=4)() == {
-        "accuracy_sampled": 0.7,
-        "accuracy_greedy": 0.7,
-        "length_sampled": 3.4,
-    }
-    assert [n for _, n, _, _ in sampler.calls] == [4, 1]
 
 
 def test_nothing_is_checked_without_verifier_or_reference(renderer, world):

@@ -12,7 +12,7 @@ from common.errors import UserError
 from models import deterministic
 from models.distributed import start, stop
 from rollouts.decoding import Decoder
-from rollouts.samplers import uniforms
+from rollouts.embedded import uniforms
 from tests.tiny import tiny_policy
 from tests.unit.trainers.test_host_waits import prepared, weights  # noqa: F401 (a fixture)
 from trainers.losses.base import running_sum

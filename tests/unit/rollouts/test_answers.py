@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -14,11 +15,10 @@ from data.chat import make_renderer
 from data.types import Prompt
 from models.distributed import start
 from models.pretrained import load_tokenizer
-from rollouts import generate
-from rollouts.answers import AnswerCache
-from rollouts.embedded_sampling import EmbeddedEngine
-from rollouts.generate import Request
-from rollouts.samplers import EmbeddedSampler, Sample, SamplingSettings
+from rollouts import answers
+from rollouts.answers import AnswerCache, Request
+from rollouts.embedded import EmbeddedSampler
+from rollouts.samplers import Sample, SamplingSettings
 from tests.tiny import ROOT, make_config
 
 PROMPTS = [adder.addition(a, 98) for a in range(1, 13)]
@@ -45,7 +45,7 @@ def asked(monkeypatch) -> list[Prompt]:
 def drawn(cache, prompts=PROMPTS, requests=REQUESTS, *overrides):
     config = make_config("sampler.max_tokens=24", "sampler.batch_size=6", f"cache_dir={cache}", *overrides)
     renderer = make_renderer(load_tokenizer(config.model), config.model, config.data)
-    return generate.generate_answers(
+    return answers.generate_answers(
         config, renderer, prompts, list(requests), start(), cache / "logs", "mine"
     )
 
@@ -73,7 +73,7 @@ def test_what_a_killed_process_had_is_not_drawn_again(tmp_path, asked, monkeypat
 
 def test_all_of_it_there_no_weights_are_loaded(tmp_path, asked, monkeypatch):
     whole = drawn(tmp_path)
-    monkeypatch.setattr(generate, "make_sampling", None)
+    monkeypatch.setattr(answers, "make_sampler", None)
     assert drawn(tmp_path) == whole
     assert drawn(tmp_path, PROMPTS[3:7]) == [of_request[3:7] for of_request in whole]
 
@@ -81,7 +81,7 @@ def test_all_of_it_there_no_weights_are_loaded(tmp_path, asked, monkeypatch):
 def test_the_bar_counts_a_prompt_once_its_answers_are_there(tmp_path, monkeypatch):
     """Also where the sampler tells so before the other prompts of its part are answered."""
     shown = []
-    sample = EmbeddedEngine.sample
+    sample = EmbeddedSampler.sample
 
     def telling(self, prompts, n, settings, seed, answered):
         made = sample(self, prompts, n, settings, seed)
@@ -90,9 +90,21 @@ def test_the_bar_counts_a_prompt_once_its_answers_are_there(tmp_path, monkeypatc
             shown.append(Bar.opened[-1].n)
         return made
 
-    monkeypatch.setattr(EmbeddedEngine, "sample", telling)
+    monkeypatch.setattr(EmbeddedSampler, "sample", telling)
     drawn(tmp_path, PROMPTS, REQUESTS[:1])
     assert shown == [1, 2, 3, 4, 7, 8, 9, 10]
+
+
+def test_other_references_are_other_prompts(tmp_path, asked):
+    """A sampler gets the whole prompt; another reference may be in the same data."""
+    others = [replace(prompt, reference_answer=f"{prompt.reference_answer}7") for prompt in PROMPTS[:8]]
+    drawn(tmp_path, PROMPTS[:8], REQUESTS[:1])
+    drawn(tmp_path, others, REQUESTS[:1])
+    assert asked[8:] and {prompt.reference_answer for prompt in asked[8:]} == {
+        prompt.reference_answer for prompt in others
+    }
+    drawn(tmp_path, [*PROMPTS[:8], *others, replace(PROMPTS[0], reference_answer=None)], REQUESTS[:1])
+    assert [prompt.reference_answer for prompt in asked[16:]] == [None]
 
 
 @pytest.mark.parametrize("override", ["seed=2", "model.max_length=48", "model.dtype=bfloat16"])
@@ -107,7 +119,7 @@ def test_a_line_that_a_killed_process_left_unfinished_costs_that_line_alone(tmp_
     one, other = [Sample((1, 2), True, (-0.5, -0.25))], [Sample((3,), False)]
     kept.add({"x": one})
     with kept.path.open("ab") as stream:
-        stream.write(b'{"prompt_id": "y", "samp')
+        stream.write(b'{"prompt": "y", "samp')
     assert kept.read() == {"x": one}
     kept.add({"y": other})
     assert AnswerCache(tmp_path, {"a": 1}).read() == {"x": one, "y": other}

