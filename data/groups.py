@@ -89,8 +89,12 @@ class Lines:
     def __init__(self) -> None:
         self._encoded: dict[int, tuple[Completion, str]] = {}
 
+    def of(self, group: Group) -> str:
+        """Return ``to_dict`` of the group."""
+        return self.with_keys(group.prompt, group.completions, {"rewards": list(group.rewards)})
+
     def with_keys(self, prompt: Prompt, completions: Sequence[Completion], more: dict[str, Any]) -> str:
-        """Return ``to_dict`` of a group as JSON, with ``more``, at least one key, in the place of rewards."""
+        """Return a line with ``more``, at least one key, in the place of the rewards."""
         every = ", ".join(map(self.encoded, completions))
         return f'{_json(_head(prompt))[:-1]}, "completions": [{every}], {_json(more)[1:]}'
 
