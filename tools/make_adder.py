@@ -6,11 +6,13 @@ python -m tools.make_adder pairs RUN FOLDER    # pairs.jsonl and eval_pairs.json
 
 from __future__ import annotations
 
-from itertools import islice
+from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
 from statistics import fmean
 
-from tokenizers import Regex, decoders, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from common.options import options_of
 from config.schema_data import DataConfig
@@ -25,16 +27,62 @@ from models.distributed import start
 from models.pretrained import load_policy, load_tokenizer
 from rollouts.embedded import EmbeddedSampler
 from rollouts.samplers import Sample, SamplingSettings
-from tools.blank_model import tokenizer, write_blank
 
-CHARACTERS = "0123456789+=;"
+SPECIALS = ("<bos>", "<eos>", "<pad>", "<unk>", "<user>", "<assistant>")
+TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ '<user>' + message['content'] }}"
+    "{% elif message['role'] == 'assistant' %}{{ '<assistant>' + message['content'] + eos_token }}"
+    "{% else %}{{ raise_exception('only user and assistant turns') }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
 
 
 def blank(folder: Path) -> None:
-    """Write the blank model, whose tokenizer has one token per character."""
-    write_blank(
-        folder,
-        tokenizer(CHARACTERS, pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"), decoders.Fuse()),
+    """Write the folder from which a run with ``model.from_config=true`` starts: a tokenizer with one token
+    per character, and a Llama of 0.6 million parameters. Its heads have size 32, the smallest that vLLM's CPU
+    attention accepts. The head is not tied to the embedding, so that a checkpoint holds every weight by
+    name."""
+    tokens = tokenizer("0123456789+=;")
+    config = LlamaConfig(
+        vocab_size=len(tokens),
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        bos_token_id=tokens.bos_token_id,
+        eos_token_id=tokens.eos_token_id,
+        pad_token_id=tokens.pad_token_id,
+        dtype="float32",
+        architectures=["LlamaForCausalLM"],
+    )
+    for part in (tokens, config, GenerationConfig.from_model_config(config)):
+        part.save_pretrained(folder)
+
+
+def tokenizer(characters: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token for each character, six special tokens, and the chat template."""
+    bos, eos, pad, unknown, *roles = SPECIALS
+    vocabulary = {token: i for i, token in enumerate([*SPECIALS, *characters])}
+    machine = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
+    machine.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    machine.decoder = decoders.Fuse()
+    machine.add_special_tokens(list(SPECIALS))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=machine,
+        bos_token=bos,
+        eos_token=eos,
+        pad_token=pad,
+        unk_token=unknown,
+        extra_special_tokens=roles,
+        clean_up_tokenization_spaces=False,
+        model_max_length=128,
+        chat_template=TEMPLATE,
     )
 
 
@@ -52,55 +100,39 @@ def pairs(run: str, folder: Path) -> None:
     config = with_defaults(
         ModelConfig, name="sampler", name_or_path=run, dtype="float32", max_length=64, max_prompt_length=16
     )
-    world = start()
-    renderer = make_renderer(
-        load_tokenizer(config),
-        config,
-        with_defaults(DataConfig, name="adder", source="data.adder.adder_pairs"),
-    )
+    data = with_defaults(DataConfig, name="adder", source="data.adder.adder_pairs")
+    world, renderer = start(), make_renderer(load_tokenizer(config), config, data)
     sampler = EmbeddedSampler(load_policy(config, world.device), renderer, world, batch_size=1024)
     for split, (name, wanted) in PAIRS.items():
-        groups = sampled_pairs(sampler, renderer, adder.prompts(split), wanted)
+        groups = list(islice(sampled_pairs(sampler, renderer, adder.prompts(split)), wanted))
         write_groups(folder / name, groups)
         best, worst = (fmean(group.rewards[i] for group in groups) for i in (0, 1))
         print(f"{folder / name}: {len(groups)} pairs, mean reward {best:.2f} against {worst:.2f}")
 
 
 def sampled_pairs(
-    sampler: EmbeddedSampler, renderer: Renderer, prompts: tuple[Prompt, ...], wanted: int
-) -> list[Group]:
-    """Return the first ``wanted`` pairs, from as many prompts as necessary; a prompt whose samples' rewards
-    differ by less than 0.01 has none."""
-    groups: list[Group] = []
+    sampler: EmbeddedSampler, renderer: Renderer, prompts: tuple[Prompt, ...]
+) -> Iterator[Group]:
+    """Yield a pair of each prompt, best first. Prompts whose samples' rewards differ by less than THRESHOLD
+    have none. Pairs are stored as text, on which any model can be trained, so a sample whose tokens differ
+    from those of its text is left out."""
     left = iter(prompts)
-    while len(groups) < wanted and (contexts := list(islice(left, CONTEXTS_AT_ONCE))):
+    while contexts := list(islice(left, CONTEXTS_AT_ONCE)):
         for prompt, samples in zip(contexts, sampler.sample(contexts, SAMPLES, SETTINGS, SEED), strict=True):
-            groups.extend(_pair(renderer, prompt, samples))
-    return groups[:wanted]
+            texts = list(chain.from_iterable(as_text(renderer, prompt, sample) for sample in samples))
+            answers = [prompt.reference_answer] * len(texts)
+            rewards = [r for r in adder.rewards([c.text or "" for c in texts], answers) if r is not None]
+            if ends := best_and_worst(Group(prompt, tuple(texts), tuple(rewards)), THRESHOLD):
+                yield Group(prompt, tuple(texts[i] for i in ends), tuple(rewards[i] for i in ends))
 
 
-def _pair(renderer: Renderer, prompt: Prompt, samples: list[Sample]) -> list[Group]:
-    """Return the group of two that the samples give, best first, or nothing. Pairs are stored as text, on
-    which any model can be trained, so a sample whose tokens differ from those of its text is left out."""
-    made = [(sample, sample.completion(renderer)) for sample in samples]
-    texts = [
-        Completion(text=c.text, finished=c.finished)
-        for sample, c in made
-        if _is_text(renderer, prompt, sample, c)
-    ]
-    rewards = adder.rewards([c.text or "" for c in texts], [prompt.reference_answer] * len(texts))
-    scored = Group(prompt, tuple(texts), tuple(r for r in rewards if r is not None))
-    ends = best_and_worst(scored, THRESHOLD)
-    return (
-        []
-        if ends is None
-        else [Group(prompt, tuple(texts[i] for i in ends), tuple(scored.rewards[i] for i in ends))]
-    )
-
-
-def _is_text(renderer: Renderer, prompt: Prompt, sample: Sample, completion: Completion) -> bool:
-    row = renderer.sequence(prompt, Completion(text=completion.text, finished=completion.finished))
-    return not isinstance(row, str) and tuple(row.completion_ids.tolist()) == sample.token_ids
+def as_text(renderer: Renderer, prompt: Prompt, sample: Sample) -> Iterator[Completion]:
+    """Yield the sample as text, where that has its tokens."""
+    sampled = sample.completion(renderer)
+    text = Completion(text=sampled.text, finished=sampled.finished)
+    row = renderer.sequence(prompt, text)
+    if not isinstance(row, str) and tuple(row.completion_ids.tolist()) == sample.token_ids:
+        yield text
 
 
 def main() -> None:
@@ -110,11 +142,11 @@ def main() -> None:
     step = steps.add_parser("pairs")
     step.add_argument("run")
     step.add_argument("folder", type=Path)
-    given = parser.parse_args()
-    if given.step == "blank":
-        blank(given.folder)
+    options = parser.parse_args()
+    if options.step == "blank":
+        blank(options.folder)
     else:
-        pairs(given.run, given.folder)
+        pairs(options.run, options.folder)
 
 
 if __name__ == "__main__":
