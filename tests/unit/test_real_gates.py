@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.real import BAND, PAIRS, PROMPTS, Gate, Suite, engine, memory, picture, sanity_pairs, speed
+from benchmarks.real import BAND, PAIRS, PROMPTS, Suite, engine, memory, sanity_pairs, speed
 from data.constraints import all_met
 from data.types import Completion, Prompt, Turn
 from rollouts.rounds import SampledPrompt
@@ -36,10 +36,6 @@ def test_engine_and_trainer_are_compared_by_what_the_run_found(tmp_path: Path) -
         record = {"step": 0, "round_probe_largest": largest, "round_probe_mean": 1e-7}
         (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
         assert engine(suite, tmp_path).passed is passed
-    picture(
-        [Gate("sanity set: dpo", "", "", True, (0.4, 0.95)), engine(suite, tmp_path)], tmp_path / "gates.svg"
-    )
-    assert "<svg" in (tmp_path / "gates.svg").read_text()
 
 
 def test_a_run_s_speed_is_a_ratio_to_the_figure_of_its_dtype(tmp_path: Path) -> None:
