@@ -11,8 +11,10 @@ time. A ratio that fails is measured once more before it counts.
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,44 +25,37 @@ from benchmarks.steps import (
     Settings,
     Stepper,
     drawn_pairs,
-    forward,
-    fresh,
     make_trainer,
+    operations,
     random_policy,
-    rows_of,
     score_all,
     segment_of,
     shape,
 )
 from common.options import options_of
 from data.batches import Segment
-from data.views import mismatched
 from models.logprobs import keeps_logits
 from models.policy import Policy
 
 BASELINE = Path(__file__).with_name("baseline.json")
 WORST = 1.15
-STEPS, BATCH_PAIRS, ROUNDS = 2, 4, 3
+STEPS, BATCH_PAIRS, ROUNDS, PRODUCT = 2, 4, 3, 512
+"""PRODUCT: the width of the square products that are timed beside steps."""
 
 
 def settings_of(variant: str, loss: str, padded: bool = False) -> Settings:
     """Return the settings of a variant: ``cached``, offline with known reference scores; ``scored``, offline
     with its own scoring before the first step; ``k=1``, humanline, which scores as many rows."""
     sequences = BATCH_PAIRS if loss == "dpo" else 2 * BATCH_PAIRS
-    return Settings(
-        loss,
-        sequences,
-        -(-sequences // 2),
-        humanline=variant == "k=1",
-        packing=False if padded else None,
-    )
+    packing = False if padded else None
+    return Settings(loss, sequences, -(-sequences // 2), humanline=variant == "k=1", packing=packing)
 
 
 def prepare(variant: str, settings: Settings, pairs: list[Pair], steps: int, base: Policy) -> list[Work]:
     """Return the timed part of one variant, with a piece for each step. The first piece includes the scoring
     before it (``cached`` has its scores already)."""
     plan = segment_of(settings, pairs, steps)
-    trainer = make_trainer(settings, fresh(base))
+    trainer = make_trainer(settings, copy.deepcopy(base))
     step = Stepper(trainer, plan)
     if variant == "cached":
         score_all(trainer, plan)
@@ -73,17 +68,11 @@ def prepare(variant: str, settings: Settings, pairs: list[Pair], steps: int, bas
     return [first, *[step] * (plan.steps - 1)]
 
 
-def operations(loss: str, plan: Segment, base: Policy) -> float:
-    """Return the operations that the steps of ``plan`` cannot do without where reference scores are known:
-    the policy's forward and backward, and for KTO its forward over the mismatched rows."""
+def products_of(loss: str, plan: Segment, base: Policy) -> float:
+    """Return the operations that the steps of ``plan`` cannot do without where reference scores are known."""
     config, batch = base.model.config, [row for example in plan.batch(0) for row in example.rows]
-    rows = forward(config, rows_of(plan))
     tokens = sum(len(row.completion_ids) for row in batch) // 2  # settings_of halves a batch
-    trained = rows.training_on_kept if keeps_logits(tokens, config.vocab_size) else rows.training
-    if loss != "kto":
-        return trained
-    examples = [e for i in range(plan.steps) for e in mismatched(plan.batch(i), 10**6)]
-    return trained + forward(config, [e.mismatched for e in examples if e.mismatched is not None]).scoring
+    return operations(config, plan, loss, 10**6, False, keeps_logits(tokens, config.vocab_size))
 
 
 def humanline_cost(loss: str, base: Policy) -> dict[str, float]:
@@ -91,13 +80,13 @@ def humanline_cost(loss: str, base: Policy) -> dict[str, float]:
     relative to bare matrix products with the same number of operations."""
     pairs = drawn_pairs(STEPS * BATCH_PAIRS, base.model.config.vocab_size)
     plan = segment_of(settings_of("cached", loss), pairs, STEPS)
-    products = products_alone(operations(loss, plan, base) / STEPS)
-
-    def variant(name: str) -> Variant:
-        return lambda: prepare(name, settings_of(name, loss), pairs, STEPS, base)
-
-    variants = {name: variant(name) for name in ("cached", "scored", "k=1")}
-    seconds = least(variants | {"products": lambda: [products] * STEPS})
+    a, b = torch.randn(2, PRODUCT, PRODUCT)
+    repeats = round(products_of(loss, plan, base) / STEPS / (2.0 * PRODUCT**3))
+    variants: dict[str, Variant] = {
+        name: partial(prepare, name, settings_of(name, loss), pairs, STEPS, base)
+        for name in ("cached", "scored", "k=1")
+    }
+    seconds = least(variants | {"products": lambda: [lambda: [a @ b for _ in range(repeats)]] * STEPS})
     return {
         f"{loss}: humanline / offline with its own scoring": seconds["k=1"] / seconds["scored"],
         f"{loss}: a step / its products alone": seconds["cached"] / seconds["products"],
@@ -107,44 +96,33 @@ def humanline_cost(loss: str, base: Policy) -> dict[str, float]:
 def least(variants: dict[str, Variant]) -> dict[str, float]:
     """Return the CPU seconds of the cheapest of a few rounds of each variant. There is no warm-up round,
     because a slow first round is never the cheapest."""
-    return {
-        name: min(s.cpu for s in samples)
-        for name, samples in alternate(variants, ROUNDS, warm_up=False).items()
-    }
-
-
-def products_alone(operations: float, size: int = 512) -> Work:
-    """Return the work of square products with ``operations`` operations in total."""
-    a, b = torch.randn(2, size, size)
-    repeats = round(operations / (2.0 * size**3))
-    return lambda: [a @ b for _ in range(repeats)]
+    found = alternate(variants, ROUNDS, warm_up=False)
+    return {name: min(s.cpu for s in samples) for name, samples in found.items()}
 
 
 def padding_cost(base: Policy) -> dict[str, float]:
     """Return the cost of rows that are padded to the longest of a microbatch relative to packed ones."""
     pairs = drawn_pairs(STEPS * BATCH_PAIRS, base.model.config.vocab_size)
-
-    def variant(padded: bool) -> Variant:
-        return lambda: prepare("cached", settings_of("cached", "dpo", padded), pairs, STEPS, base)
-
-    seconds = least({"padded": variant(True), "packed": variant(False)})
-    return {"padded / packed": seconds["padded"] / seconds["packed"]}
+    forms = {padded: settings_of("cached", "dpo", padded) for padded in (True, False)}
+    seconds = least(
+        {str(padded): partial(prepare, "cached", of, pairs, STEPS, base) for padded, of in forms.items()}
+    )
+    return {"padded / packed": seconds["True"] / seconds["False"]}
 
 
 def head_cost() -> dict[str, float]:
     """Return the cost per operation at a vocabulary eight times as large relative to the small one; it must
     not grow."""
     settings = settings_of("cached", "dpo")
-
-    def variant(vocabulary: int) -> tuple[Variant, float]:
+    variants: dict[str, Variant] = {}
+    work = {}
+    for name, vocabulary in (("large", 65536), ("small", 8192)):
         base = random_policy(shape("small", vocabulary), torch.device("cpu"))
         pairs = drawn_pairs(BATCH_PAIRS, vocabulary)
-        work = operations("dpo", segment_of(settings, pairs, 1), base)
-        return lambda: prepare("cached", settings, pairs, 1, base), work
-
-    (large, more), (small, fewer) = variant(65536), variant(8192)
-    seconds = least({"large": large, "small": small})
-    cost = seconds["large"] / seconds["small"] / (more / fewer)
+        variants[name] = partial(prepare, "cached", settings, pairs, 1, base)
+        work[name] = products_of("dpo", segment_of(settings, pairs, 1), base)
+    seconds = least(variants)
+    cost = seconds["large"] / seconds["small"] / (work["large"] / work["small"])
     return {"an operation at a vocabulary of 65,536 / of 8,192": cost}
 
 

@@ -3,21 +3,21 @@ of drawn lengths."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from config.schema import Config
 from data.batches import Segment
 from data.types import Example, Sequence
+from data.views import mismatched
 from launch.composing import compose_config
 from models.distributed import World, start
 from models.policy import Policy, decoder_blocks, set_up_layers
-from models.shapes import without_weights
+from models.shapes import known_shapes, without_weights
 from models.sharding import shard
 from trainers.assembly import make_loss, trainer_class
 from trainers.basic import BasicTrainer, StepRecord
@@ -45,20 +45,11 @@ def llama(
 
 def shape(name: str, vocabulary: int | None = None) -> PretrainedConfig:
     """Return the architecture of that name: ``tiny``, ``small`` (4.8 M weights), or a published one."""
-    shapes: dict[str, PretrainedConfig] = {
+    shapes = {
         "tiny": llama(512, 64, 2, 4, 2, 128),
         "small": llama(8192, 192, 4, 6, 3, 512),
         "smollm2-135m": llama(49152, 576, 30, 9, 3, 1536, tied=True),
-        "qwen2.5-1.5b": Qwen2Config(
-            vocab_size=151936,
-            hidden_size=1536,
-            num_hidden_layers=28,
-            num_attention_heads=12,
-            num_key_value_heads=2,
-            intermediate_size=8960,
-            max_position_embeddings=32768,
-            tie_word_embeddings=True,
-        ),
+        "qwen2.5-1.5b": AutoConfig.for_model(**known_shapes()["Qwen/Qwen2.5-1.5B-Instruct"]),
     }
     hf_config = shapes[name]
     hf_config.vocab_size = vocabulary or hf_config.vocab_size
@@ -86,7 +77,6 @@ class Settings:
     """Units of the loss: pairs (dpo) or sequences."""
     micro_size: int = 4
     humanline: bool = False
-    sync_freq: int = 1
     packing: bool | None = None
     """model.packing; None: its default, rows end to end wherever they can be."""
     dtype: str = "float32"
@@ -105,8 +95,7 @@ class Settings:
             "activation_checkpointing": self.checkpointing,
         }
         words = [f"loss={self.loss}", "model=hub", "warmup=0", "lr=1e-5", f"humanline={self.humanline}"]
-        words += [f"sync_freq={self.sync_freq}", *(f"model.{key}={value}" for key, value in model.items())]
-        return compose_config(words)
+        return compose_config([*words, *(f"model.{key}={value}" for key, value in model.items())])
 
 
 def make_trainer(settings: Settings, policy: Policy, world: World | None = None) -> BasicTrainer:
@@ -146,11 +135,6 @@ class Stepper:
         if self.waiting is not None:
             self.losses.append(self.waiting.pending.read()["loss"])
             self.waiting = None
-
-
-def fresh(policy: Policy) -> Policy:
-    """Return a copy that may be sharded and trained."""
-    return copy.deepcopy(policy)
 
 
 # -- data ------------------------------------------------------------------------------------------
@@ -224,33 +208,42 @@ class Forward:
         return self.body + self.attention + self.head
 
     @property
-    def training(self) -> float:
-        """Operations of forward and backward: three units, and four of the head, whose logits are computed
-        again instead of stored."""
-        return self.training_on_kept + self.head
-
-    @property
     def training_on_kept(self) -> float:
-        """The same where logits stay until the backward (``models.logprobs.keeps_logits``): three units of
-        everything."""
+        """Operations of forward and backward: three units of everything, where logits stay until the backward
+        (``models.logprobs.keeps_logits``)."""
         return 3 * self.scoring
 
-
-def block_weights(config: PretrainedConfig) -> int:
-    """Return the number of weights in the matrices of all decoder blocks, experts that a token skips
-    included."""
-    blocks = decoder_blocks(without_weights(config))
-    return sum(p.numel() for block in blocks for p in block.parameters() if p.ndim > 1)
+    @property
+    def training(self) -> float:
+        """The same where the head's logits are computed again instead of stored: four units of it."""
+        return self.training_on_kept + self.head
 
 
 def forward(config: PretrainedConfig, rows: Iterable[Sequence]) -> Forward:
-    """Return the operations of one forward over ``rows``."""
+    """Return the operations of one forward over ``rows``; experts that a token skips count as well."""
     lengths = [(len(row), len(row.completion_ids)) for row in rows]
     text = config.get_text_config()
     heads = text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    blocks = decoder_blocks(without_weights(config))
+    weights = sum(p.numel() for block in blocks for p in block.parameters() if p.ndim > 1)
     return Forward(
-        body=2.0 * block_weights(config) * sum(n for n, _ in lengths),
+        body=2.0 * weights * sum(n for n, _ in lengths),
         attention=2.0 * text.num_hidden_layers * heads * size * sum(n * n for n, _ in lengths),
         head=2.0 * text.vocab_size * text.hidden_size * sum(c for _, c in lengths),
     )
+
+
+def operations(
+    config: PretrainedConfig, plan: Segment, loss: str, longest: int, scored: bool, kept: bool = False
+) -> float:
+    """Return the operations that the steps of ``plan`` cannot do without: the policy's forward and backward
+    (``kept``: on kept logits), and the forward over KTO's mismatched rows, which are cut at ``longest``
+    tokens. ``scored``: with the reference's forward over all of these."""
+    rows = forward(config, rows_of(plan))
+    needed = (rows.training_on_kept if kept else rows.training) + scored * rows.scoring
+    if loss == "kto":
+        examples = (e for i in range(plan.steps) for e in mismatched(plan.batch(i), longest))
+        other = forward(config, [e.mismatched for e in examples if e.mismatched is not None])
+        needed += (1 + scored) * other.scoring
+    return needed

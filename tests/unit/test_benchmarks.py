@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import subprocess
@@ -25,7 +26,6 @@ from benchmarks.steps import (
     Stepper,
     drawn_pairs,
     forward,
-    fresh,
     make_trainer,
     random_policy,
     rows_of,
@@ -93,7 +93,8 @@ def test_the_floor_of_a_step_is_what_a_real_step_multiplies(base, loss, variant,
     """Policy forward and backward, the reference of the next batch, mismatched rows: to the last product.
     Logits as few as these are kept, so none is computed twice."""
     settings, config = settings_of(variant, loss, padded), base.model.config
-    plan, trainer = segment_of(settings, fixed_pairs(6, 512, 40, 25), 3), make_trainer(settings, fresh(base))
+    plan = segment_of(settings, fixed_pairs(6, 512, 40, 25), 3)
+    trainer = make_trainer(settings, copy.deepcopy(base))
     score_all(trainer, plan)
 
     def of_batch(i: int) -> tuple[Forward, Forward]:
@@ -114,7 +115,7 @@ def test_the_floor_of_a_step_is_what_a_real_step_multiplies(base, loss, variant,
 def test_recomputed_activations_cost_a_unit_less_the_last_product(base):
     """torch stops recomputing a block once it has all that the backward reads: its last product, down, is
     read by nobody."""
-    policy, settings = fresh(base), Settings("dpo", 2, 2, checkpointing=True)
+    policy, settings = copy.deepcopy(base), Settings("dpo", 2, 2, checkpointing=True)
     checkpoint_activations(decoder_blocks(policy))
     plan, trainer = segment_of(settings, fixed_pairs(2, 512, 40, 25)), make_trainer(settings, policy)
     score_all(trainer, plan)
