@@ -375,14 +375,17 @@ class Config:
         """Raise ConfigError unless the longest sample fits behind the longest prompt. Otherwise the sample
         would be trained on without its end."""
         most, model = self.max_tokens, self.model
-        require(
-            most + model.max_prompt_length <= model.max_length,
-            "sampler.max_tokens",
-            most,
-            f"samples must fit behind the prompt: {most} + "
-            f"model.max_prompt_length={model.max_prompt_length} is more than "
-            f"model.max_length={model.max_length}; sampler.max_tokens=auto takes what is left",
-        )
+        fits = most + model.max_prompt_length <= model.max_length
+        sums = f"{most} + model.max_prompt_length={model.max_prompt_length} is more than"
+        limit = f"model.max_length={model.max_length}; sampler.max_tokens=auto takes what is left"
+        require(fits, "sampler.max_tokens", most, f"samples must fit behind the prompt: {sums} {limit}")
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise ConfigError unless ranks divide into replicas, and a batch into ranks x microbatches."""
+        need(self, ranks % self.replicas == 0, "replicas", f"must divide the number of ranks, {ranks}")
+        parts = f"{ranks} x {self.model.microbatches}"
+        whole = self.model.batch_size % (self.model.microbatches * ranks) == 0
+        need(self.model, whole, "batch_size", f"must be a multiple of ranks x model.microbatches = {parts}")
 
     def check_samples(self) -> None:
         """Raise ConfigError for several samples a prompt that would all be the same answer."""

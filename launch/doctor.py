@@ -9,18 +9,18 @@ run). Exit codes: 0 fit; 1 something would stop the run; 2 the settings are not 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from common.options import options_of
 from common.progress import phase, pulse
 from config.cli import answered, compose
 from config.schema import Config
 from launch.slurm import ROOT
+from launch.state import last_words
 
 OK, NOTE, BAD = "ok", "note", "BAD"
 IMPORT_SECONDS, DRY_SECONDS = 180, 900
@@ -44,8 +44,7 @@ def examine(config: Config, overrides: Sequence[str]) -> Iterator[Finding]:
     about = f"{config.variant} {config.loss['name']}, {config.model.name} on {config.data.name}"
     yield Finding("settings", OK, about)
     yield runs_folder(config)
-    missing = [name for name in SLURM if shutil.which(name) is None]
-    if missing:
+    if missing := [name for name in SLURM if shutil.which(name) is None]:
         yield Finding("Slurm", NOTE, f"no {', '.join(missing)} here", "--submit needs a login node")
     else:
         yield Finding("Slurm", OK, f"{', '.join(SLURM)} are here")
@@ -54,7 +53,7 @@ def examine(config: Config, overrides: Sequence[str]) -> Iterator[Finding]:
     code, out = run("dry run", words, DRY_SECONDS)
     counted = [line for line in out.splitlines() if " steps of " in line]
     if code:
-        yield Finding("dry run", BAD, last(out), "python train.py … dry_run=true shows all of it")
+        yield Finding("dry run", BAD, why(out), "python train.py … dry_run=true shows all of it")
     else:
         yield Finding("dry run", OK, (counted or ["done"])[0])
 
@@ -63,7 +62,7 @@ def packages() -> Finding:
     """Import torch and transformers, in a process of its own that a broken driver may end, and count GPUs."""
     code, out = run("packages", [sys.executable, "-c", GPUS], IMPORT_SECONDS)
     if code:
-        return Finding("packages", BAD, f"torch cannot be asked: {last(out)}", "reinstall it: make venv")
+        return Finding("packages", BAD, f"torch cannot be asked: {why(out)}", "reinstall it: make venv")
     if gpus := int(out.splitlines()[-1]):
         return Finding("GPU", OK, f"torch sees {gpus}")
     if shutil.which("nvidia-smi") is None:
@@ -87,29 +86,17 @@ def runs_folder(config: Config) -> Finding:
 def run(what: str, words: Sequence[str], seconds: int) -> tuple[int, str]:
     """Run a process and return (exit code, all its output); (124, a message) if it took too long. ``what`` is
     shown to be under way."""
-    given = os.environ.get("PYTHONPATH")
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     try:
         with phase(what):
-            done = subprocess.run(
-                words,
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=seconds,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), given)))},
-            )
+            done = subprocess.run(words, cwd=ROOT, timeout=seconds, **pipes)
     except subprocess.TimeoutExpired:
         return 124, f"no end after {seconds} seconds"
     return done.returncode, done.stdout
 
 
-def last(out: str) -> str:
-    """Return the most telling line: the first error (later ones follow from it), else the last line that has
-    words."""
-    errors = re.findall(r"^(?:\[\w+\]:? ?)?(error: .*|[\w.]+(?:Error|Exception)\b.*)", out, re.MULTILINE)
-    lines = [line.strip() for line in out.splitlines() if re.search(r"\w", line)]
-    return errors[0] if errors else (lines or ["no output"])[-1]
+def why(out: str) -> str:
+    return last_words(out.splitlines()) or "no output"
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -33,19 +33,22 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import Field
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from common.errors import ConfigError, require
 from common.files import check_name
 from common.secrets import IN_FILES, REMOVED, same_but_for_secrets, scrub
 from config.removed import refuse_removed, why_removed
+from config.sections import dataclass as section
+from config.sections import must, typed
 
 Settings = dict[str, Any]
 CONFIG_DIR = Path(__file__).parent.parent / "config"
@@ -55,7 +58,8 @@ MOST_RUNS = 10_000
 _TOO_MANY = f"above {MOST_RUNS:,}, the most that a sweep may have"
 LONGEST_TAG = 64
 """Characters that wandb allows in a tag, and so also the longest name of a cell."""
-DIFFERENT, SAME = "different", "same"
+DIFFERENT: Literal["different"] = "different"
+SAME: Literal["same"] = "same"
 _PLAIN = re.compile(r"[A-Za-z_/.][A-Za-z0-9_/.:\-]*")
 _WORDS = ("true", "false", "null", "none", "inf", "nan", "yes", "no", "on", "off")
 
@@ -101,19 +105,38 @@ class Run:
         }
 
 
-@dataclass(frozen=True)
+Amount = Annotated[float, Field(ge=0), "must be a number of hours, 0 or more"]
+
+
+@section
+class HoursRule:
+    """The expected hours of a run with some settings."""
+
+    hours: Amount
+    when: Annotated[Settings, must(bool, "must be settings and their values, as in {online: true}")] = field(
+        default_factory=dict
+    )
+
+
+@section
 class Hours:
     """Expected wall-clock hours of a run: those of the first rule whose settings the run has, else the
     default."""
 
-    default: float | None = None
-    rules: tuple[tuple[Settings, float], ...] = ()
+    default: Amount | None = None
+    rules: list[HoursRule] = field(default_factory=list)
 
     def of(self, settings: Settings) -> float | None:
-        return next((hours for when, hours in self.rules if matches(when, settings)), self.default)
+        return next((rule.hours for rule in self.rules if matches(rule.when, settings)), self.default)
 
 
-@dataclass(frozen=True)
+TWO_CELLS = "must be two cells, the second minus the first, as in [plain, humanline]"
+A_METRIC = (
+    "must be a number of a finished run: eval_accuracy_sampled, another eval_…, or FILE/NAME of an evaluation"
+)
+
+
+@section
 class PlannedTest:
     """A test of the second of two ``cells`` minus the first, paired by seed.
 
@@ -122,11 +145,15 @@ class PlannedTest:
     of each other.
     """
 
-    name: str
-    cells: tuple[str, str]
-    metric: str
-    effect: float
-    kind: str = DIFFERENT
+    name: str = ""
+    cells: Annotated[list[str], must(lambda cells: len({*cells}) == len(cells) == 2, TWO_CELLS)] = field(
+        default_factory=list
+    )
+    metric: Annotated[str, must(lambda of: "/" in of or of.startswith("eval_"), A_METRIC)] = ""
+    effect: Annotated[
+        float, Field(gt=0), "must be the smallest difference that matters, a number above 0"
+    ] = 0
+    kind: Literal["different", "same"] = DIFFERENT
 
 
 @dataclass(frozen=True)
@@ -157,7 +184,7 @@ class Sweep:
         runs = []
         count = math.prod([len(self.cells) or 1, len(self.seeds), *map(len, self.grid)])
         require(count <= MOST_RUNS, "grid", count, f"are the combinations of {self.name}, {_TOO_MANY}")
-        rules = [*(("skip", rule) for rule in self.skip), *(("hours", rule) for rule, _ in self.hours.rules)]
+        rules = [("skip", rule) for rule in self.skip] + [("hours", rule.when) for rule in self.hours.rules]
         for key, rule in rules:
             fits = any(matches(rule, self.base | point) for _, point in self._points())
             require(fits, key, rule, f"fits no run of sweep {self.name}: check its keys and values")
@@ -247,6 +274,7 @@ def read_sweep(path: Path, extra: Mapping[str, Any] | None = None) -> Sweep:
         str(name): _mapping(f"cells.{name}", cell)
         for name, cell in _mapping("cells", parts.get("cells")).items()
     }
+    hours = parts.get("hours")
     sweep = Sweep(
         name=str(parts.get("name", path.stem)),
         base=_mapping("base", parts.get("base")) | dict(extra or {}),
@@ -254,7 +282,7 @@ def read_sweep(path: Path, extra: Mapping[str, Any] | None = None) -> Sweep:
         grid=grid,
         seeds=_seeds(parts.get("seeds", [1])),
         skip=tuple(_mapping("skip", rule) for rule in _list("skip", parts.get("skip", []))),
-        hours=_hours(parts.get("hours")),
+        hours=typed(hours if isinstance(hours, dict) else {"default": hours}, Hours, "hours."),
         select=tuple(_list("select", parts.get("select", []))),
         slurm=_mapping("slurm", parts.get("slurm")),
         tests=_tests(parts.get("tests", [])),
@@ -397,42 +425,14 @@ def _check(sweep: Sweep, extra: Mapping[str, Any]) -> None:
     require(enough, "seeds", list(sweep.seeds), "must be two or more: tests are paired by seed")
 
 
-_OF_TEST = {
-    "cells": "must be two cells, the second minus the first, as in [plain, humanline]",
-    "metric": "must be a number of a finished run: eval_accuracy_sampled, another eval_…, or FILE/NAME of an "
-    "evaluation",
-    "effect": "must be the smallest difference that matters, a number above 0",
-    "kind": f"must be {DIFFERENT} (do the cells differ?) or {SAME} (are they within ±effect?)",
-    "name": "must be a text that no other test has",
-}
-
-
 def _tests(value: Any) -> tuple[PlannedTest, ...]:
     tests: list[PlannedTest] = []
-    for each in _list("tests", value):
-        raw = _mapping("tests", each)
-        for key in raw:
-            require(
-                key in _OF_TEST,
-                f"tests.{key}",
-                raw[key],
-                f"is no part of a test; known: {', '.join(_OF_TEST)}",
-            )
-        cells: Any = raw.get("cells")
-        metric: Any = raw.get("metric")
-        effect: Any = raw.get("effect")
-        two = isinstance(cells, list) and len(cells) == 2 and cells[0] != cells[1]
-        name: Any = raw.get("name", " − ".join(map(str, reversed(cells))) if two else None)
-        kind = raw.get("kind", DIFFERENT)
-        for key, part, good in (
-            ("cells", cells, two and all(isinstance(cell, str) for cell in cells)),
-            ("metric", metric, isinstance(metric, str) and ("/" in metric or metric.startswith("eval_"))),
-            ("effect", effect, _is_amount(effect) and effect > 0),
-            ("kind", kind, kind in (DIFFERENT, SAME)),
-            ("name", name, isinstance(name, str) and all(test.name != name for test in tests)),
-        ):
-            require(good, f"tests.{key}", part, _OF_TEST[key])
-        tests.append(PlannedTest(name, tuple(cells), metric, float(effect), kind))
+    for i, each in enumerate(_list("tests", value)):
+        test = typed(_mapping("tests", each), PlannedTest, f"tests[{i}].")
+        test = replace(test, name=test.name or " − ".join(reversed(test.cells)))
+        unique = all(test.name != other.name for other in tests)
+        require(unique, f"tests[{i}].name", test.name, "must be a text that no other test has")
+        tests.append(test)
     return tuple(tests)
 
 
@@ -442,36 +442,6 @@ def _seeds(value: Any) -> tuple[int, ...]:
     good = good and len(set(seeds[:MOST_RUNS])) == len(seeds)
     require(good, "seeds", value, "must be a list of different whole numbers, or how many (5: 1 to 5)")
     return tuple(seeds)
-
-
-def _hours(value: Any) -> Hours:
-    if not isinstance(value, dict):
-        require(
-            value is None or _is_amount(value),
-            "hours",
-            value,
-            f"{_HOURS}, or default: and rules:",
-        )
-        return Hours(value)
-    for key in value:
-        require(
-            key in ("default", "rules"), f"hours.{key}", value[key], "is not known; give default: and rules:"
-        )
-    rules = _list("hours.rules", value.get("rules", []))
-    for rule in rules:
-        good = isinstance(rule, dict) and set(rule) == {"when", "hours"}
-        good = good and isinstance(rule["when"], dict) and _is_amount(rule["hours"])
-        require(good, "hours.rules", rule, "must be {when: {key: value}, hours: number}")
-    default = value.get("default")
-    require(default is None or _is_amount(default), "hours.default", default, _HOURS)
-    return Hours(default, tuple((rule["when"], rule["hours"]) for rule in rules))
-
-
-_HOURS = "must be a number of hours, 0 or more"
-
-
-def _is_amount(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def _mapping(key: str, value: Any) -> Settings:

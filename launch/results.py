@@ -148,9 +148,19 @@ def run_rows(results: Sequence[Result], cells: Sequence[Cell]) -> list[list[obje
     return out
 
 
+def options_of_runs(program: str, about: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a program that reads runs, with the options that ``load`` reads but --select."""
+    parser = options_of(program, about)
+    parser.add_argument("sources", nargs="+", type=Path, help="a sweep file, or run folders")
+    parser.add_argument("--name", help="the sweep's other name, as for launch.sweep")
+    parser.add_argument(
+        "--logs", type=Path, default=Path("logs"), help="where the logs of sweeps lie, as for launch.sweep"
+    )
+    return parser
+
+
 def main(words: Sequence[str] | None = None) -> int:
-    about = options_of("python -m launch.results", __doc__)
-    about.add_argument("sources", nargs="+", type=Path, help="a sweep file, or run folders")
+    about = options_of_runs("python -m launch.results", __doc__)
     about.add_argument(
         "--select", default="", metavar="KEYS", help="settings tried out: the best is chosen on validation"
     )
@@ -190,10 +200,6 @@ def main(words: Sequence[str] | None = None) -> int:
         type=int,
         metavar="N",
         help="with --power: tests in the family; as many as made if not given",
-    )
-    about.add_argument("--name", help="the sweep's other name, as for launch.sweep")
-    about.add_argument(
-        "--logs", type=Path, default=Path("logs"), help="where the logs of sweeps lie, as for launch.sweep"
     )
     about.add_argument("--out", type=Path, help="where to write; results/<name> if not given")
     options = about.parse_intermixed_args(words)

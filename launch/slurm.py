@@ -15,16 +15,18 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jinja2
+from pydantic import AfterValidator, Field
 
 from common.errors import ConfigError, StoppedError, require
 from common.files import lines_of, write_whole
 from config.removed import refuse_removed
 from config.schema_plan import card_memory
+from config.sections import Count, Natural, Text, dataclass, must, typed
 from launch.grid import Run, Settings, read_yaml
 
 ROOT = Path(__file__).parent.parent
@@ -36,72 +38,73 @@ class SlurmError(StoppedError):
     """Slurm refused or could not be asked; the message is its own."""
 
 
-@dataclass(frozen=True)
+def _check_shell(text: str) -> str:
+    """Raise ValueError unless ``text`` is a whole shell command, whose exit code can be checked."""
+    checked = subprocess.run(["bash", "-n"], input=text + "\n", capture_output=True, text=True, check=False)
+    if checked.returncode or checked.stderr or text.rstrip().endswith("\\"):
+        why = checked.stderr.strip().rpartition("\n")[2] or "it ends with a backslash"
+        raise ValueError(
+            f"is no whole shell command ({why}); what belongs together is one item, a block after |"
+        )
+    return text
+
+
+ONE_LINE = must(lambda text: "\n" not in text, "must be one line")
+Line = Annotated[str, ONE_LINE]
+Lines = list[Annotated[Text, ONE_LINE]]
+
+
+@dataclass
 class Job:
     """What one run needs of the cluster. A site file and a sweep's ``slurm:`` set it; sites/example.yaml
     explains every key."""
 
-    nodes: int = 1
-    gpus_per_node: int = 1
-    ranks_per_node: int | None = None
+    nodes: Count = 1
+    gpus_per_node: Natural = 1
+    ranks_per_node: Count | None = None
     """Training processes a node; None: one a GPU (one in all without GPUs). With fewer ranks than GPUs, the
     last GPUs are left to a sampler."""
-    card: str | None = None
+    card: Line | None = None
     """The GPU, for the memory plan; None: not known, and no plan is made."""
-    cpus_per_rank: int = 8
-    mem: str | None = None
-    time: str = "24:00:00"
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    exclude: str | None = None
+    cpus_per_rank: Count = 8
+    mem: Line | None = None
+    time: Line = "24:00:00"
+    partition: Line | None = None
+    account: Line | None = None
+    qos: Line | None = None
+    constraint: Line | None = None
+    exclude: Line | None = None
     exclusive: bool = False
-    signal_lead: int = 600
+    signal_lead: Annotated[int, Field(ge=10), "must be at least 10"] = 600
     """Seconds before the time limit at which a run is told to save and make room; it then goes on in a new
     allocation."""
-    max_requeues: int = 100
-    retries: int = 1
+    max_requeues: Natural = 100
+    retries: Natural = 1
     """How often a failed run (other than by its settings) is started again at once, from its last
     checkpoint."""
-    running_at_once: int | None = None
-    modules: tuple[str, ...] = ()
-    setup: tuple[str, ...] = ()
+    running_at_once: Count | None = None
+    modules: Lines = field(default_factory=list)
+    setup: list[Annotated[Text, AfterValidator(_check_shell)]] = field(default_factory=list)
     """Shell commands run on the first node before training, such as to source an environment or unpack data.
 
     A command that fails ends the job.
     """
-    python: str | None = None
+    python: Line | None = None
     """The Python interpreter; None: the Python that submits, or ``python`` in a container."""
-    container: str | None = None
+    container: Line | None = None
     """A command put before python on every rank, such as ``apptainer exec --nv image.sif``."""
-    srun: tuple[str, ...] = ()
-    sbatch: tuple[str, ...] = ()
-    environment: dict[str, str] = field(default_factory=dict)
-    hf_home: str | None = None
+    srun: Lines = field(default_factory=list)
+    sbatch: Lines = field(default_factory=list)
+    environment: dict[str, Text] = field(default_factory=dict)
+    hf_home: Line | None = None
     offline: bool = False
 
     def __post_init__(self) -> None:
-        lowest = {
-            "nodes": 1,
-            "gpus_per_node": 0,
-            "ranks_per_node": 1,
-            "cpus_per_rank": 1,
-            "signal_lead": 10,
-            "max_requeues": 0,
-            "retries": 0,
-            "running_at_once": 1,
-        }
-        for key, least in lowest.items():
-            value = vars(self)[key]
-            good = (
-                key in ("ranks_per_node", "running_at_once")
-                if value is None
-                else isinstance(value, int) and value >= least
-            )
-            require(good, f"slurm.{key}", value, f"must be a whole number, at least {least}")
         if self.card is not None:
             card_memory("slurm.card", self.card)
+        for name in self.environment:
+            good = re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) is not None
+            require(good, "slurm.environment", name, "is not the name of an environment variable")
         require(
             seconds(self.time) > self.signal_lead,
             "slurm.time",
@@ -169,8 +172,7 @@ def make_job(settings: Settings) -> Job:
     """Make a Job from yaml values. Raises ConfigError for a key that is not known or a value of the wrong
     form."""
     refuse_removed((f"slurm.{key}", value) for key, value in settings.items())
-    known = {f.name: f for f in fields(Job)}
-    values = dict(settings)
+    known = [item.name for item in fields(Job)]
     for key, value in settings.items():
         require(
             key in known,
@@ -179,41 +181,9 @@ def make_job(settings: Settings) -> Job:
             f"is not a setting of a job; known: {', '.join(known)}. A setting of the runs is typed behind "
             "the sweep's file, without --set",
         )
-        kind = str(known[key].type)
-        if kind.startswith("tuple"):
-            require(isinstance(value, list), f"slurm.{key}", value, "must be a list")
-            values[key] = tuple(str(item) for item in value)
-        elif kind.startswith("dict"):
-            require(isinstance(value, dict), f"slurm.{key}", value, "must be a mapping")
-            values[key] = {str(name): str(item) for name, item in value.items()}
-            for name in values[key]:
-                good = re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) is not None
-                require(good, f"slurm.{key}", name, "is not the name of an environment variable")
-        elif kind.startswith("str"):
-            good = isinstance(value, str) or (value is None and "None" in kind)
-            require(good, f"slurm.{key}", value, "must be a text (quote it in yaml)")
-        elif kind == "bool":
-            require(isinstance(value, bool), f"slurm.{key}", value, "must be true or false")
-    for key, value in values.items():
-        for text in value if isinstance(value, tuple) else (value,):
-            if key == "setup":
-                _check_shell(f"slurm.{key}", text)
-            elif isinstance(text, str):
-                require("\n" not in text, f"slurm.{key}", text, "must be one line")
-    return Job(**values)
-
-
-def _check_shell(key: str, text: str) -> None:
-    """Raise ConfigError unless ``text`` is a whole shell command, whose exit code can be checked."""
-    checked = subprocess.run(["bash", "-n"], input=text + "\n", capture_output=True, text=True, check=False)
-    good = not checked.returncode and not checked.stderr and not text.rstrip().endswith("\\")
-    said = checked.stderr.strip().rpartition("\n")[2] or "it ends with a backslash"
-    require(
-        good,
-        key,
-        text,
-        f"is no whole shell command ({said}); what belongs together is one item, a block after |",
-    )
+    time: Any = settings.get("time", "")  # yaml reads 12:00:00 as a number, in base 60
+    require(isinstance(time, str), "slurm.time", time, "must be a text (quote it in yaml)")
+    return typed(settings, Job, "slurm.")
 
 
 def command(run: Run) -> list[str]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,18 +67,15 @@ def folder_of(config: Config, run: Run) -> Path:
     return CONFIG_DIR.parent / config.runs_dir / run.name
 
 
-def check_ranks(config: Config, run: Run, ranks: int) -> None:
-    """Raise ConfigError unless a batch divides into ranks x microbatches; train.py would notice this
-    only on the cluster."""
-    parts = config.model.microbatches * ranks
-    if config.model.batch_size % parts:
-        raise ConfigError(
-            f"{run.name}: model.batch_size",
-            config.model.batch_size,
-            f"does not divide into {ranks} ranks x {config.model.microbatches} microbatches: use a smaller "
-            "model.microbatches, or fewer nodes or GPUs (--set nodes=…, --set "
-            "gpus_per_node=…)",
-        )
+@contextmanager
+def named(run: Run) -> Iterator[None]:
+    """Begin what is refused within with the name of ``run``."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{run.name}: {error.key}", error.value, error.remedy) from error
+    except UserError as error:
+        raise UserError(f"{run.name}: {error}") from error
 
 
 def inspect(run: Run, composer: Composer | None = None) -> State:
@@ -85,12 +83,8 @@ def inspect(run: Run, composer: Composer | None = None) -> State:
 
     Raises UserError if the run's settings are not valid.
     """
-    try:
+    with named(run):
         config = (composer or Composer()).config(run)
-    except ConfigError as error:
-        raise ConfigError(f"{run.name}: {error.key}", error.value, error.remedy) from error
-    except UserError as error:
-        raise UserError(f"{run.name}: {error}") from error
     folder = folder_of(config, run)
     begun = started(folder)
     differences = changes(folder, config) if begun else []

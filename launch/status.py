@@ -11,20 +11,13 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
-from common.options import options_of
 from config.cli import answered
-from launch.results import load
+from launch.results import load, options_of_runs
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    about = options_of("python -m launch.status", __doc__)
-    about.add_argument("sources", nargs="+", type=Path, help="a sweep file, or run folders")
-    about.add_argument("--name", help="the sweep's other name, as for launch.sweep")
-    about.add_argument(
-        "--logs", type=Path, default=Path("logs"), help="where the logs of sweeps lie, as for launch.sweep"
-    )
+    about = options_of_runs("python -m launch.status", __doc__)
     options = about.parse_args(words, argparse.Namespace(select=""))
 
     def work() -> None:

@@ -46,7 +46,7 @@ from launch.slurm import (
     script,
     submit,
 )
-from launch.state import CHANGED, State, check_ranks, inspect, newest_logs, tail
+from launch.state import CHANGED, State, inspect, named, newest_logs, tail
 from reports.outcome import FINISHED
 
 QUEUED = "in the queue"
@@ -159,7 +159,8 @@ def act(options: argparse.Namespace) -> int:
     require(bool(runs), "--only", options.only, "fits the name of no run")
     states = [inspect(run, composer) for run in progress(runs, "settings", unit="run", delay=SOON)]
     for state in states if options.local is None else ():
-        check_ranks(state.config, state.run, job.world_size)
+        with named(state.run):
+            state.config.check_ranks(job.world_size)
     waiting = queued(logs) if (logs / "submitted.jsonl").exists() and options.local is None else {}
     hours = hours_of(states)
     if options.rate is not None:

@@ -75,17 +75,3 @@ def _check_number(key: str, value: object, annotation: str, scales: bool, endles
         require(value >= 0, key, value, "must be 0 or more")
         require(endless or math.isfinite(value), key, value, "must be finite")
         require(value > 0 or not scales, key, value, "must be above 0, or the loss has no gradient")
-
-
-def check_ranks(config: Config, ranks: int) -> None:
-    """Raise ConfigError unless the batch size is a multiple of ranks x microbatches."""
-    require(
-        ranks % config.replicas == 0, "replicas", config.replicas, f"must divide the number of ranks, {ranks}"
-    )
-    parts = config.model.microbatches * ranks
-    require(
-        config.model.batch_size % parts == 0,
-        "model.batch_size",
-        config.model.batch_size,
-        f"must be a multiple of ranks x model.microbatches = {ranks} x {config.model.microbatches}",
-    )

@@ -44,18 +44,14 @@ def trained(path, without=()):
     ("change", "said"),
     [
         ({"cells": ["plain", "trained"]}, "helps: cells=trained: is no cell of the sweep: plain, hl, online"),
-        ({"cells": ["hl"]}, r"tests.cells=\['hl'\]: must be two cells, the second minus the first"),
+        ({"cells": ["hl"]}, r"tests\[1\].cells=\['hl'\]: must be two cells, the second minus the first"),
         ({"cells": ["hl", "hl"]}, "must be two cells"),
-        ({"metric": "accuracy"}, "tests.metric=accuracy: must be a number of a finished run: eval_accuracy"),
-        ({"metric": None}, "tests.metric=None: must be"),
-        (
-            {"effect": None},
-            "tests.effect=None: must be the smallest difference that matters, a number above 0",
-        ),
-        ({"effect": 0}, "tests.effect=0: must be the smallest"),
-        ({"kind": "equal"}, "tests.kind=equal: must be different .* or same"),
-        ({"name": "hl − online"}, "tests.name=hl − online: must be a text that no other test has"),
-        ({"margin": 1}, "tests.margin=1: is no part of a test; known: cells, metric, effect, kind, name"),
+        ({"metric": "accuracy"}, r"tests\[1\].metric=accuracy: must be a number of a finished run: eval_acc"),
+        ({"metric": None}, r"tests\[1\].metric=None: must be"),
+        ({"effect": 0}, r"tests\[1\].effect=0.0: must be the smallest difference that matters"),
+        ({"kind": "equal"}, r"tests\[1\].kind=equal: use one of different, same"),
+        ({"name": "hl − online"}, r"tests\[1\].name=hl − online: must be a text that no other test has"),
+        ({"margin": 1}, r"tests\[1\].margin=1: .* cells, effect, kind, metric, name"),
     ],
 )
 def test_a_test_that_means_nothing_is_refused_with_the_file(tmp_path, change, said):

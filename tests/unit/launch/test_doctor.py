@@ -8,7 +8,7 @@ import pytest
 
 from launch import doctor
 from launch.composing import compose_config
-from launch.doctor import BAD, OK, last, packages, run, runs_folder
+from launch.doctor import BAD, OK, packages, run, runs_folder, why
 
 pytestmark = pytest.mark.usefixtures("quick_python")
 
@@ -27,8 +27,7 @@ def test_the_folder_of_runs(tmp_path: Path) -> None:
 
 
 def test_what_a_process_said_last() -> None:
-    assert last("a\nTraceback\n[rank1]: ValueError: this\nChildFailedError:\n=====\n") == "ValueError: this"
-    assert last("x\n----\n") == "x" and last("") == "no output"
+    assert why("") == "no output"
     assert run("x", ["sleep", "5"], 1) == (124, "no end after 1 seconds")
 
 

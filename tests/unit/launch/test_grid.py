@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
+from config.sections import typed
 from launch.composing import Composer, compose_config
 from launch.grid import Hours, matches, override, parse_overrides, read_sweep
 
@@ -106,19 +107,13 @@ def test_floats_written_as_people_write_them(tmp_path: Path) -> None:
         ({"grid": {"data.path": ["a/b", "a_b"]}}, "two runs"),
         ({"grid": {"lr": [1]}, "skip": [{"lr": 1}]}, "nothing to run"),
         ({"hours": {"rules": [{"hours": 1}]}}, "when"),
-        ({"hours": {"rules": [{"when": {}, "hours": "one"}]}}, "hours.rules=.*hours: number"),
-        ({"hours": {"rules": [{"when": "online", "hours": 1}]}}, "hours.rules=.*hours: number"),
+        ({"hours": {"rules": [{"when": {"lr": 1}, "hours": "one"}]}}, r"rules\[0\].hours=one: .*number"),
+        ({"hours": {"rules": [{"when": "online", "hours": 1}]}}, r"hours.rules\[0\].when=online: .*mapping"),
         ({"hours": {"rules": {"when": {}}}}, "hours.rules=.*must be a list"),
-        ({"hours": {"default": "two", "rules": []}}, "hours.default=two: must be a number"),
-        ({"hours": {"defualt": 2.5}}, "hours.defualt=2.5: is not known; give default: and rules:"),
-        ({"hours": "two"}, "hours=two: must be a number"),
+        ({"hours": {"defualt": 2.5}}, "hours.defualt=2.5: .*hours.default"),
+        ({"hours": "two"}, "hours.default=two: must be a number"),
         ({"cells": {"x" * 70: {}}}, "longer than 64"),
         ({"cells": {"a$(touch x)": {}}}, r"cells=a\$\(touch x\): .*letters"),
-        ({"cells": {"`id`": {}}}, "letters"),
-        ({"cells": {"a;b": {}}}, "letters"),
-        ({"cells": {"a b": {}}}, "letters"),
-        ({"cells": {"../a": {}}}, "letters"),
-        ({"cells": {"a\nb": {}}}, "letters"),
         ({"grid": {"+a b": [1]}}, "exp_name=.*letters"),
         ({}, "is empty"),
         ({"seeds": True}, "different"),
@@ -170,12 +165,10 @@ def test_parse_overrides() -> None:
 
 
 def test_hours_by_the_first_rule() -> None:
-    hours = Hours(1.0, (({"online": True}, 12.0), ({"loss": ["dpo", "kto"]}, 3.0)))
-    assert [hours.of(s) for s in ({"online": True, "loss": "dpo"}, {"loss": "kto"}, {"loss": "sft"})] == [
-        12.0,
-        3.0,
-        1.0,
-    ]
+    rules = [{"when": {"online": True}, "hours": 12}, {"when": {"loss": ["dpo", "kto"]}, "hours": 3.0}]
+    hours = typed({"default": 1, "rules": rules}, Hours)
+    cases = ({"online": True, "loss": "dpo"}, {"loss": "kto"}, {"loss": "sft"})
+    assert [hours.of(settings) for settings in cases] == [12, 3, 1]
     assert matches({}, {"a": 1}) and not matches({"b": 1}, {"a": 1})
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from common.errors import ConfigError
 from config.load import dump
 from launch import local, sweep
 from launch.composing import Composer, compose_config
@@ -22,7 +21,7 @@ from launch.estimate import EstimateError, Size, dry_run, hours_at, hours_of, si
 from launch.grid import Run, read_sweep
 from launch.local import DONE, FAILED, STOPPED, Pool
 from launch.slurm import Job
-from launch.state import CHANGED, NEW, PARTIAL, State, Statuses, check_ranks, inspect, tail
+from launch.state import CHANGED, NEW, PARTIAL, State, Statuses, inspect, tail
 from reports.outcome import FINISHED
 from tests.programs import until
 
@@ -294,24 +293,17 @@ def test_a_file_that_is_no_text_is_refused(tmp_path, capsys):
     assert capsys.readouterr().err.startswith(f"error: sweep={tmp_path / 's.yaml'}: is not a yaml file: ")
 
 
-def test_batches_that_do_not_divide_over_the_ranks_are_refused_before_the_cluster_is_asked(
-    tmp_path: Path,
-) -> None:
-    config = compose_config(["model.batch_size=32", "model.microbatches=2"])
-    run = Run("s", "c", 1, {}, None)
-    check_ranks(config, run, 16)
-    with pytest.raises(ConfigError, match="32 ranks x 2"):
-        check_ranks(config, run, 32)
-    for name in (
-        "table3",
-        "table5",
-        "table6",
-        "figure5",
-        "figure8",
-        "figure10",
-    ):  # how a batch is cut follows from ranks and card
+def test_batches_that_do_not_divide_over_the_ranks_are_refused_before_the_cluster_is_asked(tmp_path, capsys):
+    base = {"model.batch_size": 32, "model.microbatches": 2, "runs_dir": str(tmp_path)}
+    path = made(tmp_path, base=base)
+    assert sweep.main([path, "--set", "nodes=2", "--set", "gpus_per_node=8", "--script"]) == 0
+    assert sweep.main([path, "--set", "nodes=4", "--set", "gpus_per_node=8", "--script"]) == 2
+    assert "-s1: model.batch_size=32: must be a multiple of ranks x model.microbatches = 32 x 2" in (
+        capsys.readouterr().err
+    )
+    for name in ("table3", "table5", "table6", "figure5", "figure8", "figure10"):
         of_paper = read_sweep(Path(f"sweeps/{name}.yaml"), {}).runs()[0]
-        check_ranks(inspect(of_paper, Composer()).config, of_paper, 16)
+        Composer().config(of_paper).check_ranks(16)
 
 
 def test_tail_of_a_log(tmp_path: Path) -> None:
