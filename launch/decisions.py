@@ -12,7 +12,7 @@ from statistics import fmean, median, stdev
 
 from common.errors import require
 from launch.cells import Cell
-from launch.frontier import seeds_needed
+from launch.frontier import ENOUGH, seeds_needed
 from launch.grid import SAME, PlannedTest, Sweep
 from launch.state import FAILED
 from reports.outcome import FINISHED, NOTHING_LEARNT
@@ -30,7 +30,6 @@ from reports.statistics import (
 )
 
 ENDED = (FINISHED, NOTHING_LEARNT, FAILED)
-ENOUGH = 0.8
 HEAD = (
     *("test", "second − first", "metric", "asks", "seeds", "mean", "median", "95 % interval"),
     *("seeds ahead", "failed runs", "p", "p, Holm", "decided", "larger than what matters"),
@@ -87,18 +86,13 @@ def decide(sweep: Sweep, cells: Sequence[Cell]) -> list[Decision]:
         apart = tuple(differences(first, second))
         to_come = sum(run.status not in ENDED for run in runs)
         failed = len(runs) - to_come - len(first) - len(second)
-        p = None if to_come else p_of(test, apart)
+        p = None
+        if not to_come and len(apart) >= FEWEST_PAIRS:
+            same = test.kind == SAME
+            p = equivalence(apart, test.effect) if same else paired("", "", apart).p_t
         decisions.append(Decision(test, len(sweep.seeds), apart, failed, to_come, p))
     corrected = holm([1.0 if decision.p is None else decision.p for decision in decisions])
     return [replace(d, p_holm=p) for d, p in zip(decisions, corrected, strict=True) if p is not None]
-
-
-def p_of(test: PlannedTest, differences: Sequence[float]) -> float | None:
-    if len(differences) < FEWEST_PAIRS:
-        return None
-    if test.kind == SAME:
-        return equivalence(differences, test.effect)
-    return paired("", "", differences).p_t
 
 
 def decision_rows(decisions: Sequence[Decision]) -> list[list[str]]:
@@ -137,6 +131,6 @@ def planned_power_rows(decisions: Sequence[Decision]) -> list[list[str]]:
         power_of = equivalence_power if d.test.kind == SAME else paired_power
         deviation = stdev(d.differences)
         now = power_of(d.test.effect, deviation, d.planned, level)
-        needed = seeds_needed(d.test.effect, deviation, level, ENOUGH, power_of)
+        needed = seeds_needed(d.test.effect, deviation, level, power_of)
         out.append([*row, f"{deviation:.3g}", str(len(d.differences)), f"{now:.2f}", needed])
     return out

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 KL, LENGTH = "eval_kl_initial", "eval_length_sampled"
 ARMS = "cells"
-MOST_SEEDS = 1000
+MOST_SEEDS, ENOUGH = 1000, 0.8
 
 Power = Callable[[float, float, int, float], float]
 Setting = tuple[str, ...]
@@ -198,15 +198,13 @@ class Frontier:
         return figure
 
 
-def power_rows(
-    comparisons: Sequence[Comparison], effect: float, tests: int, power: float = 0.8
-) -> list[list[str]]:
+def power_rows(comparisons: Sequence[Comparison], effect: float, tests: int) -> list[list[str]]:
     """Return a heading, then for each comparison the spread of its paired differences, the power that its
-    seeds have for ``effect`` at SIGNIFICANT / ``tests`` (Holm's first threshold), and the seeds that
-    ``power`` needs; at the end, the same for the median spread."""
+    seeds have for ``effect`` at SIGNIFICANT / ``tests`` (Holm's first threshold), and the seeds that ENOUGH
+    needs; at the end, the same for the median spread."""
     level = SIGNIFICANT / tests
     head = ["comparison", "SD of differences", "seeds", f"power at {SIGNIFICANT}/{tests}"]
-    out = [[*head, f"seeds for {power:g}"]]
+    out = [[*head, f"seeds for {ENOUGH:g}"]]
     spreads = []
     for c in comparisons:
         if c.difference.error is None:
@@ -214,20 +212,18 @@ def power_rows(
         deviation = c.difference.error * c.difference.n**0.5
         spreads.append(deviation)
         now = f"{paired_power(effect, deviation, c.difference.n, level):.2f}"
-        needed = seeds_needed(effect, deviation, level, power)
+        needed = seeds_needed(effect, deviation, level)
         out.append([f"{c.b} − {c.a}", f"{deviation:.3g}", str(c.difference.n), now, needed])
     if spreads:
         middle = median(spreads)
-        out.append(["the median spread", f"{middle:.3g}", "", "", seeds_needed(effect, middle, level, power)])
+        out.append(["the median spread", f"{middle:.3g}", "", "", seeds_needed(effect, middle, level)])
     return out
 
 
-def seeds_needed(
-    effect: float, deviation: float, level: float, power: float, power_of: Power = paired_power
-) -> str:
-    """Return the fewest seeds whose test has ``power``; ``power_of``: the test's power, for an effect, a
-    deviation, a number of seeds and a level."""
+def seeds_needed(effect: float, deviation: float, level: float, power_of: Power = paired_power) -> str:
+    """Return the fewest seeds whose test has the power ENOUGH; ``power_of``: the test's power, for an effect,
+    a deviation, a number of seeds and a level."""
     for n in range(FEWEST_PAIRS, MOST_SEEDS + 1):
-        if power_of(effect, deviation, n, level) >= power:
+        if power_of(effect, deviation, n, level) >= ENOUGH:
             return str(n)
     return f"more than {MOST_SEEDS}"

@@ -192,30 +192,18 @@ class Sweep:
             settings = self.base | point
             if any(matches(rule, settings) for rule in self.skip):
                 continue
+            written = IN_FILES.format("a sweep writes the commands of its runs")
             for key, value in settings.items():
-                require(
-                    same_but_for_secrets(value, scrub({key: value})[key]),
-                    key,
-                    REMOVED,
-                    IN_FILES.format("a sweep writes the commands of its runs")
-                    + " (in a sweep's file \\${oc.env:NAME})",
-                )
-            require(
-                len(cell) <= LONGEST_TAG,
-                "cell",
-                cell,
-                f"is longer than {LONGEST_TAG} characters; name it under cells:",
-            )
+                kept = same_but_for_secrets(value, scrub({key: value})[key])
+                require(kept, key, REMOVED, f"{written} (in a sweep's file \\${{oc.env:NAME}})")
+            long = f"is longer than {LONGEST_TAG} characters; name it under cells:"
+            require(len(cell) <= LONGEST_TAG, "cell", cell, long)
             hours = self.hours.of(settings)
             runs += [Run(self.name, cell, seed, settings, hours) for seed in self.seeds]
         for name, count in Counter(run.name for run in runs).items():
             check_name("exp_name", name)
-            require(
-                count == 1,
-                "exp_name",
-                name,
-                f"names two runs of sweep {self.name}; give the cells names (cells:)",
-            )
+            twice = f"names two runs of sweep {self.name}; give the cells names (cells:)"
+            require(count == 1, "exp_name", name, twice)
         require(bool(runs), "skip", list(self.skip), f"leaves nothing to run of sweep {self.name}")
         return runs
 
@@ -266,20 +254,15 @@ def read_sweep(path: Path, extra: Mapping[str, Any] | None = None) -> Sweep:
     refuse_removed((key, "") for key in parts)
     known = {f.name for f in fields(Sweep)}
     for key in parts:
-        require(
-            key in known, str(key), parts[key], f"is not a part of a sweep; known: {', '.join(sorted(known))}"
-        )
-    grid = tuple(_axis(str(keys), values) for keys, values in _mapping("grid", parts.get("grid")).items())
-    cells = {
-        str(name): _mapping(f"cells.{name}", cell)
-        for name, cell in _mapping("cells", parts.get("cells")).items()
-    }
+        parts_of = f"is not a part of a sweep; known: {', '.join(sorted(known))}"
+        require(key in known, key, parts[key], parts_of)
+    cells, grid = _mapping("cells", parts.get("cells")), _mapping("grid", parts.get("grid"))
     hours = parts.get("hours")
     sweep = Sweep(
         name=str(parts.get("name", path.stem)),
         base=_mapping("base", parts.get("base")) | dict(extra or {}),
-        cells=cells,
-        grid=grid,
+        cells={name: _mapping(f"cells.{name}", cell) for name, cell in cells.items()},
+        grid=tuple(_axis(keys, values) for keys, values in grid.items()),
         seeds=_seeds(parts.get("seeds", [1])),
         skip=tuple(_mapping("skip", rule) for rule in _list("skip", parts.get("skip", []))),
         hours=typed(hours if isinstance(hours, dict) else {"default": hours}, Hours, "hours."),
@@ -370,10 +353,8 @@ def unselected(cell: str, selected: Settings) -> str:
 
 def _axis(keys: str, values: Any) -> tuple[Settings, ...]:
     """Return the alternatives of one line of the grid."""
-    names = [name.strip() for name in keys.split(",")]
-    alternatives: list[Any] = (
-        _range(keys, values) if isinstance(values, dict) else _list(f"grid.{keys}", values)
-    )
+    names, ranged = [name.strip() for name in keys.split(",")], isinstance(values, dict)
+    alternatives: list[Any] = _range(keys, values) if ranged else _list(f"grid.{keys}", values)
     require(bool(alternatives), f"grid.{keys}", values, "has no value")
     if len(names) == 1:
         return tuple({names[0]: value} for value in alternatives)
@@ -388,9 +369,8 @@ def _range(key: str, spec: Settings) -> list[float]:
     ``{from: 0, to: 1, plus: 0.5}`` -> 0, 0.5, 1."""
     form = "must be {from: a, to: b, plus: step} or {from: a, to: b, times: factor}, step > 0, factor > 1, a > 0 with times"  # noqa: E501
     numbers = all(isinstance(value, int | float) and math.isfinite(value) for value in spec.values())
-    require(
-        numbers and set(spec) in ({"from", "to", "plus"}, {"from", "to", "times"}), f"grid.{key}", spec, form
-    )
+    forms = ({"from", "to", "plus"}, {"from", "to", "times"})
+    require(numbers and set(spec) in forms, f"grid.{key}", spec, form)
     start, end, plus = spec["from"], spec["to"], "plus" in spec
     step = spec["plus" if plus else "times"]
     require(end >= start and (step > 0 if plus else step > 1 and start > 0), f"grid.{key}", spec, form)
@@ -406,9 +386,8 @@ def _check(sweep: Sweep, extra: Mapping[str, Any]) -> None:
     for part in (sweep.base, *sweep.cells.values(), *itertools.chain(*sweep.grid)):
         refuse_removed(part.items())
     for key in sweep.varied | set(sweep.base):
-        require(
-            key not in OWN_KEYS, key, "…", "is given by the sweep to each of its runs; seeds go under seeds:"
-        )
+        own = "is given by the sweep to each of its runs; seeds go under seeds:"
+        require(key not in OWN_KEYS, key, "…", own)
     for key in sweep.varied & set(extra):
         raise ConfigError(key, extra[key], f"is a part of the grid of sweep {sweep.name}; change it there")
     axes = [set().union(*axis) for axis in sweep.grid] + [set().union(*sweep.cells.values())]

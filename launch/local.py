@@ -22,9 +22,10 @@ from common.files import open_own
 from common.ports import free_port
 from config.machine import MARK
 from launch.slurm import ROOT, command
-from launch.state import State, last_line, tail
+from launch.state import FAILED, RUNNING, WAITING, State, last_line, tail
+from reports.outcome import FINISHED
 
-WAITING, RUNNING, DONE, FAILED, STOPPED = "waiting", "running", "finished", "failed", "stopped"
+STOPPED = "stopped"
 REFUSED, REQUEUE = 2, 75
 """Exit codes of train.py: settings refused (trying again is useless); interrupted and saved (start the same
 command again)."""
@@ -168,7 +169,7 @@ class Pool:
             task.seconds += time.monotonic() - task.started
             task.note(f"exit code {code}")
             if code == 0 and (task.state.folder / "summary.json").exists():
-                task.status = DONE
+                task.status = FINISHED
             elif self.asked:
                 task.status = STOPPED
             elif code == REQUEUE and task.restarts < MOST_RESTARTS:
@@ -195,9 +196,8 @@ class Screen:
         self.at = time.monotonic()
         if self.live:
             rows = shutil.get_terminal_size().lines - 2
-            shown = sorted(
-                tasks, key=lambda task: (RUNNING, FAILED, WAITING, STOPPED, DONE).index(task.status)
-            )[: rows - 1]
+            order = (RUNNING, FAILED, WAITING, STOPPED, FINISHED)
+            shown = sorted(tasks, key=lambda task: order.index(task.status))[: rows - 1]
             counts = Counter(task.status for task in tasks)
             lines = [", ".join(f"{n} {status}" for status, n in counts.items()), *map(line, shown)]
             self.out.write(f"\x1b[{self.drawn}F\x1b[J" if self.drawn else "")
@@ -218,12 +218,9 @@ def line(task: Task) -> str:
     parts = [f"{task.state.run.name:<40} {task.status:<9}", f"{seconds:6.0f} s"]
     parts += [f"step {last['step'] + 1}"] if last else []
     parts += [f"loss {last['loss']:.4f}"] if last.get("loss") is not None else []
-    parts += [f"exit code {task.code}"] if task.code and task.status != DONE else []
-    parts += (
-        [f"failed {task.failures} time{'s' * (task.failures > 1)} before"]
-        if task.failures and task.status != FAILED
-        else []
-    )
+    parts += [f"exit code {task.code}"] if task.code and task.status != FINISHED else []
+    if task.failures and task.status != FAILED:
+        parts.append(f"failed {task.failures} time{'s' * (task.failures > 1)} before")
     return "  ".join(parts)
 
 

@@ -30,7 +30,7 @@ from config.schema_plan import CARDS
 from launch.composing import Composer
 from launch.estimate import SHARE_OF_PEAK, dry_run, hours_at, hours_of, usual_rate
 from launch.grid import Run, Sweep, parse_overrides, read_sweep
-from launch.local import DONE, STOPPED, Pool, failures
+from launch.local import STOPPED, Pool, failures
 from launch.memory import cell_plans
 from launch.slurm import (
     ROOT,
@@ -60,13 +60,11 @@ def main(words: Sequence[str] | None = None) -> int:
     options, left = parser().parse_known_intermixed_args(words)
 
     def work() -> int:
-        for name in (word.lstrip("-").partition("=")[0] for word in left):
+        if left:
+            name = left[0].lstrip("-").partition("=")[0]
             of_job = f"is one of a job's settings, typed as --set {name}=…"
-            raise ConfigError(
-                f"--{name}",
-                " ".join(left[1:]),
-                of_job if name in JOB else "is no option; --help has them all",
-            )
+            why = of_job if name in JOB else "is no option; --help has them all"
+            raise ConfigError(f"--{name}", " ".join(left[1:]), why)
         return act(options)
 
     return answered(work)
@@ -134,7 +132,7 @@ def refuse_together(options: argparse.Namespace) -> list[str]:
         (of_job or not options.set, "--set", options.set, "is of a Slurm job, not of --local"),
         (of_job or options.site is None, "--site", options.site, "is of a Slurm job, not of --local"),
         (
-            rate is None or rate > 0 or rate is USUAL,
+            rate is USUAL or rate is None or rate > 0,
             "--rate",
             rate,
             "must be above 0: tokens a second on a rank",
@@ -150,10 +148,8 @@ def act(options: argparse.Namespace) -> int:
     sweep = sweep if options.name is None else replace(sweep, name=options.name)
     logs = (ROOT / options.logs / sweep.name).resolve()
     job = make_job(read_site(options.site) | sweep.slurm | parse_overrides(options.set))
-    cards = ", ".join(CARDS)
-    require(
-        bool(job.card) or not options.memory, "slurm.card", None, f"is not known: --set card= one of {cards}"
-    )
+    unknown = f"is not known: --set card= one of {', '.join(CARDS)}"
+    require(bool(job.card) or not options.memory, "slurm.card", None, unknown)
     composer = Composer()
     runs = [run for run in sweep.runs() if fnmatch.fnmatch(run.name, options.only)]
     require(bool(runs), "--only", options.only, "fits the name of no run")
@@ -165,9 +161,7 @@ def act(options: argparse.Namespace) -> int:
     hours = hours_of(states)
     if options.rate is not None:
         hours |= dry_hours(states, options.rate, job)
-    todo = [
-        state for state in states if state.kind not in (FINISHED, CHANGED) and state.run.name not in waiting
-    ]
+    todo = [s for s in states if s.kind not in (FINISHED, CHANGED) and s.run.name not in waiting]
     if not options.script:
         print(plan(sweep, states, waiting, hours, job if options.local is None else None), flush=True)
     if options.memory or (options.submit and job.card is not None):
@@ -185,21 +179,14 @@ def act(options: argparse.Namespace) -> int:
 
 def dry_hours(states: Sequence[State], rate: float, job: Job) -> dict[str, float]:
     """Return run name -> hours, from one dry run per cell. ``rate``: tokens a second on a rank, or USUAL."""
-    require(
-        rate > 0 or job.card in CARDS,
-        "slurm.card",
-        job.card,
-        f"has no known peak to take a rate from: --rate R, in tokens a second, or --set card= one of "
-        f"{', '.join(CARDS)}",
-    )
+    no_peak = "has no known peak to take a rate from: --rate R, in tokens a second, or --set card= one of "
+    require(rate > 0 or job.card in CARDS, "slurm.card", job.card, f"{no_peak}{', '.join(CARDS)}")
     cells = {state.run.cell: state for state in reversed(states)}
-    bar = progress(list(cells.items()), "dry runs (--rate)", unit="cell", delay=SOON)
     hours = {}
-    for cell, state in bar:
+    for cell, state in progress(list(cells.items()), "dry runs (--rate)", unit="cell", delay=SOON):
         size = dry_run(state)
-        hours[cell] = hours_at(
-            size.tokens, rate if rate > 0 else usual_rate(size.parameters, job.card or ""), job
-        )
+        per_second = rate if rate > 0 else usual_rate(size.parameters, job.card or "")
+        hours[cell] = hours_at(size.tokens, per_second, job)
     return {state.run.name: hours[state.run.cell] for state in states}
 
 
@@ -225,16 +212,11 @@ def plan(
     counts = Counter(QUEUED if state.run.name in waiting else state.kind for state in states)
     todo = [s for s in states if s.kind not in (FINISHED, CHANGED)]
     known = [hours[s.run.name] for s in todo if s.run.name in hours]
-    total = (
-        f"{sum(known):.1f} hours to go"
-        if known or not todo
-        else "cost unknown: --rate tells, or hours: in the sweep file"
-    )
-    total += (
-        f" (without {len(todo) - len(known)} runs that nothing is known of)"
-        if known and len(known) < len(todo)
-        else ""
-    )
+    total = "cost unknown: --rate tells, or hours: in the sweep file"
+    if known or not todo:
+        total = f"{sum(known):.1f} hours to go"
+    if known and len(known) < len(todo):
+        total += f" (without {len(todo) - len(known)} runs that nothing is known of)"
     if job is not None and job.gpus_per_node and known:
         total += f", {sum(known) * job.nodes * job.gpus_per_node:.1f} GPU hours"
     lines += [
@@ -256,15 +238,15 @@ def refuse_changed(sweep: Sweep, states: Sequence[State], acting: bool) -> None:
     nor skipped as finished."""
     for state in states:
         if (other := state.change) is not None:
-            error = ConfigError(
-                f"{state.run.name}: {other.key}",
-                other.now,
-                f"was {other.before} when {state.folder} was made; delete that, or give the runs new names: "
-                f"--name {sweep.name}-2",
-            )
-            if acting:
-                raise error
-            print(f"warning: {error}", file=sys.stderr)
+            was = f"was {other.before} when {state.folder} was made; delete that, or give the runs new names"
+            name = f"{state.run.name}: {other.key}"
+            refuse_or_warn(ConfigError(name, other.now, f"{was}: --name {sweep.name}-2"), acting)
+
+
+def refuse_or_warn(error: ConfigError, acting: bool) -> None:
+    if acting:
+        raise error
+    print(f"warning: {error}", file=sys.stderr)
 
 
 def refuse_too_large(todo: Sequence[State], job: Job, acting: bool) -> None:
@@ -275,15 +257,11 @@ def refuse_too_large(todo: Sequence[State], job: Job, acting: bool) -> None:
         print(made, flush=True)
     for made in plans:
         if made.over:
-            error = ConfigError(
-                f"{made.runs[0]}: slurm.card",
-                job.card,
+            room = (
                 f"has no room for {'; '.join(made.over)}; the plan above says what would fit; rows were "
-                "taken to be as long as they may be: --over submits all the same",
+                "taken to be as long as they may be: --over submits all the same"
             )
-            if acting:
-                raise error
-            print(f"warning: {error}", file=sys.stderr)
+            refuse_or_warn(ConfigError(f"{made.runs[0]}: slurm.card", job.card, room), acting)
 
 
 def run_here(pool: Pool) -> int:
@@ -291,7 +269,7 @@ def run_here(pool: Pool) -> int:
     counts = Counter(task.status for task in tasks)
     print(", ".join(f"{n} {status}" for status, n in counts.items()) or "nothing to do")
     print(failures(tasks), end="")
-    return 75 if counts[STOPPED] else 0 if counts[DONE] == len(tasks) else 1
+    return 75 if counts[STOPPED] else 0 if counts[FINISHED] == len(tasks) else 1
 
 
 def hand_over(sweep: Sweep, todo: Sequence[State], job: Job, logs: Path) -> None:
@@ -316,12 +294,9 @@ def print_scripts(job: Job, sweep: str, runs: Sequence[Run], logs: Path) -> None
         most = None
     arrays = parts(runs, most)
     if len(arrays) > 1:
-        print(
-            f"note: {len(arrays)} scripts follow: {len(runs)} runs are more than this cluster's "
-            f"MaxArraySize={most}; "
-            "--submit hands them all over",
-            file=sys.stderr,
-        )
+        many = f"{len(runs)} runs are more than this cluster's MaxArraySize={most}"
+        note = f"note: {len(arrays)} scripts follow: {many}; --submit hands them all over"
+        print(note, file=sys.stderr)
     for part in arrays:
         print(script(job, sweep, part, logs), end="")
 

@@ -73,11 +73,11 @@ def test_frontiers_that_do_not_overlap_are_not_compared():
 
 
 def test_the_seeds_that_a_power_needs_are_the_fewest_that_have_it():
-    n = int(seeds_needed(0.05, 0.066, 0.05 / 12, 0.8))
+    n = int(seeds_needed(0.05, 0.066, 0.05 / 12))
     assert paired_power(0.05, 0.066, n, 0.05 / 12) >= 0.8 > paired_power(0.05, 0.066, n - 1, 0.05 / 12)
     table = power_rows([Comparison("a", "b", SeedMean(0.0, 0.02, 10), 0.5, 0.5)], 0.05, 43)
     assert table[1][1] == "0.0632" and float(table[1][3]) < 0.3 and table[-1][-1] == table[1][-1]
-    assert seeds_needed(1e-9, 1.0, 0.05, 0.8).startswith("more than")
+    assert seeds_needed(1e-9, 1.0, 0.05).startswith("more than")
 
 
 def test_a_sweep_of_arms_from_its_file(tmp_path, monkeypatch, capsys):

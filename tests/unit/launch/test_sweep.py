@@ -19,9 +19,9 @@ from launch import local, sweep
 from launch.composing import Composer, compose_config
 from launch.estimate import EstimateError, Size, dry_run, hours_at, hours_of, size_in
 from launch.grid import Run, read_sweep
-from launch.local import DONE, FAILED, STOPPED, Pool
+from launch.local import STOPPED, Pool
 from launch.slurm import Job
-from launch.state import CHANGED, NEW, PARTIAL, State, Statuses, inspect, tail
+from launch.state import CHANGED, FAILED, NEW, PARTIAL, State, Statuses, inspect, tail
 from reports.outcome import FINISHED
 from tests.programs import until
 
@@ -90,7 +90,7 @@ def test_each_exit_code_is_understood(pool, tmp_path: Path) -> None:
     out = io.StringIO()
     tasks = pool("fine", "crash", "flaky", "refused", "requeue").run(out)
     starts = [len((task.state.folder / "starts").read_text().splitlines()) for task in tasks]
-    assert [task.status for task in tasks] == [DONE, FAILED, DONE, FAILED, DONE]
+    assert [task.status for task in tasks] == [FINISHED, FAILED, FINISHED, FAILED, FINISHED]
     assert starts == [1, 2, 2, 1, 2], (
         "a crash is tried again once, refused settings are not, an interrupted run goes on"
     )
@@ -133,7 +133,7 @@ def test_the_ranks_of_a_run_end_with_its_code_and_finish_saving(pool, monkeypatc
     made = pool("fine", "refused", "crash", slots=2, gpus=("4", "5", "6", "7"), program="ranks")
     tasks = made.run(io.StringIO())
     assert [(task.status, task.code, task.failures) for task in tasks] == [
-        (DONE, 0, 0),
+        (FINISHED, 0, 0),
         (FAILED, 2, 1),
         (FAILED, 7, 2),
     ]
