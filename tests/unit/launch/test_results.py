@@ -32,17 +32,11 @@ def finish(runs: Path, name: str, value: float | None, *overrides: str, test: fl
     (folder / "config.yaml").write_text(dump(compose_config([*overrides, f"exp_name={name}"])))
     lines = [{"step": s, "examples": 32 * (s + 1), "loss": 1 / (s + 1)} for s in range(4)]
     lines[0][METRIC] = 0.5
-    (folder / "metrics.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "lo'
-    )
+    whole = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(whole + '{"step": 4, "lo')
     if value is not None:
-        summary = {
-            "before": {METRIC: 0.5},
-            "after": {METRIC: value, "eval_loss": None},
-            "seconds": 60.0,
-            "examples": 128,
-            "steps": 4,
-        }
+        summary = {"before": {METRIC: 0.5}, "after": {METRIC: value, "eval_loss": None}}
+        summary |= {"seconds": 60.0, "examples": 128, "steps": 4}
         (folder / "summary.json").write_text(json.dumps(summary))
     if test is not None:
         (folder / "evals").mkdir()
@@ -65,9 +59,8 @@ def test_holm_properties(values: list[float | None]) -> None:
 
 
 def test_holm_by_hand() -> None:
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx(
-        [0.03, 0.06, 0.06, 0.02]
-    )  # Holm (1979): 4p, 3p, 2p, p, made monotone
+    """Holm (1979): 4p, 3p, 2p, p, made monotone."""
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
 
 
 @given(st.lists(st.floats(-5, 5), min_size=3, max_size=8), st.lists(st.floats(-5, 5), min_size=8, max_size=8))
@@ -90,10 +83,8 @@ def test_pairs_are_of_the_same_seed() -> None:
     found = compare({"a": {1: 0.1, 2: 0.2, 3: 0.3}, "b": {2: 0.4, 3: 0.6, 9: 5.0}, "c": {1: 1.0}})
     assert [(c.a, c.b, c.difference.n) for c in found] == [("a", "b", 2)], "one seed in common is no test"
     assert found[0].difference.value == pytest.approx(0.25)
-    with_baseline = compare(
-        {"a": {1: 0.1, 2: 0.2}, "b": {1: 0.4, 2: 0.6}, "c": {1: 1.0, 2: 0.0}}, baseline="b"
-    )
-    assert [(c.a, c.b) for c in with_baseline] == [("b", "a"), ("b", "c")]
+    cells = {"a": {1: 0.1, 2: 0.2}, "b": {1: 0.4, 2: 0.6}, "c": {1: 1.0, 2: 0.0}}
+    assert [(c.a, c.b) for c in compare(cells, baseline="b")] == [("b", "a"), ("b", "c")]
 
 
 def test_best_setting_is_chosen_on_validation_and_never_on_test(tmp_path: Path) -> None:
@@ -105,12 +96,8 @@ def test_best_setting_is_chosen_on_validation_and_never_on_test(tmp_path: Path) 
     assert cells[0].mean("test/pass@1") == SeedMean(0.1, 0.0, 2), (
         "the better test score belongs to the setting that was not chosen"
     )
-    assert (
-        results.main(
-            [str(tmp_path), "--select", "lr", "--validation", "test/pass@1", "--out", str(tmp_path / "o")]
-        )
-        == 2
-    )
+    by_test = ["--select", "lr", "--validation", "test/pass@1", "--out", str(tmp_path / "o")]
+    assert results.main([str(tmp_path), *by_test]) == 2
 
 
 def test_a_setting_with_fewer_finished_seeds_is_not_chosen_over_another(tmp_path: Path) -> None:
@@ -142,13 +129,8 @@ def test_unfinished_and_unstarted_runs_are_shown(tmp_path: Path, capsys: pytest.
     log = tmp_path / "logs" / "s" / "s-kto-s1.7.out"
     assert f"s-kto-s1 failed: `error: lr=-1: must be <above> 0` ({log})" in said
     rows = list(csv.DictReader((tmp_path / "o" / "runs.csv").open()))
-    assert [row["status"] for row in rows] == [
-        "finished",
-        "interrupted",
-        "not started",
-        "failed",
-        *["not started"] * 2,
-    ]
+    kinds = ["finished", "interrupted", "not started", "failed", "not started", "not started"]
+    assert [row["status"] for row in rows] == kinds
     assert (rows[3]["said last"], rows[3]["log"]) == ("error: lr=-1: must be <above> 0", str(log))
     assert (rows[0]["wandb group"], rows[0]["wandb tags"]) == ("dpo-offline", "s s-dpo dpo offline")
     page = (tmp_path / "o" / "index.html").read_text()

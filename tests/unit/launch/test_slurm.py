@@ -125,15 +125,10 @@ def test_the_script_is_a_sound_shell_script_that_gives_each_task_its_run(tmp_pat
 
 def test_no_gpus_asked_for_without_gpus_and_one_node_needs_no_names(tmp_path: Path) -> None:
     text = script(Job(gpus_per_node=0), "s", RUNS, tmp_path)
-    assert (
-        "gpus-per-node" not in options(text)
-        and "MASTER_ADDR=127.0.0.1" in text
-        and "scontrol show hostnames" not in text
-    )
-    assert "scontrol show hostnames" in script(Job(nodes=2), "s", RUNS, tmp_path)
-    assert "scontrol show hostnames" not in script(
-        Job(nodes=2, environment={"MASTER_ADDR": "head"}), "s", RUNS, tmp_path
-    )
+    assert "gpus-per-node" not in options(text) and "MASTER_ADDR=127.0.0.1" in text
+    named = Job(nodes=2, environment={"MASTER_ADDR": "head"})
+    asked = ["scontrol show hostnames" in script(job, "s", RUNS, tmp_path) for job in (Job(nodes=2), named)]
+    assert asked == [True, False] and "scontrol show hostnames" not in text
 
 
 @pytest.mark.parametrize(
@@ -163,19 +158,9 @@ def test_jobs_that_make_no_sense_are_refused(settings: dict[str, Any], said: str
         make_job(settings)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("90", 5400),
-        ("1:30", 90),
-        ("12:00:00", 43200),
-        ("2-0", 172800),
-        ("1-12:30", 131400),
-        ("1-00:00:01", 86401),
-    ],
-)
-def test_slurms_times(text: str, expected: int) -> None:
-    assert seconds(text) == expected
+def test_slurms_times() -> None:
+    times = {"90": 5400, "1:30": 90, "12:00:00": 43200, "2-0": 172800, "1-12:30": 131400, "1-00:00:01": 86401}
+    assert {text: seconds(text) for text in times} == times
 
 
 def test_the_example_site_explains_every_setting_and_is_valid() -> None:
@@ -189,12 +174,8 @@ def test_the_example_site_explains_every_setting_and_is_valid() -> None:
 def test_submissions_are_remembered_and_the_queue_is_told_by_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fakes = tmp_path / "bin"
-    fakes.mkdir()
-    fake(fakes, "scontrol", "echo 'MaxArraySize            = 1001'")
-    fake(fakes, "sbatch", "echo 41")
-    fake(fakes, "squeue", "printf '41_1 RUNNING\\n41_2 PENDING\\n7_0 RUNNING\\n'")
-    monkeypatch.setenv("PATH", f"{fakes}:{os.environ['PATH']}")
+    queue = "printf '41_1 RUNNING\\n41_2 PENDING\\n7_0 RUNNING\\n'"
+    fakes(tmp_path, monkeypatch, scontrol="echo 'MaxArraySize    = 1001'", sbatch="echo 41", squeue=queue)
     assert queued(tmp_path) == {}
     assert submit(Job(), "s", RUNS, tmp_path) == ["41"]
     assert queued(tmp_path) == {"s-c1-s1": "41_1 RUNNING", "s-c2-s1": "41_2 PENDING"}, (
@@ -203,26 +184,21 @@ def test_submissions_are_remembered_and_the_queue_is_told_by_run(
     assert shlex.join(command(RUNS[0])) in (tmp_path / "slurm" / "41.sh").read_text()
 
 
-def fake(folder: Path, name: str, code: str) -> None:
-    """A command of Slurm's in ``folder``, for what the real one (tests/integration/test_slurm.py) cannot be
-    made to do."""
-    (folder / name).write_text(f"#!/bin/sh\n{code}\n")
-    (folder / name).chmod(0o755)
+def fakes(folder: Path, monkeypatch: pytest.MonkeyPatch, **commands: str) -> None:
+    """Commands of Slurm's, for what the real ones (tests/integration/test_slurm.py) cannot be made to do."""
+    (folder / "bin").mkdir()
+    for name, code in commands.items():
+        (folder / "bin" / name).write_text(f"#!/bin/sh\n{code}\n")
+        (folder / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
 
 
 def test_an_array_that_is_refused_says_what_was_submitted_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More runs than a user may submit, or than fit into one array."""
-    fakes = tmp_path / "bin"
-    fakes.mkdir()
-    fake(fakes, "scontrol", "echo 'MaxArraySize = 2'")
-    fake(
-        fakes,
-        "sbatch",
-        f"[ -e {tmp_path}/once ] && {{ echo too many jobs >&2; exit 1; }}; touch {tmp_path}/once; echo 7",
-    )
-    monkeypatch.setenv("PATH", f"{fakes}:{os.environ['PATH']}")
+    once = f"[ -e {tmp_path}/once ] && {{ echo too many jobs >&2; exit 1; }}; touch {tmp_path}/once; echo 7"
+    fakes(tmp_path, monkeypatch, scontrol="echo 'MaxArraySize = 2'", sbatch=once)
     with pytest.raises(SlurmError, match=r"2 of 3 runs were submitted, as 7; .*too many jobs"):
         submit(Job(running_at_once=1), "s", RUNS, tmp_path)
     assert submitted(tmp_path) == {"7_0": RUNS[0].name, "7_1": RUNS[1].name}
@@ -248,11 +224,7 @@ def test_a_line_torn_by_a_kill_is_named_and_a_record_is_written_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the line, runs that wait in the queue would be submitted again."""
-    fakes = tmp_path / "bin"
-    fakes.mkdir()
-    fake(fakes, "scontrol", "echo 'MaxArraySize = 9'")
-    fake(fakes, "sbatch", "echo 7")
-    monkeypatch.setenv("PATH", f"{fakes}:{os.environ['PATH']}")
+    fakes(tmp_path, monkeypatch, scontrol="echo 'MaxArraySize = 9'", sbatch="echo 7")
     record = tmp_path / RECORD
     record.write_text(json.dumps({"array": "6", "runs": ["x" * 50_000]}) + "\n")
     submit(Job(), "s", RUNS[:2], tmp_path)

@@ -25,48 +25,27 @@ def log_of(*lines: str) -> str:
     ("lines", "kind", "detail"),
     [
         (
-            [">on n1", "error: lr=-1: too low", "srun: error: n1: task 0: Exited", ">exit code 2"],
+            "error: lr=-1: too low|srun: error: n1: task 0: Exited|>exit code 2",
             "failed",
             "error: lr=-1: too low",
         ),
+        ("Traceback …|torch.OutOfMemoryError: CUDA|cleaning up|>exit code 1", "failed", "MemoryError: CUDA"),
+        ("Killed|>exit code 137", "failed", "Killed"),
+        (">exit code -9", "failed", "exit code -9"),
+        (">failed before training (exit code 127): module load x|>exit code 1", "failed", "module load x"),
+        ("saved|>exit code 75", "interrupted", ""),
+        (">Slurm ends this job|RuntimeError: broken pipe|>exit code 1", "interrupted", ""),
+        ("step 3", "interrupted", ""),
+        ("ValueError: old|>exit code 1|>on n2|step 3", "interrupted", ""),
         (
-            [
-                ">on n1",
-                "Traceback …",
-                "torch.OutOfMemoryError: CUDA out of memory",
-                "cleaning up",
-                ">exit code 1",
-            ],
-            "failed",
-            "torch.OutOfMemoryError: CUDA out of memory",
-        ),
-        ([">on n1", "Killed", ">exit code 137"], "failed", "Killed"),
-        ([">on n1", ">exit code -9"], "failed", "exit code -9"),
-        (
-            [">on n1", ">failed before training (exit code 127): module load x", ">exit code 1"],
-            "failed",
-            "module load x",
-        ),
-        ([">on n1", "saved", ">exit code 75"], "interrupted", ""),
-        ([">on n1", ">Slurm ends this job", "RuntimeError: broken pipe", ">exit code 1"], "interrupted", ""),
-        ([">on n1", "step 3"], "interrupted", ""),
-        ([">on n1", "ValueError: old", ">exit code 1", ">on n2", "step 3"], "interrupted", ""),
-        (
-            [
-                ">on n1",
-                "RuntimeError: lost",
-                ">exit code 1",
-                ">failed: trying again",
-                "OSError: gone",
-                ">exit code 1",
-            ],
+            "RuntimeError: lost|>exit code 1|>failed: trying again|OSError: gone|>exit code 1",
             "failed",
             "OSError: gone",
         ),
     ],
 )
-def test_what_a_log_says(tmp_path: Path, lines: list[str], kind: str, detail: str) -> None:
-    (tmp_path / "s-a-s1.7.out").write_text(log_of(*lines))
+def test_what_a_log_says(tmp_path: Path, lines: str, kind: str, detail: str) -> None:
+    (tmp_path / "s-a-s1.7.out").write_text(log_of(">on n1", *lines.split("|")))
     found = Statuses(tmp_path).of("s-a-s1", tmp_path / "s-a-s1")
     assert found.kind == kind and found.detail.endswith(detail) and found.log == tmp_path / "s-a-s1.7.out"
 
@@ -97,10 +76,7 @@ def test_the_log_that_was_written_to_last_counts(tmp_path: Path) -> None:
     ("lines", "word"),
     [
         (["error: data.path=x: no such file", "[rank1]: ValueError: y"], "error: data.path=x: no such file"),
-        (
-            ["[rank1]: ValueError: y", "torch.distributed.elastic.ChildFailedError: z", "====="],
-            "ValueError: y",
-        ),
+        (["[rank1]: ValueError: y", "torch.distributed.ChildFailedError: z", "====="], "ValueError: y"),
         (["step 3", "slurmstepd-n1: error: *** STEP CANCELLED ***", ""], "step 3"),
         ([], ""),
     ],

@@ -76,10 +76,9 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         states = [
             State(Run("s", f"{kind}{i}", 1, {"kind": kind}, None), base, NEW) for i, kind in enumerate(kinds)
         ]
+        words = [str(tmp_path / f"{program}.py")]
         monkeypatch.setattr(
-            local,
-            "command",
-            lambda run: [str(tmp_path / f"{program}.py"), str(tmp_path / run.name), run.settings["kind"]],
+            local, "command", lambda run: [*words, str(tmp_path / run.name), run.settings["kind"]]
         )
         return Pool(states, tmp_path / "logs", slots, gpus, retries=1)
 
@@ -95,12 +94,8 @@ def test_each_exit_code_is_understood(pool, tmp_path: Path) -> None:
         "a crash is tried again once, refused settings are not, an interrupted run goes on"
     )
     said = local.failures(tasks)
-    assert (
-        "boom" in said
-        and "crash1-s1: exit code 1" in said
-        and "refused3-s1: exit code 2" in said
-        and "flaky" not in said
-    )
+    assert all(part in said for part in ("boom", "crash1-s1: exit code 1", "refused3-s1: exit code 2"))
+    assert "flaky" not in said
     assert "finished" in out.getvalue() and "failed" in out.getvalue()
     statuses = Statuses(tmp_path / "logs")
     found = [statuses.of(task.state.run.name, task.state.folder) for task in tasks]
@@ -132,11 +127,8 @@ def test_the_ranks_of_a_run_end_with_its_code_and_finish_saving(pool, monkeypatc
     monkeypatch.delenv("OMP_NUM_THREADS")
     made = pool("fine", "refused", "crash", slots=2, gpus=("4", "5", "6", "7"), program="ranks")
     tasks = made.run(io.StringIO())
-    assert [(task.status, task.code, task.failures) for task in tasks] == [
-        (FINISHED, 0, 0),
-        (FAILED, 2, 1),
-        (FAILED, 7, 2),
-    ]
+    ends = [(task.status, task.code, task.failures) for task in tasks]
+    assert ends == [(FINISHED, 0, 0), (FAILED, 2, 1), (FAILED, 7, 2)]
     assert (tasks[0].state.folder / "ranks").read_text().splitlines() == ["0 2 4,5 2", "1 2 4,5 2"]
     made = pool("slow", slots=1, gpus=("4", "5"), program="ranks")
     folder = made.tasks[0].state.folder
@@ -188,19 +180,13 @@ def test_states_of_runs(tmp_path: Path) -> None:
     record(tmp_path, "finished-s1", ["loss=dpo"], finished=True)
     record(tmp_path, "changed-s1", ["loss=dpo", "lr=1e-3"], finished=True)
     states = {cell: inspect(run[cell]) for cell in run}
-    assert {cell: state.kind for cell, state in states.items()} == {
-        "new": NEW,
-        "partial": PARTIAL,
-        "finished": FINISHED,
-        "changed": CHANGED,
-    }
+    assert [state.kind for state in states.values()] == [NEW, PARTIAL, FINISHED, CHANGED]
     assert states["partial"].detail == "step 3", "a half-written line is no line"
     assert states["changed"].detail == "lr: 0.001 there, 0.0001 here"
-    hours = hours_of(
-        [*states.values(), State(Run("s", "finished", 2, settings, 1.0), states["new"].config, NEW)]
-    )
-    assert hours["finished-s2"] == 2.0 and hours["new-s1"] == 1.0, (
-        "measured where a seed is finished, else as the file says"
+    second = State(Run("s", "finished", 2, settings, 1.0), states["new"].config, NEW)
+    hours = hours_of([*states.values(), second])
+    assert (hours["finished-s2"], hours["new-s1"]) == (2.0, 1.0), (
+        "measured if a seed is, else as the file says"
     )
 
 
@@ -222,19 +208,16 @@ def test_a_finished_run_may_be_measured_more_often(tmp_path, now, kind, detail):
 def test_a_plan_names_every_command_and_acts_on_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        sweep.main(
-            [made(tmp_path, grid={"loss": ["dpo", "kto"]}, hours=3), "--set", "gpus_per_node=4", "lr=1e-4"]
-        )
-        == 0
-    )
+    path = made(tmp_path, grid={"loss": ["dpo", "kto"]}, hours=3)
+    assert sweep.main([path, "--set", "gpus_per_node=4", "lr=1e-4"]) == 0
     said = capsys.readouterr().out
-    assert (
-        "s-dpo-s1" in said
-        and "RUN='torchrun --nproc-per-node 4 train.py " in said
-        and "    $RUN loss=kto exp_name=s-kto-s1 " in said
-        and said.count("lr=0.0001") == 1  # what all runs share is said once
-    )
+    for part in (
+        "s-dpo-s1",
+        "RUN='torchrun --nproc-per-node 4 train.py ",
+        "    $RUN loss=kto exp_name=s-kto-s1 ",
+    ):
+        assert part in said
+    assert said.count("lr=0.0001") == 1, "what all runs share is said once"
     assert "6.0 hours to go, 24.0 GPU hours" in said and not (tmp_path / "runs").exists()
 
 
@@ -321,10 +304,8 @@ def test_a_finished_sweep_has_nothing_to_do(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.usefixtures("quick_python")
 def test_a_dry_run_counts_what_will_be_trained_on(tmp_path: Path) -> None:
     config = compose_config([])
-    offline = State(
-        Run("s", "a", 1, {"loss": "kto", "n_examples": 640, "wandb.enabled": False}, None), config, NEW
-    )
-    size = dry_run(offline)
+    settings = {"loss": "kto", "n_examples": 640, "wandb.enabled": False}
+    size = dry_run(State(Run("s", "a", 1, settings, None), config, NEW))
     assert (size.examples, size.steps, size.parameters) == (640, 10, 0.6e6)
     assert size.tokens == pytest.approx(640 * (9 + 14), rel=0.05), "prompts have 9 tokens, completions 14"
     assert hours_at(7200, 0.5, Job(nodes=2, gpus_per_node=2)) == 1.0
