@@ -25,14 +25,7 @@ ROWS = parsed((FOLDER / "removed.yaml").read_text(encoding="utf-8")) or []
 NAMES = [name for row in ROWS for name in row["gone"]]
 COMMANDS = ("benchmarks", "jobs", "launch", "study", "tools")
 """Packages that have, or had, commands"""
-FROZEN = (
-    "CHANGELOG.md",
-    "benchmarks/RESULTS.md",
-    "config/removed.yaml",
-    "docs/gpus",
-    "docs/study/",
-    "tools/recorded.json",
-)
+FROZEN = ("CHANGELOG.md", "benchmarks/RESULTS.md", "config/removed.yaml", "docs/gpus", "docs/study/")
 """What may say a name that is gone: the table, and pages and records of their time"""
 SAID = SENTENCE.format(was="a number", instead="nothing")
 SAMPLE = dict.fromkeys(
