@@ -19,9 +19,9 @@ from torch import Tensor
 
 from common.errors import ConfigError, require
 from common.imports import import_function
-from config.schema import Config
+from config.schema import BetaConfig, Config
 from trainers.losses.base import Mean, TokenScores, mean_where
-from trainers.sampling import BetaConstants, detach_rejected, log_thresholds, rejected
+from trainers.sampling import detach_rejected, log_thresholds, rejected
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Humanline:
 
     log_epsilon_P: float = -math.inf
     log_epsilon_R: float = math.inf
-    sampling: BetaConstants | None = None
+    sampling: BetaConfig | None = None
     seed: int = 0
     rule: Callable[[Tensor], Tensor] | None = None
     """What is done to log-ratios, [R, T] in nats, in place of clipping (``humanline_rule``)."""
@@ -67,7 +67,7 @@ class Humanline:
         if not config.humanline:
             return cls()
         if config.humanline_mode == "sample":
-            return cls(sampling=BetaConstants(**vars(config.humanline_sampling)), seed=config.seed)
+            return cls(sampling=config.humanline_sampling, seed=config.seed)
         if config.humanline_mode == "rule":
             return cls(rule=rule_of(config.humanline_rule))
         return cls(config.log_epsilon_P, config.log_epsilon_R)

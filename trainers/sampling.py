@@ -11,37 +11,20 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from config.schema import BetaConfig
 from data.batches import to_device
 
 
-@dataclass(frozen=True)
-class BetaConstants:
-    """Constants of Definition 4.2: ``B_P ~ Beta(gamma_P, beta_P)``, ``B_R ~ Beta(gamma_R, beta_R)``, and the
-    bounds ``M_P`` on the ratio of policy to reference and ``M_R`` on the ratio of reference to policy. Raises
-    ValueError unless all are above 0."""
-
-    M_P: float
-    M_R: float
-    gamma_P: float
-    beta_P: float
-    gamma_R: float
-    beta_R: float
-
-    def __post_init__(self) -> None:
-        for name, number in vars(self).items():
-            if not number > 0:
-                raise ValueError(f"{name}={number}: must be above 0")
-
-
-def log_thresholds(constants: BetaConstants, seed: int, step: int, keys: Sequence[str], width: int) -> Tensor:
+def log_thresholds(constants: BetaConfig, seed: int, step: int, keys: Sequence[str], width: int) -> Tensor:
     """Return [2, R, T], ``log(M_P B_P)`` and ``log(M_R B_R)``, float64, on the CPU.
 
+    ``constants``: ``B_P ~ Beta(gamma_P, beta_P)``, ``B_R ~ Beta(gamma_R, beta_R)``, and the bounds ``M_P`` on
+    the ratio of policy to reference and ``M_R`` on the ratio of reference to policy, all above 0.
     ``keys``: identifiers of the R rows (``data.types.Sequence.key``). ``width``: T. A draw is a function of
     seed, step, key and position alone, so it does not depend on the rest of the batch, on its padding or on
     the number of ranks. Two rows with the same key in one step get the same draws.

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
+from tests.unit.trainers.test_sampling import beta
 from trainers.humanline import Humanline, RejectionKey, rule_of
-from trainers.sampling import BetaConstants
 
 PAPER = Humanline(-1.5, 1.5)
 
@@ -57,7 +57,7 @@ def test_the_fractions_are_over_the_mask_and_of_the_raw_log_ratios():
     }  # on a bound is not beyond it
 
 
-SAMPLING = Humanline(sampling=BetaConstants(10.0, 10.0, 2.0, 20.0, 2.0, 20.0), seed=3)
+SAMPLING = Humanline(sampling=beta(10.0, 10.0, 2.0, 20.0, 2.0, 20.0), seed=3)
 
 
 def rejecting(rows: int, width: int, step: int = 5, keys: list[str] | None = None):
