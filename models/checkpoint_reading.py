@@ -35,34 +35,25 @@ RECORDS: tuple[type, ...] = (
     torch_files._StorageInfo,
 )
 """Record types that a table of contents consists of."""
-_InPython: Any = pickle._Unpickler  # type: ignore[attr-defined]  # the one in C cannot be told what to build
+ALLOWED: dict[tuple[str, str], Any] = {
+    **{(kind.__module__, kind.__qualname__): kind for kind in (*RECORDS, torch.Size)},
+    **{("torch", str(d).removeprefix("torch.")): d for d in vars(torch).values() if type(d) is torch.dtype},
+    ("torch.serialization", "_get_layout"): lambda name: torch.strided,
+    ("collections", "OrderedDict"): dict,
+    # Python 3.11.0 to 3.11.3 name the member of an enumeration so.
+    ("builtins", "getattr"): lambda kind, name: torch_metadata._MEM_FORMAT_ENCODING[name],
+}
+"""(module, name) that a table may ask for, but for paths, which nobody reads -> the object that it gets."""
 
 
 class CheckpointError(StoppedError):
     """A checkpoint that could not be written, or none that can be read; the message says what and why."""
 
 
-def _member(kind: Any, name: str) -> Any:
-    """Stand-in for getattr, by which Python 3.11.0 to 3.11.3 name the member of an enumeration."""
-    if kind is not torch_metadata._MEM_FORMAT_ENCODING:
-        raise pickle.UnpicklingError("it asks for an attribute of something that is no enumeration")
-    return kind[name]
-
-
-ALLOWED: dict[tuple[str, str], Any] = {
-    **{(kind.__module__, kind.__qualname__): kind for kind in (*RECORDS, torch.Size)},
-    **{("torch", str(d).removeprefix("torch.")): d for d in vars(torch).values() if type(d) is torch.dtype},
-    ("torch.serialization", "_get_layout"): lambda name: torch.strided,
-    ("collections", "OrderedDict"): lambda: {},
-    ("builtins", "getattr"): _member,
-}
-"""(module, name) that a table may ask for, but for paths, which nobody reads -> the object that it gets."""
-
-
-class _Unpickler(_InPython):  # type: ignore[misc]
+class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]  # the one in C cannot refuse BUILD
     """Unpickler that builds only records and plain values."""
 
-    dispatch: ClassVar[dict[int, Any]] = dict(_InPython.dispatch)
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("pathlib", "pathlib._local"):

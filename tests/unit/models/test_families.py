@@ -41,37 +41,19 @@ from tests.tiny import ROOT, VOCABULARY, random_row
 from tests.unit.models.test_policy import tokenizer
 
 CPU = torch.device("cpu")
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, **ENDS}
+SIZES |= {"intermediate_size": 48, "num_attention_heads": 4, "max_position_embeddings": 64}
+SIZES["initializer_range"] = 0.3
 GROUPED = {"num_key_value_heads": 2}
 """Attention with fewer key heads than query heads."""
-EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.01}
+EXPERTS = {**SIZES, **GROUPED, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.01}
+QWEN = {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 24}
 MIXTURES = {
-    "mixtral": MixtralConfig(**SIZES, **GROUPED, **EXPERTS, num_local_experts=4),
-    "qwen2_moe": Qwen2MoeConfig(
-        **SIZES,
-        **GROUPED,
-        **EXPERTS,
-        num_experts=4,
-        moe_intermediate_size=24,
-        shared_expert_intermediate_size=40,
-    ),
-    "qwen3_moe": Qwen3MoeConfig(
-        **SIZES, **GROUPED, **EXPERTS, num_experts=4, moe_intermediate_size=24, head_dim=8
-    ),
+    "mixtral": MixtralConfig(**EXPERTS, num_local_experts=4),
+    "qwen2_moe": Qwen2MoeConfig(**QWEN, shared_expert_intermediate_size=40),
+    "qwen3_moe": Qwen3MoeConfig(**QWEN, head_dim=8),
     "gpt_oss": GptOssConfig(
-        **SIZES,
-        **GROUPED,
         **EXPERTS,
         num_local_experts=4,
         head_dim=8,
@@ -80,7 +62,6 @@ MIXTURES = {
         attn_implementation="eager",
     ),
 }
-ENDS = {name: SIZES[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
 FAMILIES = {
     "llama": LlamaConfig(**SIZES, **GROUPED, tie_word_embeddings=False),
     "llama tied": LlamaConfig(**SIZES, **GROUPED, tie_word_embeddings=True),
@@ -144,9 +125,7 @@ def tiny(family: str) -> Policy:
         config, attn_implementation=config._attn_implementation or "sdpa"
     )
     for name, parameter in model.named_parameters():
-        if "norm" in name or name.endswith(
-            "bias"
-        ):  # ones and zeros would hide a norm or a bias that is left out
+        if "norm" in name or name.endswith("bias"):  # ones and zeros would hide one that is left out
             torch.nn.init.normal_(parameter, 1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.3)
     return Policy(model)
 
@@ -321,21 +300,6 @@ def test_it_trains_and_what_is_written_is_what_was_trained(family, tmp_path):
     assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
 
 
-@pytest.mark.parametrize("family", MODEL_TYPES)
-def test_a_packed_row_does_not_see_its_neighbours(family):
-    """To the bit, but for mixtures: another row's tokens do not enter at all."""
-    policy, batch = tiny(family), rows(3)
-    policy.use_packed_attention()
-    other = [
-        Sequence(batch[0].prompt_ids[::-1] % 50 + 4, np.full_like(batch[0].completion_ids, 7)),
-        *batch[1:],
-    ]
-    before, after = (policy(collate(these, CPU, pack=True)) for these in (batch, other))
-    assert not torch.equal(before[0], after[0])
-    near = 1e-5 if family in WHOLE_BATCH else 0.0
-    torch.testing.assert_close(before[1:], after[1:], rtol=near, atol=near)
-
-
 def group(n: int = 3, seed: int = 0) -> list[Sequence]:
     """Two prompts with ``n`` answers each, of different lengths, in turn."""
     rng = np.random.default_rng(seed)
@@ -358,13 +322,16 @@ def test_rows_that_share_their_prompt_equal_rows_that_do_not(family):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * (1 + b.abs().max().item()))
 
 
+@pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("family", MODEL_TYPES)
-def test_a_row_that_shares_its_prompt_does_not_read_the_other_answers(family):
-    """Not those before it, and not that of the row that has the prompt."""
+def test_a_packed_row_reads_no_other_answer(family, share):
+    """To the bit, but for mixtures: not those before it, and not that of the row that has its prompt."""
     policy, batch = tiny(family), group()
     policy.use_packed_attention()
     other = [replace(row, completion_ids=row.completion_ids[::-1] % 50 + 4) for row in batch[:2]] + batch[2:]
-    before, after = (policy(collate(these, CPU, pack=True, share=True)) for these in (batch, other))
+    if not share:
+        other[0] = replace(other[0], prompt_ids=other[0].prompt_ids[::-1] % 50 + 4)
+    before, after = (policy(collate(these, CPU, pack=True, share=share)) for these in (batch, other))
     assert not torch.equal(before[0], after[0])
     near = 1e-5 if family in WHOLE_BATCH else 0.0
     torch.testing.assert_close(before[2:], after[2:], rtol=near, atol=near)
@@ -398,35 +365,21 @@ def assert_near(found: torch.Tensor, wanted: torch.Tensor, family: str) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("family", MODEL_TYPES)
-def test_shared_prompts_on_a_gpu(family):
-    """The flash kernel with more keys than queries, in bfloat16: close to padded rows in float32."""
+def test_packed_rows_on_a_gpu(family, share):
+    """The flash kernel, of uneven lengths or with more keys than queries, in bfloat16: close to padded rows
+    in float32, and blind to neighbours to the bit."""
     gpu, batch = torch.device("cuda"), group()
     policy, want = on_a_gpu(family, batch)
     policy.use_packed_attention()
-    got = policy(collate(batch, gpu, pack=True, share=True))
+    got = policy(collate(batch, gpu, pack=True, share=share))
     got.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in policy.parameters())
     assert_near(got, want, family)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("family", MODEL_TYPES)
-def test_packed_rows_on_a_gpu(family):
-    """The flash kernel for uneven lengths, in bfloat16: close to padded rows in float32, and blind to the
-    neighbours to the bit."""
-    gpu, batch = torch.device("cuda"), rows(3)
-    policy, want = on_a_gpu(family, batch)
-    policy.use_packed_attention()
-    got = policy(collate(batch, gpu, pack=True))
-    got.sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in policy.parameters())
-    assert_near(got, want, family)
-    other = [
-        Sequence(batch[0].prompt_ids[::-1] % 50 + 4, np.full_like(batch[0].completion_ids, 7)),
-        *batch[1:],
-    ]
-    assert torch.equal(policy(collate(other, gpu, pack=True))[1:], got[1:])
+    if not share:
+        other = [replace(batch[0], prompt_ids=batch[0].prompt_ids[::-1] % 50 + 4), *batch[1:]]
+        assert torch.equal(policy(collate(other, gpu, pack=True))[1:], got[1:])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -445,26 +398,18 @@ def test_the_head_is_checked_and_a_feature_that_is_not_known_is_refused(family):
         policy.check_head()
 
 
-@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
-def test_a_kernel_that_drops_the_attention_softcap_is_refused(tmp_path, kernel):
-    FAMILIES["gemma2"].save_pretrained(tmp_path)
-    config = ModelConfig(
-        name="g", name_or_path=str(tmp_path), attn_implementation=kernel, max_length=64, max_prompt_length=32
-    )
-    if kernel == "eager":
-        check_model(config)
-        return
-    with pytest.raises(ConfigError, match=r"model.attn_implementation=sdpa: would drop .*use eager"):
-        check_model(config)
-
-
-@pytest.mark.parametrize(("family", "use"), [("gpt_oss", "eager or flex_attention"), ("mamba2", "eager")])
-def test_a_kernel_that_an_architecture_does_not_have_is_refused_before_weights(tmp_path, family, use):
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("gemma2", "would drop .*use eager"),
+        ("gpt_oss", "a gpt_oss has no such attention; use eager or flex_attention"),
+        ("mamba2", "a mamba2 has no such attention; use eager"),
+    ],
+)
+def test_a_kernel_that_an_architecture_does_not_have_is_refused_before_weights(tmp_path, family, said):
     FAMILIES[family].save_pretrained(tmp_path)
     config = ModelConfig(name="m", name_or_path=str(tmp_path), max_length=64, max_prompt_length=32)
-    with pytest.raises(
-        ConfigError, match=rf"model.attn_implementation=sdpa: a {family} has no such attention; use {use}"
-    ):
+    with pytest.raises(ConfigError, match=rf"model.attn_implementation=sdpa: {said}"):
         check_model(config)
     check_model(replace(config, attn_implementation="eager"))
 

@@ -71,11 +71,8 @@ def test_it_is_used_where_it_works(package: Path) -> None:
     assert seen == ["FA3"] and current_flash_attention_impl() == "FA3"
 
 
-def test_torchs_own_serves_where_it_is_not_installed(package: Path) -> None:
+def test_torchs_own_serves_where_it_is_not_installed_and_on_other_gpus(package: Path, monkeypatch) -> None:
     assert choose(works) is None and current_flash_attention_impl() is None
-
-
-def test_other_gpus_keep_torchs_own(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package.write_text(WORKING)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     assert choose(works) is None and current_flash_attention_impl() is None

@@ -59,13 +59,8 @@ def test_the_exported_reward_model_is_a_stock_classifier_that_rounds_score_with(
     stock = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
     assert stock.config.num_labels == 1 and stock.config.pad_token_id is None
     assert stock.config.architectures == ["LlamaForSequenceClassification"]
-    settings = ClassifierConfig(
-        name_or_path=str(tmp_path / "model"),
-        dtype="float32",
-        max_length=64,
-        max_prompt_length=32,
-        rendering="turn",
-    )
+    sizes = {"max_length": 64, "max_prompt_length": 32, "dtype": "float32"}
+    settings = ClassifierConfig(name_or_path=str(tmp_path / "model"), rendering="turn", **sizes)
     prompts = [Prompt((Turn("user", f"{a}+{b}="),)) for a, b in ((12, 34), (5, 67), (80, 9))]
     answers = ["2+4=6;1+3=4;46", "12", "0+9=9;8;89"]
     scores = classifier(settings, CPU).score(prompts, answers)
@@ -110,9 +105,8 @@ def test_a_value_is_of_the_state_before_its_token():
         assert torch.equal(policy(sequences, values=True)[1], before)
         sequences.input_ids[row, p] += 1
         after = policy(sequences, values=True)[1]
-    assert torch.equal(after[row, 0], before[row, 0]) and not torch.allclose(
-        after[row, 1:c], before[row, 1:c]
-    )
+    assert torch.equal(after[row, 0], before[row, 0])
+    assert not torch.allclose(after[row, 1:c], before[row, 1:c])
 
 
 def test_heads_are_sharded_kept_and_left_out_of_the_exported_language_model():

@@ -15,22 +15,14 @@ from models.policy import Policy, decoder_blocks
 from models.pretrained import check_model, check_weights, load_policy
 from models.sharding import shard
 from tests.tiny import tiny_llama, tiny_policy
-from tests.unit.models.test_policy import CPU, batch, tokenizer
+from tests.unit.models.test_policy import CPU, batch, settings, tokenizer
 
 logging.disable_progress_bar()
 
 
 def model_of(folder, dtype="float32", tied=True, **peft) -> ModelConfig:
     tiny_llama(tied=tied).save_pretrained(folder)
-    return ModelConfig(
-        name="m",
-        name_or_path=str(folder),
-        dtype=dtype,
-        max_length=128,
-        max_prompt_length=64,
-        use_peft=True,
-        peft=PeftConfig(lora_r=4, lora_alpha=12, **peft),
-    )
+    return settings(folder, dtype=dtype, use_peft=True, peft=PeftConfig(lora_r=4, lora_alpha=12, **peft))
 
 
 def load(folder, dtype="float32", tied=True, **peft) -> Policy:
@@ -56,8 +48,9 @@ def test_adapters_are_float32_and_alone_trained_and_the_base_is_frozen_in_the_mo
     )
 
 
-def test_it_starts_as_the_base_model_and_every_adapter_learns(tmp_path):
-    policy = load(tmp_path)
+def test_it_starts_alike_on_every_rank_as_the_base_model_and_every_adapter_learns(tmp_path):
+    policy, other = load(tmp_path), load(tmp_path)
+    assert all(map(torch.equal, policy.parameters(), other.parameters()))
     assert torch.equal(policy(batch()), tiny_policy()(batch()))
     perturb(policy)
     policy(batch()).sum().backward()
@@ -66,11 +59,6 @@ def test_it_starts_as_the_base_model_and_every_adapter_learns(tmp_path):
             assert parameter.grad is not None, name
             assert parameter.grad.any(), name
     assert len(decoder_blocks(policy)) == 2
-
-
-def test_adapters_start_alike_on_every_rank(tmp_path):
-    first, second = (dict(load(tmp_path).named_parameters()) for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize(
@@ -110,18 +98,7 @@ def test_layers_that_store_their_weight_transposed_are_merged_too(tmp_path):
         vocab_size=61, n_embd=32, n_layer=2, n_head=2, n_positions=128, bos_token_id=0, eos_token_id=1
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    policy = load_policy(
-        ModelConfig(
-            name="m",
-            name_or_path=str(tmp_path),
-            dtype="float32",
-            max_length=128,
-            max_prompt_length=64,
-            use_peft=True,
-            peft=PeftConfig(lora_r=4),
-        ),
-        CPU,
-    )
+    policy = load_policy(settings(tmp_path, use_peft=True, peft=PeftConfig(lora_r=4)), CPU)
     perturb(policy)
     state, want = full_state(policy), copy.deepcopy(policy.model).merge_and_unload().state_dict()
     for name, tensor in state.items():
@@ -133,11 +110,7 @@ def test_unknown_targets_and_adapters_on_the_head_are_refused(tmp_path):
         load(tmp_path, target_modules=["zap"])
     for tied, target, why in (
         (False, "lm_head", "puts adapters on the output head"),
-        (
-            True,
-            "embed_tokens",
-            "puts adapters on the embedding, whose matrix is this model's output head",
-        ),
+        (True, "embed_tokens", "puts adapters on the embedding, whose matrix is this model's output head"),
     ):
         config = model_of(tmp_path, tied=tied, target_modules=[target, "q_proj"])
         with pytest.raises(ConfigError, match=rf"model.peft.target_modules=\['{target}', .*{why}"):

@@ -24,7 +24,7 @@ from data.batches import FILL, collate
 from models import policy as policy_module
 from models.distributed import start
 from models.export import export, full_state
-from models.policy import checkpoint_activations, decoder_blocks, keep_expensive
+from models.policy import decoder_blocks, keep_expensive
 from models.pretrained import check_model, export_dtype, load_policy, load_tokenizer, resolve_model_path
 from models.sharding import shard
 from tests.tiny import ROOT, VOCABULARY, random_row, tiny_llama, tiny_policy
@@ -75,46 +75,14 @@ def test_rows_that_fill_a_batch_up_give_zeros_and_a_zero_gradient_to_every_weigh
         assert not parameter.grad.any(), name
 
 
-def test_padding_on_the_right_changes_nothing():
-    """To the bit: what fills the grid is behind every completion token."""
-    policy, sequences = tiny_policy(), batch()
-    before = policy(sequences)
-    lengths = torch.tensor([len(row) for row in sequences.rows])
-    padding = torch.arange(sequences.input_ids.shape[1])[None, :] >= lengths[:, None]
-    assert padding.any()
-    sequences.input_ids[padding] = 7
-    assert torch.equal(policy(sequences), before)
-
-
 def test_it_stays_in_eval_mode():
     policy = tiny_policy().train()
     assert not any(module.training for module in policy.modules())
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_recomputing_activations_changes_no_bit_and_no_name(tied):
-    results: list[list[torch.Tensor]] = []
-    calls: list[bool] = []
-    for recompute in (False, True):
-        policy = tiny_policy(tied=tied)
-        names, blocks = list(policy.state_dict()), decoder_blocks(policy)
-        blocks[0].mlp.register_forward_pre_hook(lambda *_, recompute=recompute: calls.append(recompute))
-        if recompute:
-            checkpoint_activations(blocks)
-        values = policy(batch())
-        values.sum().backward()
-        assert list(policy.state_dict()) == names
-        results.append([values.detach(), *(p.grad for p in policy.parameters())])
-    assert calls == [False, True, True], "once in the forward, and once more in the backward"
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("packing", [False, True])
-def test_generate_equals_taking_the_likeliest_token_each_time(packing):
+def test_generating_takes_the_likeliest_token_and_changes_nothing_that_packed_rows_see():
     policy = tiny_policy()
-    if packing:
-        policy.use_packed_attention()
+    policy.use_packed_attention()
     ids = torch.tensor([[0, 0, 5, 6], [8, 9, 10, 11]])
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     greedy = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -124,9 +92,7 @@ def test_generate_equals_taking_the_likeliest_token_each_time(packing):
         for _ in range(5):
             want = torch.cat([want, tiny_llama()(want).logits[:, -1:].argmax(-1)], dim=1)
         assert row[4:].tolist() == want[0, -5:].tolist()
-    assert torch.allclose(policy(batch(pack=True)), tiny_policy()(batch()), atol=1e-5), (
-        "generating must not change what packed rows see"
-    )
+    assert torch.allclose(policy(batch(pack=True)), tiny_policy()(batch()), atol=1e-5)
 
 
 @pytest.mark.slow
@@ -163,6 +129,7 @@ def test_what_is_recomputed_is_what_was_computed(run, how, pack):
     found, others, flops = stepped(activation_checkpointing=how)
     _, _, most = stepped(activation_checkpointing=True)
     assert torch.equal(found, scores)
+    assert list(others) == list(gradients)
     assert all(torch.equal(others[name], gradient) for name, gradient in gradients.items())
     assert least < flops < most if how == "selective" else least < flops == most
 
@@ -207,29 +174,24 @@ def test_a_runs_folder_stands_for_its_model(run):
 
 def test_wrong_models_are_refused_with_key_value_and_remedy(run, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(
-        ConfigError, match=r"model.name_or_path=/no/such/folder: is not the folder of a model"
+    for name, content in (
+        ("other", '{"model_type": "t5"}'),
+        ("bare", (run / "model/config.json").read_text()),
     ):
-        check_model(settings("/no/such/folder"))
-    with pytest.raises(ConfigError, match=r"model.name_or_path=\./runs/nope: is not the folder of a model"):
-        check_model(settings("./runs/nope"))
-    with pytest.raises(ConfigError, match=r"model.attn_implementation=magic: use one of sdpa, eager"):
-        check_model(settings(run, attn_implementation="magic"))
-    with pytest.raises(ConfigError, match=r"flash_attention_2: computes in bfloat16 .* use model.dtype=bf"):
-        check_model(settings(run, attn_implementation="flash_attention_2", dtype="float32"))
-    with pytest.raises(ConfigError, match=r"model.max_length=129: the model has 128 positions"):
-        check_model(settings(run, max_length=129))
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "config.json").write_text(json.dumps({"model_type": "t5"}))
-    with pytest.raises(ConfigError, match=r"is a t5, not a causal language model"):
-        check_model(settings(tmp_path / "other"))
-    (tmp_path / "bare").mkdir()
-    (tmp_path / "bare" / "config.json").write_text((run / "model" / "config.json").read_text())
-    with pytest.raises(
-        ConfigError,
-        match=r"model.name_or_path=.*bare: .*bare has no model.safetensors and no model.safetensors.index",
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(content)
+    flash = {"attn_implementation": "flash_attention_2", "dtype": "float32"}
+    for path, more, said in (
+        ("/no/such/folder", {}, r"name_or_path=/no/such/folder: is not the folder of a model"),
+        ("./runs/nope", {}, r"name_or_path=\./runs/nope: is not the folder of a model"),
+        (run, {"attn_implementation": "magic"}, r"attn_implementation=magic: use one of sdpa, eager"),
+        (run, flash, r"flash_attention_2: computes in bfloat16 .* use model.dtype=bf"),
+        (run, {"max_length": 129}, r"max_length=129: the model has 128 positions"),
+        (tmp_path / "other", {}, r"is a t5, not a causal language model"),
+        (tmp_path / "bare", {}, r"bare: .*bare has no model.safetensors and no model.safetensors.index"),
     ):
-        load_policy(settings(tmp_path / "bare"), CPU)
+        with pytest.raises(ConfigError, match=rf"model\..*{said}"):
+            load_policy(settings(path, **more), CPU)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])

@@ -17,6 +17,7 @@ from models.pretrained import check_model
 from models.reference import score
 from models.rope import reach
 from tests.tiny import VOCABULARY
+from tests.unit.models.test_families import GROUPED, SIZES
 from tests.unit.models.test_policy import settings
 
 SWITCH = 32
@@ -25,22 +26,8 @@ SWITCH = 32
 def phi3(**more) -> Phi3Config:
     """A tiny Phi-3 whose LongRoPE switches to its long factors beyond ``SWITCH`` tokens."""
     longrope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0, 9.0, 16.0, 25.0]}
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.3,
-        "max_position_embeddings": 128,
-        "original_max_position_embeddings": SWITCH,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "rope_parameters": longrope,
-    }
-    return Phi3Config(**(sizes | more))
+    reach = {"max_position_embeddings": 128, "original_max_position_embeddings": SWITCH}
+    return Phi3Config(**(SIZES | GROUPED | reach | {"rope_parameters": longrope} | more))
 
 
 def row(seed: int, length: int) -> Sequence:
