@@ -12,8 +12,11 @@ samples are the diagonal, and human perception (equation 4 on those samples) is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -25,13 +28,12 @@ from common.options import options_of
 from config.cli import guarded
 from config.load import load_run
 from config.schema import Config
-from config.schema_model import ModelConfig
 from data import views
 from data.batches import collate
 from data.chat import Renderer, make_renderer
 from data.examples import make_examples
 from data.sources import load_splits
-from data.types import Group, Prompt, Sequence
+from data.types import Example, Group, Prompt, Sequence
 from data.views import prompts_of
 from models.distributed import World, start, stop
 from models.policy import Policy
@@ -68,30 +70,22 @@ def draw(on_policy: Array, offline: dict[str, Array], bounds: tuple[float, float
     across = cumulative(on_policy, at)
     everything = np.concatenate(list(offline.values()))
     kept = everything[(everything >= bounds[0]) & (everything <= bounds[1])]
+    curves = [
+        ("sampled from the policy", across, "--", "black", 1.5),
+        ("as people perceive it", perceived(on_policy, at), "-", "black", 2.0),
+    ]
+    for (kind, values), colour in zip(offline.items(), (BLUE, ORANGE), strict=False):
+        curves.append((f"training data, {kind}", cumulative(values, at), "-", colour, 1.5))
+    if len(kept):
+        label = f"training data in the humanline range, {len(kept) / len(everything):.1%} of its tokens"
+        curves.append((label, cumulative(kept, at), ":", GREEN, 2.5))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(5.2, 4.6), layout="constrained")
-        axes = figure.add_subplot(aspect="equal")
-        axes.plot([0, *across], [0, *across], "--", color="black", label="sampled from the policy")
-        axes.plot(
-            [0, *across],
-            [0, *perceived(on_policy, at)],
-            color="black",
-            linewidth=2,
-            label="as people perceive it",
-        )
-        for (kind, values), colour in zip(offline.items(), (BLUE, ORANGE), strict=False):
-            axes.plot(
-                [0, *across], [0, *cumulative(values, at)], color=colour, label=f"training data, {kind}"
-            )
-        if len(kept):
-            label = f"training data in the humanline range, {len(kept) / len(everything):.1%} of its tokens"
-            axes.plot([0, *across], [0, *cumulative(kept, at)], ":", color=GREEN, linewidth=2.5, label=label)
-        axes.set(
-            xlim=(0, 1),
-            ylim=(0, 1),
-            xlabel="cumulative probability of a token's surprisal under the policy",
-            ylabel="cumulative probability, perceived or elsewhere",
-        )
+        axes = figure.add_subplot(aspect="equal", xlim=(0, 1), ylim=(0, 1))
+        for label, up, stroke, colour, width in curves:
+            axes.plot([0, *across], [0, *up], stroke, color=colour, linewidth=width, label=label)
+        axes.set_xlabel("cumulative probability of a token's surprisal under the policy")
+        axes.set_ylabel("cumulative probability, perceived or elsewhere")
         figure.legend(loc="outside upper left", ncols=1)
     return figure
 
@@ -108,20 +102,20 @@ def surprisals(now: Policy, before: Policy, rows: list[Sequence], device: torch.
 
 def sampled(
     config: Config, policy: Policy, renderer: Renderer, prompts: list[Prompt], world: World
-) -> list[Sequence]:
-    """Return one tokenised completion of each prompt, from the policy's own distribution."""
+) -> list[Group]:
+    """Return one completion of each prompt, from the policy's own distribution."""
     sampler = EmbeddedSampler(policy, renderer, world, batch_size=ROWS)
     settings = SamplingSettings(1.0, 1.0, config.model.max_length - config.model.max_prompt_length)
     answers = sampler.sample(prompts, 1, settings, config.seed)
-    groups = [
+    return [
         Group(prompt, (answer[0].completion(renderer),), (1.0,))
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
-    return [
-        example.rows[0]
-        for of_prompt in make_examples(groups, views.demonstrations, renderer).groups
-        for example in of_prompt
-    ]
+
+
+def examples_of(groups: Seq[Group], view: Callable[..., Any], renderer: Renderer) -> list[Example]:
+    """Return the examples of all groups, tokenised."""
+    return [e for of_prompt in make_examples(groups, view, renderer).groups for e in of_prompt]
 
 
 def of_run(run: Path, prompts: int) -> Figure:
@@ -130,50 +124,32 @@ def of_run(run: Path, prompts: int) -> Figure:
     config = load_run(run, trust_remote_code=True)
     exported = run / "model" / "config.json"
     require(exported.is_file(), "run", run, "is not the folder of a finished run: it has no model/")
-    require(
-        config.model.head != "reward",
-        "run",
-        run,
-        "is a reward model's: it has no distribution of completions",
-    )
+    answers = "is a reward model's: it has no distribution of completions"
+    require(config.model.head != "reward", "run", run, answers)
+    whole: dict[str, Any] = {"use_peft": False, "head": None, "dtype": "float32", "packing": False}
+    whole |= {"compile": False, "activation_checkpointing": False}
     world = start()
     try:
         renderer = make_renderer(load_tokenizer(config.model), config.model, config.data)
         train, _ = load_splits(config.data)
         chosen = {prompt.id: prompt for prompt in prompts_of(train.groups)[:prompts]}
         groups = [group for group in train.groups if group.prompt.id in chosen]
-        examples = [
-            e for of_prompt in make_examples(groups, views.labelled, renderer).groups for e in of_prompt
-        ]
+        examples = examples_of(groups, views.labelled, renderer)
         now, before = (
-            load_policy(replace(plain(config.model), name_or_path=path), world.device, config.seed)
+            load_policy(replace(config.model, name_or_path=path, **whole), world.device, config.seed)
             for path in (str(run), config.model.name_or_path)
         )
-        own = surprisals(
-            now, before, sampled(config, now, renderer, list(chosen.values()), world), world.device
-        )
-        sides = {
-            kind: [e.rows[0] for e in examples if e.label * sign > 0]
-            for kind, sign in (("better", 1), ("worse", -1))
+        drawn = sampled(config, now, renderer, list(chosen.values()), world)
+        rows = {
+            "": [e.rows[0] for e in examples_of(drawn, views.demonstrations, renderer)],
+            "better": [e.rows[0] for e in examples if e.label > 0],
+            "worse": [e.rows[0] for e in examples if e.label < 0],
         }
-        offline = {kind: surprisals(now, before, rows, world.device) for kind, rows in sides.items() if rows}
-        return draw(own, offline, (config.log_epsilon_P, config.log_epsilon_R))
+        on_policy = surprisals(now, before, rows.pop(""), world.device)
+        offline = {kind: surprisals(now, before, some, world.device) for kind, some in rows.items() if some}
+        return draw(on_policy, offline, (config.log_epsilon_P, config.log_epsilon_R))
     finally:
         stop()
-
-
-def plain(model: ModelConfig) -> ModelConfig:
-    """Return the settings that read a run's model back whole: merged, in float32, without features that only
-    training needs."""
-    return replace(
-        model,
-        use_peft=False,
-        head=None,
-        dtype="float32",
-        packing=False,
-        compile=False,
-        activation_checkpointing=False,
-    )
 
 
 def main() -> None:
@@ -185,11 +161,11 @@ def main() -> None:
     parser.add_argument(
         "--to", type=Path, help="the picture (.png, .pdf, .svg); default: figure2.png in the run's folder"
     )
-    given = parser.parse_args()
+    options = parser.parse_args()
 
     def write() -> None:
-        path = given.to or given.run / "figure2.png"
-        of_run(given.run, given.prompts).savefig(path, dpi=160)
+        path = options.to or options.run / "figure2.png"
+        of_run(options.run, options.prompts).savefig(path, dpi=160)
         print(path)
 
     guarded(write)
