@@ -121,15 +121,14 @@ def ask_judge(outputs: list[Row], reference: list[Row], own: AlpacaEvalConfig, p
     not asked for again. Raises StoppedError."""
     settings = annotator_settings(own.annotator)
     settings["completions_kwargs"] |= {"model_name": own.model, "requires_chatml": True}
-    write_whole(place / "annotator.yaml", yaml.safe_dump({f"{own.annotator}-{own.model}": settings}))
+    annotator = (place / "annotator.yaml").absolute()  # a relative path would be of the library's folder
+    write_whole(annotator, yaml.safe_dump({f"{own.annotator}-{own.model}": settings}))
     with library() as alpaca_eval:
         try:
             _, rows = alpaca_eval.evaluate(
                 model_outputs=outputs,
                 reference_outputs=reference,
-                annotators_config=str(
-                    (place / "annotator.yaml").absolute()
-                ),  # a relative path would be of its own folder
+                annotators_config=str(annotator),
                 caching_path=str(place / "judged.json"),
                 fn_metric="get_winrate",
                 sort_by="win_rate",

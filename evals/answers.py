@@ -20,6 +20,12 @@ from rollouts.answers import Request, generate_answers
 from rollouts.rounds import usable_prompts
 from rollouts.samplers import Sample, sampler_class
 
+OF_DATA = (
+    *("name", "path", "eval_path", "revision", "subset", "split", "eval_split", "eval_fraction"),
+    *("system_prompt", "apply_chat_template"),
+)
+"""Settings of the data that decide which prompts are answered, and how they are rendered."""
+
 
 def check_answering(target: Target) -> Renderer:
     """Return the target's renderer.
@@ -76,18 +82,6 @@ def sample(
 def described(target: Target, stage: EvalStage) -> dict[str, Any]:
     """Return the settings that the answers depend on, for the result's ``settings``."""
     config = target.config
-    keys = (
-        "name",
-        "path",
-        "eval_path",
-        "revision",
-        "subset",
-        "split",
-        "eval_split",
-        "eval_fraction",
-        "system_prompt",
-        "apply_chat_template",
-    )
     return {
         "target": target.name,
         "step": target.step,
@@ -95,7 +89,7 @@ def described(target: Target, stage: EvalStage) -> dict[str, Any]:
         "dtype": config.model.dtype,
         "max_length": config.model.max_length,
         "max_prompt_length": config.model.max_prompt_length,
-        "data": {key: getattr(config.data, key) for key in keys},
+        "data": {key: getattr(config.data, key) for key in OF_DATA},
         "part": stage.split,
         "limit": stage.limit,
         "sampler": {

@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from common.errors import ConfigError, StoppedError, require
 from common.files import lines_of
 from config.schema_eval import EvalStage
@@ -258,26 +260,18 @@ def result(
     """Return the record and the printed table. ``win_rate`` counts a tie as half a win."""
     tie = stage.compare.tie
     tables = {metric: statistics.table_of([run[metric] for run in runs]) for metric in runs[0]}
-    difference = [run["mean_difference"] for run in runs]
-    for name, score in (
-        ("win_rate", (1.0, 0.5, 0.0)),
-        ("win", (1.0, 0.0, 0.0)),
-        ("tie", (0.0, 1.0, 0.0)),
-        ("loss", (0.0, 0.0, 1.0)),
-    ):
-        tables[name] = statistics.table_of(
-            [{i: score[_outcome(d, tie)] for i, d in run.items()} for run in difference]
-        )
+    difference = tables["mean_difference"]
+    none = np.where(np.isfinite(difference), 0.0, np.nan)
+    tables["win"], tables["loss"] = none + (difference > tie), none + (difference < -tie)
+    tables["tie"] = 1 - tables["win"] - tables["loss"]
+    tables["win_rate"] = tables["win"] + tables["tie"] / 2
     spread = statistics.intervals(tables, stage.resamples, stage.confidence)
     values: dict[str, Any] = {}
     for name in ("win_rate", "win", "tie", "loss", "mean_difference", "reward", "reward_against"):
         interval = spread[name]
         values |= {name: statistics.mean_of(tables[name]), f"{name}_ci": list(interval) if interval else None}
-    of_prompt = {
-        i: fmean(run[i] for run in difference if i in run)
-        for i in sorted({i for run in difference for i in run})
-    }
-    values |= statistics.paired_tests(list(of_prompt.values()), tie)
+    of_prompt = [fmean(of_runs[np.isfinite(of_runs)]) for of_runs in difference.T]
+    values |= statistics.paired_tests(of_prompt, tie)
     if lengths:
         values |= {"length": lengths[0], "length_against": lengths[1]}
     return Evaluation(
@@ -288,11 +282,6 @@ def result(
         digests,
         runs[0] if len(runs) == 1 else {},
     )
-
-
-def _outcome(difference: float, tie: float) -> int:
-    """Return 0 for a win, 1 for a tie, 2 for a loss."""
-    return 0 if difference > tie else 2 if difference < -tie else 1
 
 
 def printed(values: dict[str, Any], title: str, counts: dict[str, Any], confidence: float) -> list[list[str]]:

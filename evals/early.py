@@ -15,11 +15,8 @@ from evals.running import result_path
 from rollouts.files import refuse_existing
 from rollouts.inputs import check_inputs
 
-PACKAGES = {
-    "alpacaeval": ("alpaca_eval",),
-    "lm_eval": ("lm_eval",),
-}
-"""Kind of evaluation -> the packages that it needs."""
+PACKAGES = {"alpacaeval": "alpaca_eval", "lm_eval": "lm_eval"}
+"""Kind of evaluation -> the package that it needs."""
 FILES = ("annotations", "outputs", "reference")
 """Settings of a kind of evaluation that name a file."""
 MATHS = ("gsm8k", "math")
@@ -29,7 +26,7 @@ MATH_VERIFY = "rollouts.rewards.verifier.accuracy"
 def check_early(targets: Sequence[Target], stage: EvalStage) -> None:
     """Raise ConfigError for a result that is there already, and for a package, a model, data or a function
     that are not; DataError for data that are damaged at their beginning."""
-    for package in PACKAGES.get(stage.kind, ()):
+    if package := PACKAGES.get(stage.kind):
         needs = f"needs the package {package}: make eval-tools, or pip install -r requirements/eval.txt"
         require(find_spec(package) is not None, "kind", stage.kind, needs)
     own = getattr(stage, stage.kind)

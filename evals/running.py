@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from common.errors import StoppedError
@@ -38,23 +38,18 @@ def evaluate(targets: list[Target], stage: EvalStage, world: World) -> list[Eval
         refuse_existing(pooled, stage.overwrite_out)
     for target in targets:
         kind.check(target, stage)
-    evaluations = []
+    evaluations: list[Evaluation] = []
     for target in targets:
-        evaluation = _measured(kind, target, stage, world)
+        try:
+            evaluation = kind.evaluate(target, stage, world)
+        except (WorkerError, RewardError) as error:
+            raise StoppedError(f"{target.name}: {error}") from error
         if world.is_main:
             report(target, stage, evaluation)
         evaluations.append(evaluation)
     if world.is_main and len(evaluations) > 1 and hasattr(kind, "pool"):
         report_pooled(kind.pool(evaluations, stage), targets, stage)
     return evaluations
-
-
-def _measured(kind: ModuleType, target: Target, stage: EvalStage, world: World) -> Evaluation:
-    try:
-        evaluation: Evaluation = kind.evaluate(target, stage, world)
-    except (WorkerError, RewardError) as error:
-        raise StoppedError(f"{target.name}: {error}") from error
-    return evaluation
 
 
 def result_name(target: Target, stage: EvalStage) -> str:
@@ -82,14 +77,8 @@ def report(target: Target, stage: EvalStage, evaluation: Evaluation) -> None:
     path = result_path(target, stage)
     write_result(path, evaluation)
     if target.run is not None:
-        mirror_evaluation(
-            target.run,
-            asdict(target.config),
-            target.config.wandb,
-            path.stem,
-            evaluation.values,
-            evaluation.rows[:SHOWN],
-        )
+        settings, own = asdict(target.config), target.config.wandb
+        mirror_evaluation(target.run, settings, own, path.stem, evaluation.values, evaluation.rows[:SHOWN])
     answers = f", its answers to {path.with_suffix('.jsonl').name}" if evaluation.rows else ""
     print(f"\n{target.name}\n{text_table(evaluation.table)}\nwritten to {path}{answers}", flush=True)
 
@@ -125,12 +114,6 @@ def write_result(path: Path, evaluation: Evaluation) -> None:
 
 def text_table(table: list[list[str]]) -> str:
     """Return the table as text; the first column is left-aligned, the others are right-aligned."""
-    widths = [
-        max(len(row[i]) for row in table if i < len(row)) for i in range(max(map(len, table), default=0))
-    ]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(widths[i]) if i == 0 else cell.rjust(widths[i]) for i, cell in enumerate(row)
-        ).rstrip()
-        for row in table
-    )
+    widths = [max(map(len, column)) for column in zip_longest(*table, fillvalue="")]
+    aligned = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in table)
+    return "\n".join("  ".join(row).rstrip() for row in aligned)

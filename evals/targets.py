@@ -56,11 +56,9 @@ def expanded(paths: Sequence[str]) -> list[Path]:
     Raises ConfigError for a pattern that matches no run."""
     folders: list[Path] = []
     for path in paths:
-        here = (
-            sorted(p.parent for p in Path().glob(f"{os.path.relpath(path)}/config.yaml"))
-            if "*" in path
-            else [Path(path)]
-        )
+        here = [Path(path)]
+        if "*" in path:
+            here = sorted(p.parent for p in Path().glob(f"{os.path.relpath(path)}/config.yaml"))
         require(bool(here), "run", path, "finds no folder of a run (one with a config.yaml)")
         folders += here
     return folders
@@ -81,15 +79,13 @@ def run_of(path: Path, step: int | None, key: str = "run") -> tuple[Path, int | 
         path = path.parent.parent
     if not (path / "config.yaml").is_file():
         a_model = (path / "config.json").is_file()
-        raise ConfigError(
-            key,
-            path,
-            "is a model's folder, not a run's: give model=hub model.name_or_path= and out="
-            if a_model
-            else "is not the folder of a run: it has no config.yaml"
+        why = (
+            "is not the folder of a run: it has no config.yaml"
             if path.is_dir()
-            else "there is no such folder",
+            else "there is no such folder"
         )
+        what = "is a model's folder, not a run's: give model=hub model.name_or_path= and out="
+        raise ConfigError(key, path, what if a_model else why)
     if step is None and not (path / "model" / "config.json").is_file():
         steps = _steps(path / "checkpoints")
         exported = f"python export.py {quote(str(path))} --step N --to DIR first, then {key}=DIR, with N"
@@ -181,11 +177,9 @@ def targets_of(
     others = [
         _other(path, target, stage, composed, given) for path, target in zip(against, targets, strict=False)
     ]
-    return (
-        [replace(target, other=other) for target, other in zip(targets, others, strict=True)]
-        if others
-        else targets
-    )
+    if not others:
+        return targets
+    return [replace(target, other=other) for target, other in zip(targets, others, strict=True)]
 
 
 def _of_run(
@@ -199,13 +193,8 @@ def _of_run(
     config = settings_of_run(run, composed, given, exported.get(run))
     one = len(expanded(stage.run)) == 1
     out = run / "evals" if stage.out is None else Path(stage.out) if one else Path(stage.out) / run.name
-    return Target(
-        run.resolve().name if step is None else f"{run.resolve().name} before step {step}",
-        config,
-        out,
-        run,
-        step,
-    )
+    name = run.resolve().name
+    return Target(name if step is None else f"{name} before step {step}", config, out, run, step)
 
 
 def settings_of_run(
