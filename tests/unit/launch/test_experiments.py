@@ -56,43 +56,30 @@ def test_row_of_table_3(row: tuple[str, bool, bool]) -> None:
     assert (config.log_epsilon_P, config.log_epsilon_R, config.sync_freq) == (-1.5, 1.5, 1)
     assert adam(config) == (0.9, 0.999, 1e-5, 1e-2) and (config.warmup, config.scheduler) == (0.1, "constant")
     if config.online:
-        assert (config.rounds.contexts, config.rounds.contexts_per_round, config.rounds.samples) == (
-            12288,
-            1024,
-            8,
-        )
-        assert (config.rounds.feedback, config.rounds.tau, config.n_examples) == ("pair", 0.01, None)
-        assert (config.sampler.temperature, config.sampler.top_p, config.sampler.max_tokens) == (
-            0.7,
-            0.95,
-            2048,
-        )
+        rounds, sampler = config.rounds, config.sampler
+        assert (rounds.contexts, rounds.contexts_per_round, rounds.samples) == (12288, 1024, 8)
+        assert (rounds.feedback, rounds.tau, config.n_examples) == ("pair", 0.01, None)
+        assert (sampler.temperature, sampler.top_p, sampler.max_tokens) == (0.7, 0.95, 2048)
         assert config.reward_config.kind == "armorm"
         assert config.reward_config.settings.name_or_path == "RLHFlow/ArmoRM-Llama3-8B-v0.1"
     else:
         assert config.n_examples == (10_000 if row[0] == "dpo" else 20_000), "10K pairs are 20K sequences"
 
 
-@pytest.mark.parametrize(
-    ("experiment", "humanline", "contexts"),
-    [
-        ("math-grpo-online", False, 32),
-        ("math-grpo-64x", False, 64 * 32),
-        ("math-grpo-64x-humanline", True, 64 * 32),
-    ],
-)
+MATHS_RECIPES = [
+    ("math-grpo-online", False, 32),
+    ("math-grpo-64x", False, 64 * 32),
+    ("math-grpo-64x-humanline", True, 64 * 32),
+]
+
+
+@pytest.mark.parametrize(("experiment", "humanline", "contexts"), MATHS_RECIPES)
 def test_maths_recipe(experiment: str, humanline: bool, contexts: int) -> None:
     config = compose_config([f"experiment={experiment}"])
     assert (config.online, config.humanline, config.loss["name"]) == (True, humanline, "grpo")
-    assert (
-        config.model.name_or_path == "Qwen/Qwen2.5-1.5B-Instruct"
-        and config.data.system_prompt == "think_answer"
-    )
-    assert adam(config) == (0.9, 0.999, 1e-8, 0.0) and (
-        config.lr,
-        config.warmup,
-        config.model.max_grad_norm,
-    ) == (1e-6, 0.1, 1.0)
+    assert config.model.name_or_path == "Qwen/Qwen2.5-1.5B-Instruct"
+    assert config.data.system_prompt == "think_answer" and adam(config) == (0.9, 0.999, 1e-8, 0.0)
+    assert (config.lr, config.warmup, config.model.max_grad_norm) == (1e-6, 0.1, 1.0)
     assert (config.model.batch_size, config.rounds.samples, config.rounds.feedback) == (256, 8, "group")
     assert config.rounds.contexts_per_round == contexts
     assert config.rounds.contexts * config.rounds.samples == 1600 * config.model.batch_size
@@ -110,27 +97,17 @@ def adam(config: Config) -> tuple[float, float, float, float]:
 
 
 def test_the_command_line_wins_over_an_experiment() -> None:
-    config = compose_config(
-        ["experiment=kto-offline-humanline", "humanline=false", "lr=1e-3", "loss.beta=0.7", "model=adder"]
-    )
-    assert (config.humanline, config.lr, config.loss["beta"], config.model.name) == (
-        False,
-        1e-3,
-        0.7,
-        "adder",
-    )
+    words = ["humanline=false", "lr=1e-3", "loss.beta=0.7", "model=adder"]
+    config = compose_config(["experiment=kto-offline-humanline", *words])
+    found = (config.humanline, config.lr, config.loss["beta"], config.model.name)
+    assert found == (False, 1e-3, 0.7, "adder")
     assert config.model.max_grad_norm == 4.0
 
 
 def test_every_experiment_file_is_in_these_tables() -> None:
-    shipped = {
-        path.stem for path in (CONFIG_DIR / "experiment").glob("*.yaml") if not path.stem.startswith("_")
-    }
-    tables = {name(*row) for row in TABLE_3} | {
-        "math-grpo-online",
-        "math-grpo-64x",
-        "math-grpo-64x-humanline",
-    }
+    files = (CONFIG_DIR / "experiment").glob("*.yaml")
+    shipped = {path.stem for path in files if not path.stem.startswith("_")}
+    tables = {name(*row) for row in TABLE_3} | {row[0] for row in MATHS_RECIPES}
     assert shipped == tables | {f"{recipe}-authors" for recipe in tables}
 
 
@@ -187,19 +164,9 @@ def test_chatml_is_written_as_halos_writes_it() -> None:
 )
 def test_the_authors_recipe_runs_dry(recipe, tmp_path, capfd):
     small = ["model=adder", "data=adder", "reward=adder", "sampler=embedded", f"runs_dir={tmp_path}"]
-    small += [
-        f"cache_dir={tmp_path}",
-        "data.system_prompt=null",
-        "data.path=assets/adder/pairs.jsonl",
-        "dry_run=true",
-        "model.batch_size=8",
-    ]
-    small += [
-        "model.max_length=64",
-        "model.max_prompt_length=32",
-        "sampler.max_tokens=32",
-        "n_eval_prompts=4",
-    ]
+    small += [f"cache_dir={tmp_path}", "data.system_prompt=null", "data.path=assets/adder/pairs.jsonl"]
+    small += ["dry_run=true", "model.batch_size=8", "model.max_length=64", "model.max_prompt_length=32"]
+    small += ["sampler.max_tokens=32", "n_eval_prompts=4"]
     small += ["rounds.contexts=64", "rounds.contexts_per_round=32", "model.chat_template=null"]
     train(make_config(f"experiment={recipe}", *small), "planned")
     assert "fits: " in capfd.readouterr().out

@@ -11,30 +11,17 @@ from jobs.tally import BINS, EDGES, SIDES
 from reports.diagnostic_charts import diagnostic_charts
 
 FIRST = {
-    "step": -1,
-    "every": 2,
-    "edges": list(EDGES),
-    "sides": list(SIDES),
+    **{"step": -1, "every": 2, "edges": list(EDGES), "sides": list(SIDES), "entropy": 0.4},
+    **{"log_epsilon_P": -1.5, "log_epsilon_R": 1.5, "clips": True},
     "noise": {"rms": 3e-6, "max": 1e-5, "tokens": 90},
-    "log_epsilon_P": -1.5,
-    "log_epsilon_R": 1.5,
-    "clips": True,
-    "entropy": 0.4,
 }
 
 
 def side(rng: np.random.Generator, drift: float | None = -0.1) -> dict:
     counts = rng.integers(0, 9, BINS).tolist()
-    return {
-        "rows": 8,
-        "tokens": sum(counts),
-        "length": 9.5,
-        "log_ratio": 0.01,
-        "spread": 0.2,
-        "drift": drift,
-        "histogram": counts,
-        "positions": [[8, 0, 1], [16, 2, 0], [int(sum(counts)) - 24, 1, 1]],
-    }
+    positions = [[8, 0, 1], [16, 2, 0], [int(sum(counts)) - 24, 1, 1]]
+    found = {"rows": 8, "tokens": sum(counts), "length": 9.5, "log_ratio": 0.01, "spread": 0.2}
+    return found | {"drift": drift, "histogram": counts, "positions": positions}
 
 
 def intervals(*sides: str, drift: float | None = -0.1) -> list[dict]:
@@ -75,16 +62,9 @@ def test_every_figure_is_drawn():
 )
 def test_what_was_not_measured_is_not_drawn(change):
     """No held-out data; no noise at all; an infinite clipping range, which is null in JSON."""
-    lines = [
-        FIRST | change,
-        *(
-            {**line, "entropy": change.get("entropy", line["entropy"])}
-            for line in intervals("chosen", drift=None)
-        ),
-    ]
-    missing = {"Drift from the initial weights"} | (
-        {"Entropy of the policy"} if "entropy" in change else set()
-    )
+    entropy = {key: change[key] for key in ("entropy",) if key in change}
+    lines = [FIRST | change, *(line | entropy for line in intervals("chosen", drift=None))]
+    missing = {"Drift from the initial weights", *(["Entropy of the policy"] if entropy else [])}
     assert titles(lines) == [title for title in ALL if title not in missing]
 
 
@@ -94,14 +74,6 @@ def test_a_run_that_was_killed_at_its_beginning_has_none():
 
 def test_the_first_step_alone_has_spread_0():
     """Policy and reference are the same weights: nothing for a logarithm."""
-    one = {
-        "rows": 4,
-        "tokens": 4,
-        "length": 1.0,
-        "log_ratio": 0.0,
-        "spread": 0.0,
-        "drift": 0.0,
-        "histogram": [4 * (k == BINS // 2) for k in range(BINS)],
-        "positions": [[4, 0, 0]],
-    }
+    one = {"rows": 4, "tokens": 4, "length": 1.0, "log_ratio": 0.0, "spread": 0.0, "drift": 0.0}
+    one |= {"histogram": [4 * (k == BINS // 2) for k in range(BINS)], "positions": [[4, 0, 0]]}
     assert titles([FIRST, {"step": 0, "first_step": 0, "entropy": 0.4, "chosen": one}]) == ALL
