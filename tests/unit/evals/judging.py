@@ -25,7 +25,7 @@ class Judge(http_server.Server):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.asked, self.firsts, self.keys, self.bodies = Counter(), Counter(), set(), []
-        self.lock, self.now, self.most_at_once = threading.Lock(), 0, 0
+        self.lock = threading.Lock()
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     @property
@@ -50,37 +50,28 @@ class _Handler(BaseHTTPRequestHandler):
             server.firsts[first > second] += 1
             server.keys.add(self.headers["Authorization"])
             server.bodies.append(body)
-            server.now += 1
-            server.most_at_once = max(server.most_at_once, server.now)
         try:
-            try:
-                handled = server.behave(self, instruction)
-            finally:
-                with server.lock:
-                    server.now -= 1
-            if not handled:
-                self.reply(-math.log1p(math.exp(second - first)), -math.log1p(math.exp(first - second)))
+            if not server.behave(self, instruction):
+                self.reply(
+                    {"m": -math.log1p(math.exp(second - first)), "M": -math.log1p(math.exp(first - second))}
+                )
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
 
-    def reply(self, m, M, logprobs=True, usage=100):
-        top = [{"token": token, "logprob": value, "bytes": None} for token, value in (("m", m), ("M", M))]
-        content = [{"token": "m", "logprob": m, "bytes": None, "top_logprobs": top}]
-        choice = {
-            "index": 0,
-            "finish_reason": "length",
-            "message": {"role": "assistant", "content": "m" if m > M else "M"},
-            "logprobs": {"content": content} if logprobs else None,
-        }
+    def reply(self, logprobs):
+        """Say the likelier of the words; ``logprobs``: word -> log-probability."""
+        top = [{"token": word, "logprob": value, "bytes": None} for word, value in logprobs.items()]
+        content = {"content": [top[0] | {"top_logprobs": top}]}
+        message = {"role": "assistant", "content": max(logprobs, key=logprobs.get)}
+        choice = {"index": 0, "finish_reason": "length", "message": message, "logprobs": content}
         made = {"id": "1", "object": "chat.completion", "created": 1, "model": "x", "choices": [choice]}
-        tokens = {"prompt_tokens": usage - 1, "completion_tokens": 1, "total_tokens": usage}
-        self.send(200, json.dumps(made | ({"usage": tokens} if usage else {})))
+        tokens = {"prompt_tokens": 99, "completion_tokens": 1, "total_tokens": 100}
+        self.send(200, json.dumps(made | {"usage": tokens}))
+        return True
 
-    def send(self, code, text, headers=()):
+    def send(self, code, text):
         self.send_response(code)
         self.send_header("Content-Type", "application/json")
-        for name, value in headers:
-            self.send_header(name, value)
         self.send_header("Content-Length", str(len(text.encode())))
         self.end_headers()
         self.wfile.write(text.encode())
@@ -90,12 +81,5 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def answers(scores, generator):
-    return [
-        {
-            "instruction": f"question {i}",
-            "output": f"score={score}",
-            "generator": generator,
-            "dataset": "made",
-        }
-        for i, score in enumerate(scores)
-    ]
+    of = {"generator": generator, "dataset": "made"}
+    return [{"instruction": f"question {i}", "output": f"score={x}"} | of for i, x in enumerate(scores)]

@@ -40,17 +40,8 @@ def stage(**own):
 
 
 def target(out, *overrides):
-    return Target(
-        "mine",
-        make_config(
-            "sampler.max_tokens=24",
-            "model.max_length=64",
-            "model.max_prompt_length=40",
-            f"cache_dir={out}/.cache",
-            *overrides,
-        ),
-        Path(out),
-    )
+    words = ["sampler.max_tokens=24", "model.max_length=64", "model.max_prompt_length=40"]
+    return Target("mine", make_config(*words, f"cache_dir={out}/.cache", *overrides), Path(out))
 
 
 def rates(tmp_path, rows, **own):
@@ -71,15 +62,8 @@ def cached(tmp_path):
 
 
 def row(i, preference, output_1="abc", output_2="abcd"):
-    return {
-        "instruction": f"question {i}",
-        "output_1": output_1,
-        "output_2": output_2,
-        "generator_1": "base",
-        "generator_2": "mine",
-        "annotator": "someone",
-        "preference": preference,
-    }
+    of = {"generator_1": "base", "generator_2": "mine", "annotator": "someone", "preference": preference}
+    return {"instruction": f"question {i}", "output_1": output_1, "output_2": output_2} | of
 
 
 # -- the plain rate --------------------------------------------------------------------------------
@@ -98,12 +82,8 @@ def test_the_plain_rate_by_hand(tmp_path):
     assert found.values["standard_error"] == pytest.approx(100 * error, rel=1e-12)
     assert found.values["n_total"] == len(preferences)
     assert found.values["avg_length"] == 4
-    counts = found.values["counts"]
-    assert (counts["n_wins"], counts["n_wins_base"], counts["n_draws"]) == (
-        (wins > 0.5).sum(),
-        (wins < 0.5).sum(),
-        7,
-    )
+    counts, sides = found.values["counts"], ((wins > 0.5).sum(), (wins < 0.5).sum(), 7)
+    assert (counts["n_wins"], counts["n_wins_base"], counts["n_draws"]) == sides
     assert (counts["without_judgement"], counts["without_judgement_rows"]) == (3, [50, 51, 52])
     assert (
         found.values["length_controlled_winrate"] is None
@@ -145,10 +125,7 @@ class World:
             for i, (p, a, b) in enumerate(zip(self.preferences, *lengths, strict=True))
         ]
         self.gamed = []
-        for name in (
-            "concise",
-            "verbose",
-        ):  # the same law without skill: what the regression is regularised to
+        for name in ("concise", "verbose"):  # without skill: what the regression is regularised to
             off = rng.normal(size=N)
             odds = slope * self.difficulty + length * np.tanh(off)
             rates = 1 / (1 + np.exp(-odds))
@@ -163,12 +140,9 @@ class World:
 
 
 def reference(tmp_path, rows):
-    path = tmp_path / "reference.json"
-    path.write_text(
-        json.dumps(
-            [{"instruction": r["instruction"], "output": r["output_1"], "generator": "base"} for r in rows]
-        )
-    )
+    path, of = tmp_path / "reference.json", {"generator": "base"}
+    first = [{"instruction": r["instruction"], "output": r["output_1"]} | of for r in rows]
+    path.write_text(json.dumps(first))
     return str(path)
 
 
@@ -295,16 +269,12 @@ def endpoint(monkeypatch):
     server.close()
 
 
-def judged(tmp_path, n=40, mine=None, **own):
+def judged(tmp_path, n=40, **own):
     """The judge's opinion of n given answers."""
-    files = []
-    for name, rows in (
-        ("mine", mine or answers(MINE[:n], "mine")),
-        ("theirs", answers(THEIRS[:n], "theirs")),
-    ):
-        files.append(tmp_path / f"{name}.json")
-        files[-1].write_text(json.dumps(rows))
-    asked = stage(outputs=str(files[0]), reference=str(files[1]), **own)
+    files = {"outputs": tmp_path / "mine.json", "reference": tmp_path / "theirs.json"}
+    files["outputs"].write_text(json.dumps(answers(MINE[:n], "mine")))
+    files["reference"].write_text(json.dumps(answers(THEIRS[:n], "theirs")))
+    asked = stage(**{key: str(path) for key, path in files.items()}, **own)
     [found] = evaluate([target(tmp_path / "out")], asked, start())
     return found
 
@@ -321,16 +291,7 @@ def test_preferences_are_the_judges_whichever_answer_is_shown_first(endpoint, tm
 
 
 def test_a_reply_that_names_neither_answer_is_missing(endpoint, tmp_path):
-    def behave(handler, instruction):
-        top = [{"token": "x", "logprob": 0.0, "bytes": None}]
-        content = [{"token": "x", "logprob": 0.0, "bytes": None, "top_logprobs": top}]
-        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "x"}}
-        made = {"id": "1", "object": "chat.completion", "created": 1, "model": "x"}
-        made |= {"choices": [choice | {"logprobs": {"content": content}}]}
-        made |= {"usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}}
-        return instruction == "question 5" and handler.send(200, json.dumps(made))
-
-    endpoint.behave = behave
+    endpoint.behave = lambda handler, instruction: instruction == "question 5" and handler.reply({"x": 0.0})
     found = judged(tmp_path, n=10)
     assert [row["instruction"] for row in found.rows if row["preference"] is None] == ["question 5"]
     assert found.values["counts"]["without_judgement_rows"] == [5] and found.values["n_total"] == 9
@@ -347,15 +308,8 @@ def test_what_every_call_would_get_stops_and_the_key_is_nowhere(endpoint, tmp_pa
 
 
 def baseline(tmp_path, questions=QUESTIONS):
-    path = tmp_path / "baseline.json"
-    path.write_text(
-        json.dumps(
-            [
-                {"instruction": q, "output": "I do not know.", "generator": "base", "dataset": "sums"}
-                for q in questions
-            ]
-        )
-    )
+    path, of = tmp_path / "baseline.json", {"generator": "base", "dataset": "sums"}
+    path.write_text(json.dumps([{"instruction": q, "output": "I do not know."} | of for q in questions]))
     return str(path)
 
 
@@ -372,15 +326,12 @@ def test_answers_judgements_and_rates_in_one_run_that_goes_on_where_it_stopped(
     assert len({o["generator"] for o in outputs}) == 1 and all(
         set(o) == {"dataset", "instruction", "output", "generator"} for o in outputs
     )
-    assert all(
-        o["output"].count(";") == 2 for o in outputs
-    )  # the embedded model's form, without special tokens
+    assert all(o["output"].count(";") == 2 for o in outputs)  # the model's form, without special tokens
     endpoint.behave = Judge.behave
     monkeypatch.setattr("rollouts.answers.make_sampler", None)  # what was answered is not sampled again
     [found] = evaluate([target(out)], stage(**own), start())
-    assert (
-        found.values["win_rate"] == pytest.approx(50) and found.values["n_total"] == 6
-    )  # this judge knows scores alone
+    assert found.values["win_rate"] == pytest.approx(50)  # this judge knows scores alone
+    assert found.values["n_total"] == 6
     written = json.loads((out / "alpacaeval.json").read_text())
     assert written["win_rate"] == pytest.approx(50) and written["settings"]["judge"]["model"] == "gpt-4.1"
     assert len((out / "alpacaeval.jsonl").read_text().splitlines()) == 6
@@ -391,9 +342,8 @@ def test_answers_judgements_and_rates_in_one_run_that_goes_on_where_it_stopped(
 
 def test_answers_to_other_instructions_are_refused(tmp_path, endpoint):
     own = {"reference": baseline(tmp_path), "outputs": str(tmp_path / "outputs.json")}
-    rows = [
-        {"instruction": q, "output": "1", "generator": "mine"} for q in [QUESTIONS[0] + " ", *QUESTIONS[1:]]
-    ]
+    asked = [QUESTIONS[0] + " ", *QUESTIONS[1:]]
+    rows = [{"instruction": q, "output": "1", "generator": "mine"} for q in asked]
     (tmp_path / "outputs.json").write_text(json.dumps(rows))
     with pytest.raises(ConfigError, match=r"1 of 6 instructions are none of alpacaeval.reference's"):
         alpacaeval.check(target(tmp_path / "c"), stage(**own))
@@ -401,7 +351,6 @@ def test_answers_to_other_instructions_are_refused(tmp_path, endpoint):
 
 def test_an_instruction_that_does_not_fit_is_refused_before_anything_is_sampled(tmp_path, endpoint):
     own = stage(reference=baseline(tmp_path, [*QUESTIONS, "1+" * 60]))
-    with pytest.raises(
-        ConfigError, match=r"model.max_prompt_length=40: would cut 1 of AlpacaEval's 7 instructions"
-    ):
+    cut = r"model.max_prompt_length=40: would cut 1 of AlpacaEval's 7 instructions"
+    with pytest.raises(ConfigError, match=cut):
         alpacaeval.check(target(tmp_path), own)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
 from common.errors import ConfigError, StoppedError
+from common.imports import import_function
 from config.schema_eval import EvalStage
 from data import adder
 from data.chat import Renderer
@@ -25,6 +27,9 @@ from tests.tiny import ROOT, make_config
 
 PROMPTS = [adder.addition(a, 98) for a in range(1, 7)]
 STAGE = EvalStage(resamples=200)
+DATA = dict.fromkeys(("gsm8k", "math"), "rollouts.rewards.verifier.accuracy") | {
+    "adder": "data.adder.accuracy"
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,52 +46,17 @@ def answers(renderer: Renderer, texts: list[list[str]]) -> list[list[Sample]]:
 
 
 def test_a_data_set_says_what_checks_its_answers():
-    for data in ("gsm8k", "math"):
-        assert (
-            accuracy.verifier_path(make_config(f"data={data}").data, STAGE)
-            == "rollouts.rewards.verifier.accuracy"
-        )
-    assert accuracy.verifier_path(make_config().data, STAGE) == "data.adder.accuracy"
+    paths = {data: accuracy.verifier_path(make_config(f"data={data}").data, STAGE) for data in DATA}
+    assert paths == DATA
 
 
-def test_maths_is_checked_by_math_verify(renderer):
+def test_maths_is_checked_by_math_verify(renderer, monkeypatch):
     asked = [Prompt((Turn("user", "q"),), "$\\frac{1}{2}$"), Prompt((Turn("user", "r"),), "#### 1,200")]
-    found = accuracy.verified(
-        asked, answers(renderer, [["12", "0.5"], ["1200", "1201"]]), accuracy_of("math"), _digits(renderer)
-    )
+    texts = iter(["12", "0.5", "1200", "1201"])  # what the embedded tokenizer cannot write
+    monkeypatch.setattr(accuracy, "text_of", lambda sample, renderer: next(texts))
+    verifier = import_function("accuracy.verifier", DATA["math"])
+    found = accuracy.verified(asked, answers(renderer, [["1", "2"], ["1", "2"]]), verifier, renderer)
     assert [one.verdicts for one in found] == [[0.0, 1.0], [1.0, 0.0]]
-
-
-def accuracy_of(data: str):
-    from common.imports import import_function
-
-    return import_function(
-        "accuracy.verifier", accuracy.verifier_path(make_config(f"data={data}").data, STAGE)
-    )
-
-
-def _digits(renderer: Renderer):
-    """The renderer with a tokenizer that decodes whatever it is given as the texts of the test above, in
-    order."""
-    texts = iter(["12", "0.5", "1200", "1201"])
-
-    class Tokenizer:
-        def decode(self, *_: object, **__: object) -> str:
-            return next(texts)
-
-        def get_vocab(self) -> dict[str, int]:
-            return {}
-
-        def __len__(self) -> int:
-            return 0
-
-    class Given:
-        tokenizer = Tokenizer()
-
-        def said(self, ids: object) -> str:
-            return self.tokenizer.decode(ids)
-
-    return Given()
 
 
 def test_no_verdict_is_not_wrong_and_pass_at_k_needs_k_of_them(renderer):
@@ -112,16 +82,9 @@ def test_what_cannot_be_counted_stops(renderer, verdict, says):
         found = accuracy.verified(
             PROMPTS, answers(renderer, [["1"]] * 6), lambda texts, _: [verdict] * len(texts), renderer
         )
-        accuracy.result(
-            [accuracy.items_of({"greedy": found}, [])],
-            {"greedy": accuracy.summary(found)},
-            STAGE,
-            "t",
-            counts={},
-            rows=[],
-            settings={},
-            fingerprints={},
-        )
+        items, summaries = accuracy.items_of({"greedy": found}, []), {"greedy": accuracy.summary(found)}
+        about: dict[str, Any] = {"counts": {}, "rows": [], "settings": {}, "fingerprints": {}}
+        accuracy.result([items], summaries, STAGE, "t", **about)
 
     with pytest.raises(StoppedError, match=says):
         measure()
@@ -146,18 +109,13 @@ def test_the_other_way_round_wins_are_losses():
     )
     assert (ours["win"], ours["loss"]) == (theirs["loss"], theirs["win"])
     assert ours["win"] + ours["tie"] + ours["loss"] == pytest.approx(1)
-    assert (
-        ours["win_rate"]
-        == pytest.approx(1 - theirs["win_rate"])
-        == pytest.approx(ours["win"] + ours["tie"] / 2)
-    )
+    assert ours["win_rate"] == pytest.approx(1 - theirs["win_rate"])
+    assert ours["win_rate"] == pytest.approx(ours["win"] + ours["tie"] / 2)
     assert ours["mean_difference"] == pytest.approx(-theirs["mean_difference"])
-    assert [ours[p] for p in ("p_t", "p_wilcoxon", "p_sign")] == pytest.approx(
-        [theirs[p] for p in ("p_t", "p_wilcoxon", "p_sign")]
-    )
-    assert ours["mean_difference_ci"] == pytest.approx(
-        [-end for end in reversed(theirs["mean_difference_ci"])]
-    )
+    for p in ("p_t", "p_wilcoxon", "p_sign"):
+        assert ours[p] == pytest.approx(theirs[p])
+    high, low = theirs["mean_difference_ci"]
+    assert ours["mean_difference_ci"] == pytest.approx([-low, -high])
 
 
 def test_a_small_p_is_not_printed_as_0():
@@ -191,10 +149,8 @@ def test_a_result_is_numbers_for_the_table_of_runs_and_a_line_an_answer(tmp_path
     read = json.loads((tmp_path / "x.json").read_text())
     assert dict(numbers(read, NO_NUMBERS)) == {"greedy.accuracy": 0.5}
     assert "hunter2" not in json.dumps(read) and read["greedy"]["accuracy_ci"][1] is None
-    assert [json.loads(line)["output"] for line in (tmp_path / "x.jsonl").read_text().splitlines()] == [
-        "ü",
-        "2",
-    ]
+    lines = (tmp_path / "x.jsonl").read_text().splitlines()
+    assert [json.loads(line)["output"] for line in lines] == ["ü", "2"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.json", "x.jsonl"]
 
 

@@ -41,32 +41,23 @@ def tasks(tmp_path):
     without its carry."""
     folder = tmp_path / "tasks"
     folder.mkdir()
-    docs = [
-        {
-            "question": p.turns[0].content,
-            "answer": p.reference_answer,
-            "wrong": str(int(p.reference_answer) + 10),
-        }
-        for p in PROMPTS
-    ]
-    (folder / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+    with (folder / "docs.jsonl").open("w") as file:
+        for p in PROMPTS:
+            doc = {"question": p.turns[0].content, "answer": p.reference_answer}
+            file.write(json.dumps(doc | {"wrong": str(int(p.reference_answer) + 10)}) + "\n")
     common = {
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"test": str(folder / "docs.jsonl")}},
         "test_split": "test",
         "doc_to_text": "{{question}}",
     }
+    regex = {"function": "regex", "regex_pattern": r";(\d+)$"}
     generates = common | {
         "task": "sums",
         "output_type": "generate_until",
         "doc_to_target": "{{answer}}",
         "generation_kwargs": {"until": ["<user>"], "do_sample": False, "max_gen_toks": 40},
-        "filter_list": [
-            {
-                "name": "sum",
-                "filter": [{"function": "regex", "regex_pattern": r";(\d+)$"}, {"function": "take_first"}],
-            }
-        ],
+        "filter_list": [{"name": "sum", "filter": [regex, {"function": "take_first"}]}],
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
     }
     chooses = common | {
@@ -200,12 +191,6 @@ def test_tasks_that_run_what_the_model_wrote_are_asked_for_twice(tmp_path, tasks
 
 
 def test_metric_names():
-    result = {
-        "alias": "x",
-        "sample_len": 3,
-        "acc,none": 0.5,
-        "acc_stderr,none": 0.1,
-        "em,strict": 1,
-        "em_stderr,strict": "N/A",
-    }
+    result = {"alias": "x", "sample_len": 3, "acc,none": 0.5, "acc_stderr,none": 0.1}
+    result |= {"em,strict": 1, "em_stderr,strict": "N/A"}
     assert lm_eval.metrics_of(result) == {"acc": 0.5, "acc_stderr": 0.1, "em_strict": 1}

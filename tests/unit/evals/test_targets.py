@@ -84,12 +84,6 @@ def test_a_wrong_command_line_says_key_value_and_remedy(line, tmp_path, monkeypa
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_that_is_not_finished_names_its_checkpoints(tmp_path):
-    run = make_run(tmp_path / "a", finished=False)
-    with pytest.raises(ConfigError, match=r"is not finished.*step=… of 8"):
-        evaluated(f"run={run}")
-
-
 def test_a_checkpoint_that_was_being_written_is_none(tmp_path):
     run = make_run(tmp_path / "a", finished=False)
     part = run / "checkpoints" / "step_00000016.part"
@@ -221,20 +215,16 @@ def test_a_printed_command_takes_a_path_with_a_space(tmp_path):
         evaluated("kind=compare", f"run='{run}'", f"against='{checkpoint}'", f"out='{tmp_path}/out'")
     assert f"python export.py '{run}' --step 8 --to DIR" in str(error.value)
     other = make_run(tmp_path / "another", "loss=dpo", finished=False)
-    with pytest.raises(
-        ConfigError, match=f"^against={other}: .*python export.py {other} --step N --to DIR .* of 8$"
-    ):
+    export = f"^against={other}: .*python export.py {other} --step N --to DIR .* of 8$"
+    with pytest.raises(ConfigError, match=export):
         evaluated("kind=compare", f"run='{run}'", f"against={other}", f"out='{tmp_path}/out'")
 
 
 def test_answers_of_two_kinds_are_not_averaged(tmp_path):
     file = tmp_path / "mixed.jsonl"
-    file.write_text(
-        "".join(
-            json.dumps({"prompt": [{"role": "user", "content": "1"}], "output": "2", "drawn": kind}) + "\n"
-            for kind in ("greedy", "sampled")
-        )
-    )
+    answer = {"prompt": [{"role": "user", "content": "1"}], "output": "2"}
+    lines = [json.dumps(answer | {"drawn": kind}) for kind in ("greedy", "sampled")]
+    file.write_text("\n".join(lines) + "\n")
     with pytest.raises(ConfigError, match="greedy and sampled"):
         evaluated("kind=compare", f"answers={file}", f"against={file}", f"out={tmp_path}/out")
 
@@ -255,10 +245,8 @@ def test_every_key_of_the_evaluation_is_in_its_file():
 
 def test_a_run_that_lets_its_model_run_code_has_to_be_trusted_here_too(tmp_path):
     run = make_run(tmp_path / "theirs", "model.trust_remote_code=true")
-    with pytest.raises(
-        ConfigError, match=r"model\.trust_remote_code=True: .*theirs/config\.yaml lets the model"
-    ):
+    trust = r"model\.trust_remote_code=True: .*theirs/config\.yaml lets the model"
+    with pytest.raises(ConfigError, match=trust):
         evaluated(f"run={run}", "limit=1")
-    evaluated(
-        f"run={run}", "model.trust_remote_code=true", "limit=1", "accuracy.samples=0", "wandb.enabled=false"
-    )
+    small = ["limit=1", "accuracy.samples=0", "wandb.enabled=false"]
+    evaluated(f"run={run}", "model.trust_remote_code=true", *small)
