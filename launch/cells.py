@@ -39,17 +39,12 @@ class Cell:
     def progress(self) -> str:
         """The progress as text: ``3/3``, or with the missing runs: ``1/3, s2 interrupted at step 40, s3 not
         started``."""
-        total = [f"{len(self.finished)}/{len(self.chosen)}"]
-        missing = [run for run in self.chosen if run.status != FINISHED]
-        return ", ".join(
-            [
-                *total,
-                *(
-                    f"s{run.seed} {run.status}" + (f" at step {run.step}" if run.step else "")
-                    for run in missing
-                ),
-            ]
-        )
+        missing = [
+            f"s{run.seed} {run.status}" + (f" at step {run.step}" if run.step else "")
+            for run in self.chosen
+            if run.status != FINISHED
+        ]
+        return ", ".join([f"{len(self.finished)}/{len(self.chosen)}", *missing])
 
 
 def cells_of(results: Sequence[Result], select: Sequence[str], validation: str) -> list[Cell]:

@@ -110,14 +110,10 @@ def read_run(folder: Path, cell: str | None = None) -> Result:
     if not isinstance(seed := config.get("seed"), int):
         raise DataError(f"{folder / RECORD} is damaged: it has no seed. Put it back, or leave {folder} out")
     tags = tuple(config.get("wandb.tags") or ())
-    own = (
-        tags[1]
-        if len(tags) > 1 and folder.name == f"{tags[1]}-s{seed}"
-        else folder.name.removesuffix(f"-s{seed}")
-    )
-    variant = ("online" if config.get("online") else "offline") + (
-        "+humanline" if config.get("humanline") else ""
-    )
+    of_sweep = len(tags) > 1 and folder.name == f"{tags[1]}-s{seed}"
+    own = tags[1] if of_sweep else folder.name.removesuffix(f"-s{seed}")
+    variant = "online" if config.get("online") else "offline"
+    variant += "+humanline" if config.get("humanline") else ""
     lines = read_metrics(folder / "metrics.jsonl")
     values: dict[str, float] = {}
     done = (folder / "summary.json").exists()

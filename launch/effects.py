@@ -74,15 +74,13 @@ class Crossing:
         names = list(self.axes)
         columns: tuple[str | None, ...] = (None,) if within is None else self.axes[within]
         table = [["axis", "value", *("all cells" if column is None else column for column in columns)]]
+        means = [(dict(zip(names, at, strict=True)), fmean(of.values())) for at, of in self.values.items()]
         for axis in (name for name in names if name != within and len(self.axes[name]) > 1):
             for value in self.axes[axis]:
                 row = [axis, value]
                 for column in columns:
                     some = [
-                        fmean(seeds.values())
-                        for cell, seeds in self.values.items()
-                        if cell[names.index(axis)] == value
-                        and (column is None or cell[names.index(str(within))] == column)
+                        m for at, m in means if at[axis] == value and column in (None, at.get(str(within)))
                     ]
                     row.append(f"{fmean(some):.4g} ({len(some)})" if some else "–")
                 table.append(row)

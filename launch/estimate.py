@@ -18,9 +18,8 @@ from launch.state import State
 from reports.metrics import numbers
 from reports.outcome import FINISHED
 
-_PLAN = re.compile(r"([\d,]+) [a-z ]+, ([\d,]+) steps of")
-_TOKENS = re.compile(r"([\d,]+) tokens to train on")
-_SIZE = re.compile(r"([\d,.]+) M parameters")
+_TOKENS = re.compile(r"(\d+) tokens to train on")
+_SIZE = re.compile(r"([\d.]+) M parameters")
 DRY_RUN_SECONDS = 1800
 SHARE_OF_PEAK = 0.3
 OPERATIONS = 8
@@ -51,8 +50,6 @@ class Size:
     """What a dry run says of a run. ``tokens``: of prompts and completions, all steps together, at most with
     rounds. ``parameters``: the model's; 0 where the memory could not be planned."""
 
-    examples: int
-    steps: int
     tokens: int
     parameters: float
 
@@ -63,19 +60,17 @@ def dry_run(state: State) -> Size:
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=DRY_RUN_SECONDS)
     if done.returncode or (size := size_in(done.stdout)) is None:
         said = (done.stderr or done.stdout).strip().splitlines()[-5:]
-        raise EstimateError(
-            f"{state.run.name}: the dry run failed (exit code {done.returncode}):\n" + "\n".join(said)
-        )
+        failed = f"{state.run.name}: the dry run failed (exit code {done.returncode}):"
+        raise EstimateError("\n".join([failed, *said]))
     return size
 
 
 def size_in(said: str) -> Size | None:
     """Return the Size that the output of a dry run names, or None."""
-    plan, tokens, parameters = (part.search(said) for part in (_PLAN, _TOKENS, _SIZE))
-    if plan is None or tokens is None:
+    tokens, parameters = (part.search(said.replace(",", "")) for part in (_TOKENS, _SIZE))
+    if tokens is None:
         return None
-    examples, steps, every = (int(number.replace(",", "")) for number in (plan[1], plan[2], tokens[1]))
-    return Size(examples, steps, every, float(parameters[1].replace(",", "")) * 1e6 if parameters else 0.0)
+    return Size(int(tokens[1]), float(parameters[1]) * 1e6 if parameters else 0.0)
 
 
 def usual_rate(parameters: float, card: str) -> float:

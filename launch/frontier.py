@@ -72,12 +72,9 @@ class Frontier:
         """Raises ConfigError for a sweep that does not cross several arms with a setting."""
         axes = dict(sweep.axes)
         names = axes.pop(ARMS, ())
-        require(
-            len(names) > 1 and any(len(values) > 1 for values in axes.values()),
-            "--frontier",
-            sweep.name,
-            "compares arms (cells:) over settings that are tried for each (grid:), as in sweeps/surface.yaml",
-        )
+        crossed = len(names) > 1 and any(len(values) > 1 for values in axes.values())
+        tried = "compares arms (cells:) over settings that are tried for each (grid:), as in "
+        require(crossed, "--frontier", sweep.name, f"{tried}sweeps/surface.yaml")
         require(not sweep.select, "--frontier", sweep.name, "chooses among settings: leave select out")
         at = list(sweep.axes).index(ARMS)
         arms: dict[str, dict[Setting, Point]] = {name: {} for name in names}

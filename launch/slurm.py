@@ -105,19 +105,11 @@ class Job:
         for name in self.environment:
             good = re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) is not None
             require(good, "slurm.environment", name, "is not the name of an environment variable")
-        require(
-            seconds(self.time) > self.signal_lead,
-            "slurm.time",
-            self.time,
-            f"must be longer than slurm.signal_lead={self.signal_lead} seconds, or a run is told to stop "
-            "before it starts",
-        )
-        require(
-            not self.gpus_per_node or self.ranks <= self.gpus_per_node,
-            "slurm.ranks_per_node",
-            self.ranks_per_node,
-            f"must not be above slurm.gpus_per_node={self.gpus_per_node}: a rank has a GPU of its own",
-        )
+        long = f"must be longer than slurm.signal_lead={self.signal_lead} seconds, or a run is told to stop "
+        require(seconds(self.time) > self.signal_lead, "slurm.time", self.time, f"{long}before it starts")
+        few = f"must not be above slurm.gpus_per_node={self.gpus_per_node}: a rank has a GPU of its own"
+        fits = not self.gpus_per_node or self.ranks <= self.gpus_per_node
+        require(fits, "slurm.ranks_per_node", self.ranks_per_node, few)
 
     @property
     def ranks(self) -> int:
@@ -150,11 +142,8 @@ def seconds(time: str) -> int:
     Raises ConfigError for any other form."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if match is None:
-        raise ConfigError(
-            "slurm.time",
-            time,
-            "must be written as Slurm does, such as 12:00:00 or 2-00:00:00 (quoted in yaml)",
-        )
+        form = "must be written as Slurm does, such as 12:00:00 or 2-00:00:00 (quoted in yaml)"
+        raise ConfigError("slurm.time", time, form)
     days, first, second, third = (int(part or 0) for part in match.groups())
     if match[1] is not None:
         return ((days * 24 + first) * 60 + second) * 60 + third
@@ -173,14 +162,12 @@ def make_job(settings: Settings) -> Job:
     form."""
     refuse_removed((f"slurm.{key}", value) for key, value in settings.items())
     known = [item.name for item in fields(Job)]
+    unknown = (
+        f"is not a setting of a job; known: {', '.join(known)}. A setting of the runs is typed behind "
+        "the sweep's file, without --set"
+    )
     for key, value in settings.items():
-        require(
-            key in known,
-            f"slurm.{key}",
-            value,
-            f"is not a setting of a job; known: {', '.join(known)}. A setting of the runs is typed behind "
-            "the sweep's file, without --set",
-        )
+        require(key in known, f"slurm.{key}", value, unknown)
     time: Any = settings.get("time", "")  # yaml reads 12:00:00 as a number, in base 60
     require(isinstance(time, str), "slurm.time", time, "must be a text (quote it in yaml)")
     return typed(settings, Job, "slurm.")
@@ -283,9 +270,8 @@ def ask(words: list[str]) -> str:
     try:
         return subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
     except FileNotFoundError as error:
-        raise SlurmError(
-            f"{words[0]} is not on this machine; go to a login node, or run here with --local"
-        ) from error
+        here = "is not on this machine; go to a login node, or run here with --local"
+        raise SlurmError(f"{words[0]} {here}") from error
     except subprocess.TimeoutExpired as error:
         raise SlurmError(f"{words[0]} did not answer in a minute") from error
     except subprocess.CalledProcessError as error:
@@ -294,12 +280,9 @@ def ask(words: list[str]) -> str:
 
 def describe(job: Job) -> str:
     """Return one line about a run's resources."""
-    devices = (
-        f"{job.gpus_per_node} {job.card or 'GPU'}s"
-        if job.gpus_per_node
-        else f"{job.ranks * job.cpus_per_rank} CPUs"
-    )
-    given: list[Any] = [f"{job.nodes} x {devices} a run", f"{job.world_size} ranks", f"limit {job.time}"]
-    return ", ".join(
-        [*given, *(f"{key} {value}" for key in ("partition", "account", "qos") if (value := vars(job)[key]))]
-    )
+    devices = f"{job.ranks * job.cpus_per_rank} CPUs"
+    if job.gpus_per_node:
+        devices = f"{job.gpus_per_node} {job.card or 'GPU'}s"
+    parts = [f"{job.nodes} x {devices} a run", f"{job.world_size} ranks", f"limit {job.time}"]
+    where = [f"{key} {value}" for key in ("partition", "account", "qos") if (value := vars(job)[key])]
+    return ", ".join([*parts, *where])

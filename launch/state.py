@@ -185,7 +185,7 @@ class Statuses:
         task = self.task.get(name, "")
         own = self.logs / "slurm" / f"{task}.out"
         state = self.accounts.get(task, "")
-        words = [line for line in tail(own) if line.strip()] if own.is_file() else []
+        words = [line for line in tail(own) if line.strip()]
         if state in _FAILURES:
             said = ending.said if ending is not None else ""
             return Status(FAILED, f"Slurm: {state}" + (f"; {said}" if said else ""), log or own)
@@ -225,9 +225,8 @@ def ending_of(log: Path) -> Ending:
     codes = [int(match[1]) for said in since if (match := _ENDED.fullmatch(said))]
     own = [line for line in lines[first + 1 :] if not _OURS.fullmatch(line)]
     early = [said for said in since if said.startswith("failed before")]
-    return Ending(
-        codes[-1] if codes else None, (early or [last_words(own)])[-1], "Slurm ends this job" in since
-    )
+    words = (early or [last_words(own)])[-1]
+    return Ending(codes[-1] if codes else None, words, "Slurm ends this job" in since)
 
 
 def last_words(lines: Sequence[str]) -> str:
@@ -238,9 +237,7 @@ def last_words(lines: Sequence[str]) -> str:
     bare = (_RANK.sub("", line).strip() for line in lines if not _NOISE.match(line))
     spoken = [line for line in bare if line]
     errors = [line for line in spoken if line.startswith("error: ")]
-    raised = [
-        line for line in spoken if _ERROR.match(line) and "ChildFailedError" not in line
-    ]  # ChildFailedError is torchrun's own
+    raised = [line for line in spoken if _ERROR.match(line) and "ChildFailedError" not in line]  # torchrun's
     return (errors or raised or spoken or [""])[-1]
 
 

@@ -306,7 +306,7 @@ def test_a_dry_run_counts_what_will_be_trained_on(tmp_path: Path) -> None:
     config = compose_config([])
     settings = {"loss": "kto", "n_examples": 640, "wandb.enabled": False}
     size = dry_run(State(Run("s", "a", 1, settings, None), config, NEW))
-    assert (size.examples, size.steps, size.parameters) == (640, 10, 0.6e6)
+    assert size.parameters == 0.6e6
     assert size.tokens == pytest.approx(640 * (9 + 14), rel=0.05), "prompts have 9 tokens, completions 14"
     assert hours_at(7200, 0.5, Job(nodes=2, gpus_per_node=2)) == 1.0
     broken = State(Run("s", "b", 1, {"data": "local", "data.path": "none.jsonl"}, None), config, NEW)
@@ -319,14 +319,14 @@ def test_the_plan_of_rounds_is_read_too() -> None:
         "64 contexts in rounds of 32, 8 samples each, of 2560 prompts: at most 1,064 pairs, 34 steps of 32\n"
         "at most 68,096 tokens to train on\n8,030.3 M parameters. Memory of the fullest"
     )
-    assert size_in(said) == Size(1064, 34, 68096, 8030.3e6)
+    assert size_in(said) == Size(68096, 8030.3e6)
 
 
 def test_a_rate_follows_from_the_model_and_the_card(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """An H100 at 30 % of 989e12 operations a second, 8 a token for each of 8e9 weights: 4,636 tokens/s."""
-    monkeypatch.setattr(sweep, "dry_run", lambda state: Size(100, 1, 16_689_375, 8e9))
+    monkeypatch.setattr(sweep, "dry_run", lambda state: Size(16_689_375, 8e9))
     file = made(tmp_path, grid={"loss": ["dpo"]}, slurm={"gpus_per_node": 1})
     assert sweep.main([file, "--set", "card=H100", "--rate"]) == 0
     assert "1.00 h" in capsys.readouterr().out
