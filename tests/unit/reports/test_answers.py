@@ -102,12 +102,9 @@ def test_answers_that_nothing_judges_are_shown_in_terminal_and_card(tmp_path):
     for step, word in ((0, "old"), (8, "new")):
         asked = [("read", f"why <{i}>?", f"{word} *{i}*", None, None) for i in range(4)]
         keep_answers(tmp_path, step, COLUMNS, asked)
-    told = example_lines(tmp_path)
-    assert len(told) == 9 and told[:3] == [
-        "greedy answer to 'why <0>?'",
-        "  before  old *0*",
-        "  after   new *0*",
-    ]
+    lines = example_lines(tmp_path)
+    assert len(lines) == 9 and lines[1:3] == ["  before  old *0*", "  after   new *0*"]
+    assert lines[0] == "greedy answer to 'why <0>?'"
     config = compose("loss=dpo")[0]
     card = write_model_card(tmp_path / "model", asdict(config), {"steps": 8}).read_text()
     assert card.count("- greedy answer to *why &lt;") == 3 and "new &#42;2&#42;" in card

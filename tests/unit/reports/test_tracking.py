@@ -109,16 +109,10 @@ def train(run_dir: Path, first: int, last: int, run_id: str, before: str = "", *
     """(wandb id, everything the process said) of a logged-out run in a process of its own, that cannot answer
     a prompt."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    done = subprocess.run(
-        [sys.executable, "-c", before + textwrap.dedent(TRAIN), str(run_dir), str(first), str(last), run_id],
-        cwd=ROOT,
-        env=clean | {"NETRC": "/nonexistent"} | env,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+    words = ["-c", before + textwrap.dedent(TRAIN), str(run_dir), str(first), str(last), run_id]
+    settings = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 900}
+    env = clean | {"NETRC": "/nonexistent"} | env
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=env, check=False, **settings)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()[-1], done.stdout + done.stderr
 
@@ -162,14 +156,10 @@ def test_wandb_has_every_step_config_tables_and_summary(resumed):
     assert len(written) == 2
     history = [keyed(r.history.item) for run in written for r in run if r.HasField("history")]
     assert {h["step"]: h["loss"] for h in history} == {step: 1 / (step + 1) for step in range(5)}
-    assert all(
-        h["step"] == h["_step"] for h in history
-    )  # wandb's own axis is the optimizer step, over the resume too
+    assert all(h["step"] == h["_step"] for h in history), "wandb's axis is the step, over the resume too"
 
     assert [h["log_ratio_chosen.values"] for h in history] == [[step, 2, 3] for step in range(5)]
-    assert all(
-        h["log_ratio_chosen.bins"] == [-2.0, -1.0, 4.0, 8.0] for h in history
-    )  # the open bins are closed
+    assert all(h["log_ratio_chosen.bins"] == [-2.0, -1.0, 4.0, 8.0] for h in history), "open bins are closed"
 
     (run,) = [r.run for r in written[0] if r.HasField("run")]
     config = keyed(run.config.update)

@@ -43,20 +43,14 @@ def written(
     tensors."""
     rng, out = np.random.default_rng(0), gguf.GGUFWriter(path, family)
     tokens = [*bytes_to_unicode().values(), "ĠĠ", "<|im_start|>", "<|im_end|>"]
-    out.add_block_count(BLOCKS)
-    out.add_context_length(64)
-    out.add_embedding_length(WIDTH)
-    out.add_feed_forward_length(WIDTH)
-    out.add_head_count(HEADS)
-    out.add_head_count_kv(KEYS)
+    numbers = {"block_count": BLOCKS, "context_length": 64, "embedding_length": WIDTH, "head_count": HEADS}
+    numbers |= {"feed_forward_length": WIDTH, "head_count_kv": KEYS, "eos_token_id": len(tokens) - 1}
+    texts = {"tokenizer_model": "gpt2", "tokenizer_pre": split, "token_list": tokens, "token_merges": ["Ġ Ġ"]}
+    for name, value in (numbers | texts).items():
+        getattr(out, f"add_{name}")(value)
     out.add_layer_norm_rms_eps(1e-5)
     out.add_rope_freq_base(5000.0)
-    out.add_tokenizer_model("gpt2")
-    out.add_tokenizer_pre(split)
-    out.add_token_list(tokens)
     out.add_token_types([1] * (len(tokens) - 2) + [3, 3])
-    out.add_token_merges(["Ġ Ġ"])
-    out.add_eos_token_id(len(tokens) - 1)
     out.add_chat_template("{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}")
     keys = WIDTH // HEADS * KEYS
     shapes = {"attn_q": (WIDTH, WIDTH), "attn_k": (keys, WIDTH), "attn_v": (keys, WIDTH)}
@@ -65,9 +59,8 @@ def written(
     every |= {"output_norm.weight": tensor(rng, Kind.F32, WIDTH)}
     for i in range(BLOCKS):
         every |= {f"blk.{i}.{name}.weight": tensor(rng, kind, *shape) for name, shape in shapes.items()}
-        every |= {
-            f"blk.{i}.{name}.weight": tensor(rng, Kind.F32, WIDTH) for name in ("attn_norm", "ffn_norm")
-        }
+        norms = ("attn_norm", "ffn_norm")
+        every |= {f"blk.{i}.{name}.weight": tensor(rng, Kind.F32, WIDTH) for name in norms}
         if family == "qwen2":
             biases = [name for name in shapes if name in ("attn_q", "attn_k", "attn_v")]
             every |= {f"blk.{i}.{name}.bias": tensor(rng, Kind.F32, shapes[name][0]) for name in biases}

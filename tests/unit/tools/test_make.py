@@ -11,33 +11,24 @@ import pytest
 
 from tests.tiny import ROOT
 
+SCRIPT = (ROOT / "tools" / "venv.sh").read_text()
 
-@pytest.mark.parametrize(("gpu", "requirements"), [("1", "requirements.txt"), ("0", "requirements/cpu.txt")])
-def test_a_login_node_installs_what_its_jobs_need(gpu, requirements):
+
+def run(words: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "requirements", "wanted"), [("1", "requirements.txt", "yes"), ("0", "requirements/cpu.txt", "no")]
+)
+def test_a_login_node_installs_what_its_jobs_need(gpu, requirements, wanted):
     """GPU says so, whatever this machine has; nothing is installed here."""
-    told = subprocess.run(
-        ["make", "--dry-run", "--always-make", "--no-print-directory", "venv", f"GPU={gpu}"],
-        cwd=ROOT,
-        env={key: value for key, value in os.environ.items() if not key.startswith("MAKE")},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert told.stdout.splitlines()[0] == f"tools/venv.sh {requirements}"
-
-
-@pytest.mark.parametrize(("gpu", "wanted"), [("1", "yes"), ("0", "no")])
-def test_the_installer_takes_the_build_that_it_is_told(gpu, wanted):
-    script = (ROOT / "tools" / "venv.sh").read_text()
-    function = next(line for line in script.splitlines() if line.startswith("wants_gpu()"))
-    told = subprocess.run(
-        ["bash", "-c", f"{function}; wants_gpu && echo yes || echo no"],
-        env={"GPU": gpu, "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert told.stdout.strip() == wanted
+    env = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
+    done = run(["make", "--dry-run", "--always-make", "--no-print-directory", "venv", f"GPU={gpu}"], env)
+    assert done.stdout.splitlines()[0] == f"tools/venv.sh {requirements}"
+    function = next(line for line in SCRIPT.splitlines() if line.startswith("wants_gpu()"))
+    words = ["bash", "-c", f"{function}; wants_gpu && echo yes || echo no"]
+    assert run(words, {"GPU": gpu, "PATH": "/usr/bin:/bin"}).stdout.strip() == wanted
 
 
 def stand_in(folder: Path, name: str, loop: int, *, complete: bool = True) -> Path:
@@ -57,15 +48,9 @@ esac
 
 
 def chosen(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    script = (ROOT / "tools" / "venv.sh").read_text()
-    functions = script[script.index("new_enough()") : script.index("# A folder that was copied")]
-    return subprocess.run(
-        ["bash", "-c", f"{functions}\nfind_python"],
-        env={"PATH": f"{folder}:/usr/bin:/bin", **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    functions = SCRIPT[SCRIPT.index("new_enough()") : SCRIPT.index("# A folder that was copied")]
+    env = {"PATH": f"{folder}:/usr/bin:/bin", **environment}
+    return run(["bash", "-c", f"{functions}\nfind_python"], env)
 
 
 @pytest.mark.parametrize(
