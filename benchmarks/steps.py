@@ -125,16 +125,11 @@ class Stepper:
     def __call__(self) -> list[float | None]:
         """Do one step and return the losses of the steps read so far."""
         record = self.trainer.step(self.trainer.dealt(self.segment))
-        self.read()
-        self.waiting = record
-        if self.trainer.progress.position == self.segment.steps:
-            self.read()
+        last = self.trainer.progress.position == self.segment.steps
+        done = filter(None, (self.waiting, record if last else None))
+        self.losses += [step.pending.read()["loss"] for step in done]
+        self.waiting = None if last else record
         return self.losses
-
-    def read(self) -> None:
-        if self.waiting is not None:
-            self.losses.append(self.waiting.pending.read()["loss"])
-            self.waiting = None
 
 
 # -- data ------------------------------------------------------------------------------------------
