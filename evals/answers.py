@@ -60,8 +60,6 @@ def limited(every: list[Prompt], limit: int | None) -> list[Prompt]:
     """Return the ``limit`` prompts with the smallest ids, in the order of ``every``.
 
     The choice does not depend on the order of the data."""
-    if limit is None:
-        return every
     chosen = set(sorted(prompt.id for prompt in every)[:limit])
     return [prompt for prompt in every if prompt.id in chosen]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
 from functools import reduce
 from operator import getitem
 from typing import Any
@@ -74,17 +73,8 @@ class Composer:
         these refers to another."""
         if choices not in self._bases:
             tree: Any = OmegaConf.to_container(composed(list(choices)))
-            self._bases[choices] = tree, set(names_of(tree)), any("${" in text for text in _texts(tree))
+            self._bases[choices] = tree, set(names_of(tree)), "${" in repr(tree)
         return self._bases[choices]
-
-
-def _texts(tree: Any) -> Iterator[str]:
-    """Yield every text of a tree of settings."""
-    if isinstance(tree, dict | list):
-        for item in tree.values() if isinstance(tree, dict) else tree:
-            yield from _texts(item)
-    elif isinstance(tree, str):
-        yield tree
 
 
 def _chooses(key: str) -> bool:

@@ -161,32 +161,31 @@ def options_of_runs(program: str, about: str | None) -> argparse.ArgumentParser:
 
 def main(words: Sequence[str] | None = None) -> int:
     about = options_of_runs("python -m launch.results", __doc__)
-    about.add_argument(
+    option = about.add_argument
+    option(
         "--select", default="", metavar="KEYS", help="settings tried out: the best is chosen on validation"
     )
-    about.add_argument(
+    option(
         "--validation",
         metavar="METRIC",
         help=f"chosen by; of {', '.join(PREFERRED)} the first that runs have",
     )
-    about.add_argument("--metric", help="compared by the tests and drawn; the validation metric if not given")
-    about.add_argument(
-        "--baseline", metavar="CELL", help="test each cell against this one, instead of all pairs"
-    )
-    about.add_argument(
+    option("--metric", help="compared by the tests and drawn; the validation metric if not given")
+    option("--baseline", metavar="CELL", help="test each cell against this one, instead of all pairs")
+    option(
         "--effects",
         action="store_true",
         help="test what each axis of the sweep changes, averaged over the others, instead of pairs of cells",
     )
-    about.add_argument(
+    option(
         "--within", metavar="AXIS", help="with --effects: apart for each value of this axis (cells, or a key)"
     )
-    about.add_argument(
+    option(
         "--frontier",
         action="store_true",
         help="compare the sweep's arms (cells) at one common setting, each tuned, and at equal KL",
     )
-    about.add_argument(
+    option(
         "--power",
         type=float,
         nargs="?",
@@ -195,13 +194,13 @@ def main(words: Sequence[str] | None = None) -> int:
         help="the power that the tests have for this difference, and the seeds that 0.8 needs; without a "
         "number, for the tests of the sweep file",
     )
-    about.add_argument(
+    option(
         "--tests",
         type=int,
         metavar="N",
         help="with --power: tests in the family; as many as made if not given",
     )
-    about.add_argument("--out", type=Path, help="where to write; results/<name> if not given")
+    option("--out", type=Path, help="where to write; results/<name> if not given")
     options = about.parse_intermixed_args(words)
     return answered(lambda: print(report(options)))
 

@@ -72,38 +72,33 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     about = options_of("python -m launch.sweep", __doc__)
-    about.add_argument("sweep", type=Path, help="a sweep file (the form: launch/grid.py)")
-    about.add_argument("settings", nargs="*", default=[], help="key=value for every run, as for train.py")
-    about.add_argument(
-        "--name", help="another name for the sweep, and so for its runs: when settings have changed"
-    )
-    about.add_argument(
-        "--logs", type=Path, default=Path("logs"), help="where logs lie, in a folder of the sweep's name"
-    )
-    about.add_argument(
-        "--only", default="*", metavar="PATTERN", help="only runs whose name fits, such as '*-dpo-*'"
-    )
+    option = about.add_argument
+    option("sweep", type=Path, help="a sweep file (the form: launch/grid.py)")
+    option("settings", nargs="*", default=[], help="key=value for every run, as for train.py")
+    option("--name", help="another name for the sweep, and so for its runs: when settings have changed")
+    option("--logs", type=Path, default=Path("logs"), help="where logs lie, in a folder of the sweep's name")
+    option("--only", default="*", metavar="PATTERN", help="only runs whose name fits, such as '*-dpo-*'")
     what = about.add_mutually_exclusive_group()
     what.add_argument("--local", type=int, metavar="N", help="run here, N at a time")
     what.add_argument("--submit", action="store_true", help="submit as a Slurm job array")
     what.add_argument(
         "--script", action="store_true", help="print the sbatch script that --submit would hand over"
     )
-    about.add_argument("--gpus", default="", help="with --local: GPU indices to share out, such as 0,1,2,3")
-    about.add_argument(
+    option("--gpus", default="", help="with --local: GPU indices to share out, such as 0,1,2,3")
+    option(
         "--retries", type=int, help="with --local: how often a failed run is started again, 1 if not given"
     )
-    about.add_argument("--site", type=Path, help="your cluster's defaults; copy launch/sites/example.yaml")
-    about.add_argument(
+    option("--site", type=Path, help="your cluster's defaults; copy launch/sites/example.yaml")
+    option(
         "--set", action="append", default=[], metavar="SETTING=VALUE", help="job settings, such as nodes=8"
     )
-    about.add_argument("--memory", action="store_true", help="plan the memory of each cell on slurm.card")
-    about.add_argument(
+    option("--memory", action="store_true", help="plan the memory of each cell on slurm.card")
+    option(
         "--over",
         action="store_true",
         help="submit runs that are planned to need more memory than slurm.card has",
     )
-    about.add_argument(
+    option(
         "--rate",
         type=float,
         nargs="?",
