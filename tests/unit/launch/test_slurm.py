@@ -186,7 +186,7 @@ def test_submissions_are_remembered_and_the_queue_is_told_by_run(
 
 def fakes(folder: Path, monkeypatch: pytest.MonkeyPatch, **commands: str) -> None:
     """Commands of Slurm's, for what the real ones (tests/integration/test_slurm.py) cannot be made to do."""
-    (folder / "bin").mkdir()
+    (folder / "bin").mkdir(exist_ok=True)
     for name, code in commands.items():
         (folder / "bin" / name).write_text(f"#!/bin/sh\n{code}\n")
         (folder / "bin" / name).chmod(0o755)

@@ -13,6 +13,7 @@ import pytest
 from config.record import LOCK
 from launch.slurm import RECORD, ROOT
 from launch.state import Statuses, last_words, newest_logs
+from tests.unit.launch.test_slurm import fakes
 
 
 def log_of(*lines: str) -> str:
@@ -96,18 +97,13 @@ def test_what_slurm_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "done").mkdir()
     (tmp_path / "done" / "summary.json").write_text("{}")
     said = "7_2|OUT_OF_MEMORY\n7_3|CANCELLED by 0\n7_4|NODE_FAIL\n7_5|COMPLETED\n7_0|PENDING\n"
-    fakes = tmp_path / "bin"
-    fakes.mkdir()
-    for name, answer in (("squeue", "7_0 PENDING\n7_1 RUNNING\n"), ("sacct", said)):
-        (fakes / name).write_text(f"#!/bin/sh\ncat <<'E'\n{answer}E\n")
-        (fakes / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{fakes}:{os.environ['PATH']}")
+    answers = {"squeue": "7_0 PENDING\n7_1 RUNNING\n", "sacct": said}
+    fakes(tmp_path, monkeypatch, **{name: f"cat <<'E'\n{text}E" for name, text in answers.items()})
     statuses = Statuses(tmp_path)
     found = {name: statuses.of(name, tmp_path / name) for name in names}
     kinds = ["waiting", "running", "failed", "not started", "failed", "finished", "not started", "failed"]
     assert [found[name].kind for name in names] == kinds
     assert found["starved"].detail == "Slurm: OUT_OF_MEMORY; step 3"
     assert found["refused"].detail == "slurmstepd: error: could not open the log"
-    for name in ("squeue", "sacct"):
-        (fakes / name).write_text("#!/bin/sh\necho no cluster here >&2; exit 1\n")
+    fakes(tmp_path, monkeypatch, **dict.fromkeys(answers, "echo no cluster here >&2; exit 1"))
     assert Statuses(tmp_path).of("runs", tmp_path / "runs").kind == "not started"
