@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -126,3 +126,15 @@ def section(place: str) -> Mapping[str, Any]:
         tree = tree[key]
     assert isinstance(tree, dict), f"{place} is no section"
     return tree
+
+
+def walk(tree: Any, lists: bool = False, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of each section, list and value of nested settings; with ``lists`` also of
+    what is in a list."""
+    inside = tree.items() if isinstance(tree, dict) else ()
+    if lists and isinstance(tree, list | tuple):
+        inside = enumerate(tree)
+    for name, value in inside:
+        key = f"{prefix}.{name}".lstrip(".")
+        yield key, value
+        yield from walk(value, lists, key)

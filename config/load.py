@@ -18,7 +18,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from common.errors import ConfigError, require
 from common.files import check_name, regular_file
 from common.secrets import same_but_for_secrets, scrub, scrub_text
-from config.files import parsed
+from config.files import parsed, section, walk
 from config.removed import LAST, refuse_removed
 from config.schema import Config
 from config.sections import typed, word_of
@@ -26,29 +26,7 @@ from config.sections import typed, word_of
 T = TypeVar("T")
 
 
-OPERATIONAL = (
-    "exp_name",
-    "runs_dir",
-    "cache_dir",
-    "overwrite",
-    "resume",
-    "resume_with_other",
-    "dry_run",
-    "idle_settings",
-    "plan",
-    "keep_checkpoints",
-    "keep_best",
-    "save_every",
-    "async_save",
-    "trackers",
-    "report",
-    "callbacks",
-    "push_to_hub",
-    "hub_private",
-    "wandb",
-    "replicas",
-    "watchdog_seconds",
-)
+OPERATIONAL = frozenset(section("reads.yaml")["operational"].split())
 """Settings that do not change what is computed, so a run may be resumed with other values."""
 ABSENT = "not a setting"
 """The value that stands for a setting that is missing."""
@@ -192,22 +170,11 @@ def _said(key: str, value: Any) -> Any:
     return value if value is not None else word_of(Config, key) or "null"
 
 
-def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+def flat(tree: Any) -> dict[str, Any]:
     """{"a": {"b": 1}} -> {"a.b": 1}"""
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    return {
-        name: value
-        for key, item in tree.items()
-        for name, value in flat(item, f"{prefix}.{key}".lstrip(".")).items()
-    }
+    return {key: value for key, value in walk(tree) if not isinstance(value, dict)}
 
 
-def texts(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+def texts(tree: Any) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, value) of every text of nested settings."""
-    if isinstance(tree, str):
-        yield prefix, tree
-    elif isinstance(tree, dict | list | tuple):
-        named = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        for key, value in named:
-            yield from texts(value, f"{prefix}.{key}".lstrip("."))
+    return ((key, value) for key, value in walk(tree, lists=True) if isinstance(value, str))

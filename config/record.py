@@ -9,6 +9,7 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.files import read_sealed, regular_file
+from config.files import section
 from config.load import Change, changed, check_version, settings_of
 from config.schema import Config
 
@@ -19,10 +20,7 @@ RECORD = "config.yaml"
 LOCK = "run.lock"
 """Held by the process that is working in the folder (common.lock)."""
 KIND = "humanline run"
-MAY_CHANGE = (
-    *("eval_every", "rounds.compress", "rounds.keep_weights"),
-    *("sampler.data_parallel", "model.reshard_after_forward"),
-)
+MAY_CHANGE = section("reads.yaml")["may_change"].split()
 """Settings that may differ when a run is resumed. They change what is measured or kept, which machines
 sample, how weights reach them or how long they stay gathered, but not what is trained."""
 _SECTIONS = {"model", "data", "loss", "trainer", "runs_dir"}

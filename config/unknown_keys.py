@@ -1,17 +1,22 @@
 """Messages for a key that is not a setting: its place here, the name here of another project's setting, or
 the setting that was probably meant. A misspelt key gets a suggestion only if a setting is spelt almost the
-same."""
+same.
+
+The names of TRL and HALOs are those of config/foreign_names.yaml, from which the tables of the guide
+(docs/from-halos-and-trl.md) are made too.
+"""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any, get_type_hints
+from itertools import starmap
+from typing import Any, NamedTuple, get_type_hints
 
 from common.secrets import is_secret
-from config.elsewhere import Equivalent, known_elsewhere
 from config.files import FOLDER, section
 from config.removed import why_removed
 
@@ -20,84 +25,118 @@ MOST_NAMED = 4
 NEAR = 0.8
 """Similarity (difflib) from which a name counts as misspelt."""
 SECTIONS = ("model", "loss", "data", "trainer", "rounds", "sampler", "reward")
+"""Sections in the order in which a message lists settings; those that online rounds alone read come last."""
 NOTHING = "is not a setting, nothing would read it"
+PROJECTS = ("TRL", "HALOs")
 
 
-def remedy(key: str, value: str, known: Iterable[str]) -> str:
-    """Return the message about ``key``, which is not among ``known``, the dotted names of all settings.
+class Equivalent(NamedTuple):
+    """Settings of the other project, and the settings here that say the same."""
+
+    there: tuple[str, ...]
+    """As one types them in the other project; with a value if the row is about that value alone"""
+    here: tuple[str, ...]
+    """As one types it here; several are alternatives. Empty: there is no such setting."""
+    note: str = ""
+    """What else to know; if ``here`` is empty, what happens instead"""
+    own: bool = True
+    """Whether the value that was typed there is the one to type here"""
+    same: bool = False
+    """Whether the names are the same here, so that no message is needed"""
+
+    @property
+    def names(self) -> list[str]:
+        """The settings' names without values."""
+        return [name.partition("=")[0] for name in self.there]
+
+    def answer(self, value: str) -> str:
+        """Return the row as a remedy for a user who typed ``value``, which takes the place of the example's
+        where the row has one way to type it here and units and names of values are the same (``own``)."""
+        if not self.here:
+            return self.note.replace("`", "")
+        here, value = ", or ".join(self.here), value.strip("[]")
+        same = self.own and len(self.here) == 1 and "=" not in self.there[0] and here[-1] not in "]'"
+        if value and same and "," not in value:
+            here = f"{here.rpartition('=')[0]}={value}"
+        return f"here: {here}{f' ({self.note})' if self.note else ''}".replace("`", "")
+
+
+@cache
+def sources() -> dict[str, tuple[Equivalent, ...]]:
+    """Return project -> its rows in config/foreign_names.yaml, which is read once a key is unknown."""
+    return {whose: tuple(starmap(_row, section(f"foreign_names.yaml:{whose}").items())) for whose in PROJECTS}
+
+
+def _row(there: str, content: Any) -> Equivalent:
+    content = content if isinstance(content, dict) else {"here": content}
+    here = (part.strip() for part in content.get("here", "").split("|") if part)
+    return Equivalent(tuple(there.split()), **content | {"here": tuple(here)})
+
+
+def foreign(name: str, value: str) -> tuple[str, Equivalent] | None:
+    """Return (the project, its row) for the name of a setting in another project; None if neither project has
+    it. Of several rows, one for each value, it is the row of ``value``, or all of them as one."""
+    rows = [(whose, row) for whose in PROJECTS for row in sources()[whose] if name in row.names]
+    rows = [(whose, row) for whose, row in rows if not row.same]
+    if not rows:
+        return foreign(name[3:], "false") if name.startswith("no_") else None
+    bare = re.sub(r"[\"' ]", "", value)  # as a shell would strip them
+    exact = [(whose, row) for whose, row in rows if f'{name}="{bare}"' in row.there]
+    if exact or len(rows) == 1 or name in rows[0][1].there:
+        return (exact or rows)[0]
+    of_values = [row for whose, row in rows if whose == rows[0][0] and row.here]
+    listed = {f'{name}="{part}"' for part in bare.strip("[]").split(",")}
+    of_values = [row for row in of_values if listed & {*row.there}] or of_values
+    here = tuple(f"{row.here[0]} for {row.there[0].partition('=')[2]}" for row in of_values)
+    return rows[0][0], Equivalent((name,), here, own=False)
+
+
+def remedy(key: str, value: str, settings: Iterable[str]) -> str:
+    """Return the message about ``key``, which is not among ``settings``, the dotted names of all of them.
 
     The first of these that applies gives the message: a dotted name of another project's; the rewards that
     have such a section; the settings here that end in the same name; the losses that have such a number;
     another project's name; a setting that is spelt almost the same; the settings of the section that has this
     name or that contains the key.
     """
-    known = list(known)
-    sections = {name.rpartition(".")[0] for name in known} - {""}
+    settings = sorted(settings, key=_rank)
+    sections = {name.rpartition(".")[0] for name in settings} - {""}
+    head, _, last = key.rpartition(".")
     value = "" if is_secret(key, value) else value
-    last = key.rpartition(".")[2]
-    same = [name for name in sorted(known, key=_section) if name.rpartition(".")[2] == last]
+    same = [name for name in settings if name.rpartition(".")[2] == last]
     meant = [name for name in same if name in sections]
-    same = [name for name in same if name not in sections]
-    if last != key and (foreign_setting := known_elsewhere(key, value)):
-        return _of(*foreign_setting, value)
-    if rewards := _rewards_with(key, known):
+    here = [name for name in same if name not in sections]
+    row = foreign(key, value) if head else None
+    if row is None and (rewards := _rewards_with(key, settings)):
         return f"{NOTHING} unless {' or '.join(rewards)} is chosen"
-    if 0 < len(same) <= MOST_NAMED:
-        return f"{NOTHING}; here it is {' or '.join(f'{name}={value}' if value else name for name in same)}"
-    if losses := _losses_with(last):
+    if row is None and 0 < len(here) <= MOST_NAMED:
+        return f"{NOTHING}; here it is {' or '.join(f'{name}={value}' if value else name for name in here)}"
+    if row is None and (losses := _losses_with(last)):
         return f"{NOTHING}; loss.{last} is a setting of loss={', '.join(losses)}"
-    if foreign_setting := known_elsewhere(last, value):
-        return _of(*foreign_setting, value)
-    if dotted := [name for name in known if name.replace(".", "_") == key]:
+    if row := row or foreign(last, value):
+        whose = f"{row[0]}'" if row[0].endswith("s") else f"{row[0]}'s"
+        return f"is {whose} name, nothing here would read it; {row[1].answer(value)}"
+    if dotted := [name for name in settings if name.replace(".", "_") == key]:
         return f"{NOTHING}; here it is {dotted[0]}{f'={value}' if value else ''}"
-    head = key.rpartition(".")[0]
-    beside = [name for name in known if name.rpartition(".")[0] == head] if head in sections else known
-    near = nearest(key, [name for name in beside if last == key or name not in sections])
+    beside = [name for name in settings if head not in sections or name.rpartition(".")[0] == head]
+    near = nearest(key, [name for name in beside if not head or name not in sections])
     if near is not None and not meant:
         return f"{NOTHING}; did you mean {near}?"
     inside = next((name for name in (*meant, head) if name in sections), None)
-    return f"{NOTHING}; {section_says(inside, known)}" if inside is not None else NOTHING
+    return f"{NOTHING}; {section_says(inside, settings)}" if inside is not None else NOTHING
 
 
-def section_says(name: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence that lists the settings of section ``name``; ``known`` are the dotted
-    names of all settings."""
-    own = [key.removeprefix(f"{name}.") for key in known if key.startswith(f"{name}.")]
-    own = sorted(key for key in own if "." not in key and not key.startswith("_"))
-    return f"the settings of {name} are {', '.join(own)}"
+def section_says(name: str, settings: Iterable[str]) -> str:
+    """Return the end of a sentence that lists the settings of section ``name``; ``settings`` are the dotted
+    names of all of them."""
+    inside = [key.removeprefix(f"{name}.") for key in settings if key.startswith(f"{name}.")]
+    inside = sorted(key for key in inside if "." not in key and not key.startswith("_"))
+    return f"the settings of {name} are {', '.join(inside)}"
 
 
-def _section(name: str) -> int:
-    """Return the rank of a setting in a list: settings that every run reads come before those that only
-    online rounds read."""
+def _rank(name: str) -> int:
     first = name.partition(".")[0]
     return SECTIONS.index(first) if first in SECTIONS else len(SECTIONS)
-
-
-def _of(whose: str, row: Equivalent, value: str) -> str:
-    said = row.answer(value).replace("`", "")
-    whose = f"{whose}'" if whose.endswith("s") else f"{whose}'s"
-    return f"is {whose} name, nothing here would read it; {'here: ' if row.here else ''}{said}"
-
-
-def no_file(folder: str, name: str, there: list[str]) -> str:
-    """Return the message about a choice that no file of config/``folder`` has; the files are ``there``."""
-    if (gone := why_removed(folder, name)) is not None:
-        return gone
-    lowered = {option.lower(): option for option in there}
-    near = difflib.get_close_matches(name.lower(), lowered, 1, NEAR)
-    said = f"there is no such file in config/{folder}; "
-    if near:
-        return f"{said}did you mean {folder}={lowered[near[0]]}?"
-    if (
-        folder == "loss"
-        and (foreign_setting := known_elsewhere("loss_type", name))
-        and len(foreign_setting[1].there) == 1
-    ):
-        row = foreign_setting[1]
-        if f'loss_type="{name}"' in row.there:
-            return f"{said}in TRL it is a loss_type; {'here: ' if row.here else ''}{row.answer(name)}"
-    return f"{said}there are {', '.join(there)}{OTHERS.get(folder, '')}"
 
 
 OTHERS = {
@@ -107,20 +146,29 @@ OTHERS = {
 """What to choose for what has no file of its own."""
 
 
-def nearest(key: str, known: Iterable[str]) -> str | None:
+def no_file(folder: str, name: str, there: list[str]) -> str:
+    """Return the message about a choice that no file of config/``folder`` has; the files are ``there``."""
+    if (gone := why_removed(folder, name)) is not None:
+        return gone
+    missing = f"there is no such file in config/{folder}; "
+    if (near := nearest(name, there)) is not None:
+        return f"{missing}did you mean {folder}={near}?"
+    row = foreign("loss_type", name) if folder == "loss" else None
+    if row is not None and f'loss_type="{name}"' in row[1].there:
+        return f"{missing}in TRL it is a loss_type; {row[1].answer(name)}"
+    return f"{missing}there are {', '.join(there)}{OTHERS.get(folder, '')}"
+
+
+def nearest(key: str, settings: Iterable[str]) -> str | None:
     """Return the setting whose last name is spelt almost like that of ``key``, in capitals or not; settings
     of the same section take precedence. Return None if there is none."""
     head, _, last = key.rpartition(".")
-    scored = [
-        (
-            difflib.SequenceMatcher(None, last.lower(), name.rpartition(".")[2].lower()).ratio(),
-            name.rpartition(".")[0] == head,
-            name,
-        )
-        for name in known
-    ]
-    close = [candidate for candidate in scored if candidate[0] >= NEAR]
-    return max(close, key=lambda candidate: (candidate[1], candidate[0]))[2] if close else None
+    settings = list(settings)
+    for names in ([name for name in settings if name.rpartition(".")[0] == head], settings):
+        by_last = {name.rpartition(".")[2].lower(): name for name in reversed(names)}
+        if close := difflib.get_close_matches(last.lower(), by_last, 1, NEAR):
+            return by_last[close[0]]
+    return None
 
 
 def _losses_with(number: str) -> list[str]:
@@ -129,11 +177,11 @@ def _losses_with(number: str) -> list[str]:
     return [path.stem for path in files if number in section(f"loss/{path.name}:loss")]
 
 
-def _rewards_with(key: str, known: Iterable[str]) -> list[str]:
+def _rewards_with(key: str, settings: Iterable[str]) -> list[str]:
     """Return the choices to type for the rewards that have the section of ``key``, which the chosen reward
     does not have."""
     group, kind, *_ = [*key.split("."), ""]
-    if group != "reward" or kind == "" or f"reward.{kind}" in known:
+    if group != "reward" or kind == "" or f"reward.{kind}" in settings:
         return []
     files = sorted((FOLDER / "reward").glob("*.yaml"))
     return [f"reward={path.stem}" for path in files if kind in section(f"reward/{path.name}")]
@@ -154,9 +202,11 @@ def names(schema: type, prefix: str = "") -> Iterator[str]:
             yield from names(hints[item.name], f"{prefix}{item.name}.")
 
 
-def names_of(tree: object, prefix: str = "") -> Iterator[str]:
-    """Yield every dotted key of composed settings."""
-    if isinstance(tree, dict):
-        for key, item in tree.items():
-            yield f"{prefix}{key}"
-            yield from names_of(item, f"{prefix}{key}.")
+def guide_table(rows: tuple[Equivalent, ...]) -> str:
+    """Return the rows as a markdown table for the guide."""
+    lines = ["| there | here |", "|---|---|"]
+    for row in rows:
+        there = ", ".join(f"`{name}`" for name in row.there)
+        here = ", or ".join(f"`{setting}`" for setting in row.here)
+        lines.append(f"| {there} | {': '.join(part for part in (here, row.note) if part)} |")
+    return "\n".join(lines) + "\n"

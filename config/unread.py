@@ -10,7 +10,7 @@ from typing import Any
 from common.errors import ConfigError, UserError
 from common.secrets import scrub_text
 from config.arguments import override_in
-from config.files import section
+from config.files import section, walk
 from config.schema import Config
 from config.sections import word_of
 
@@ -137,11 +137,9 @@ def _typed(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        for name, item in value.items():
-            yield from _leaves(f"{key}.{name}", item)
-    elif value not in (None, word_of(Config, key), {}, []) and value is not False:
-        yield key, value
+    for name, item in walk({key: value}):
+        if not isinstance(item, dict) and item not in (None, word_of(Config, name), []) and item is not False:
+            yield name, item
 
 
 def _recipes(overrides: Sequence[str]) -> Iterator[str]:

@@ -13,12 +13,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from common.errors import ConfigError, UserError
-from config.cli import UNREADABLE, in_our_words
+from common.errors import ConfigError
+from config.cli import UNREADABLE, reworded
 from config.composing import composed
-from config.load import load
+from config.files import walk
+from config.load import load, texts
 from config.schema import Config
-from config.unknown_keys import names_of
 from launch.grid import CONFIG_DIR, Run, override
 
 _PLAIN_KEY = re.compile(r"(?!hydra\b)[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)
@@ -28,10 +28,8 @@ _READ_AS_MORE = re.compile(r"\$|[+-]?\.inf$")
 
 def compose_config(overrides: list[str]) -> Config:
     """Return the settings that ``python train.py <overrides>`` would have. Raises UserError."""
-    try:
+    with reworded(overrides):
         return load(composed(overrides))
-    except UNREADABLE as error:
-        raise UserError(in_our_words(error, overrides)) from error
 
 
 class Composer:
@@ -73,7 +71,7 @@ class Composer:
         these refers to another."""
         if choices not in self._bases:
             tree: Any = OmegaConf.to_container(composed(list(choices)))
-            self._bases[choices] = tree, set(names_of(tree)), "${" in repr(tree)
+            self._bases[choices] = tree, {key for key, _ in walk(tree)}, "${" in repr(tree)
         return self._bases[choices]
 
 

@@ -1,5 +1,5 @@
 """Write the parts of docs/ that are made from the code: settings.md from the yaml comments, the tables of
-settings in from-halos-and-trl.md from config/elsewhere.yaml, and the lines that tour.md links to.
+settings in from-halos-and-trl.md from config/foreign_names.yaml, and the lines that tour.md links to.
 
 python -m tools.reference            # write them
 python -m tools.reference --check    # exit 1 if any is out of date
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.options import options_of
-from config.elsewhere import guide_table, sources
+from config.unknown_keys import guide_table, sources
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = "from-halos-and-trl.md"
@@ -167,11 +167,11 @@ def once(key: str, by_file: dict[str, Setting], everywhere: bool) -> Setting:
 
 
 def guide_page() -> str:
-    """Return docs/from-halos-and-trl.md with its tables of settings made from config/elsewhere.yaml; the rest
-    of the page is unchanged."""
+    """Return docs/from-halos-and-trl.md with its tables of settings made from config/foreign_names.yaml; the
+    rest of the page is unchanged."""
     text = (ROOT / "docs" / GUIDE).read_text()
     for whose, rows in sources().items():
-        begin = f"<!-- {whose}: made by python -m tools.reference from config/elsewhere.yaml -->\n"
+        begin = f"<!-- {whose}: made by python -m tools.reference from config/foreign_names.yaml -->\n"
         before, marker, after = text.partition(begin)
         assert marker, f"{GUIDE} has no place for the table of {whose}"
         text = f"{before}{begin}\n{guide_table(rows)}\n<!-- end -->{after.partition('<!-- end -->')[2]}"
