@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
@@ -19,26 +20,9 @@ from common.errors import ConfigError, require
 from config.files import FOLDER
 from config.unknown_keys import no_file
 
-HYDRAS = (
-    "--help",
-    "--hydra-help",
-    "--version",
-    "--cfg",
-    "--resolve",
-    "--package",
-    "--run",
-    "--multirun",
-    "--shell-completion",
-    "--config-path",
-    "--config-name",
-    "--config-dir",
-    "--experimental-rerun",
-    "--info",
-)
-"""Hydra's own options, which Hydra also accepts abbreviated."""
-VALUED = {"--cfg", "--package", "--config-path", "--config-name", "--config-dir", "--experimental-rerun"}
-VALUED |= {"-c", "-p", "-cp", "-cn", "-cd"}
-"""Those of them that take a value, with their short names. ``--info`` may have one."""
+HYDRAS = {name: action.nargs is None for name, action in get_args_parser()._option_string_actions.items()}
+"""Hydra's own options, the long ones of which it also accepts abbreviated -> whether each takes a value.
+``--info`` may have one."""
 _OPTION = re.compile(r"--(?P<name>[A-Za-z][\w.-]*)(?:=(?P<value>.*))?", re.DOTALL)
 _OPEN = re.compile(r"(evaluations|callbacks|humanline_rule)[.=]")
 """Settings whose keys the user defines. Hydra adds a key to a mapping only if it is told to."""
@@ -55,22 +39,17 @@ def as_settings(arguments: list[str]) -> list[str]:
     """Turn ``--lr 1e-5``, ``--lr=1e-5`` and ``--resume`` into ``lr=1e-5`` and ``resume=true``. A ``-`` within
     a name becomes a ``_``, and several values become a list. Mappings whose keys the user defines get Hydra's
     ``++``. Hydra's own options come first, as Hydra wants it. Everything else stays unchanged."""
-    words, at = [], 0
-    while at < len(arguments):
-        word = arguments[at]
-        at += 1
+    words, rest = [], list(arguments)
+    while rest:
+        word = rest.pop(0)
         match = _OPTION.fullmatch(word)
-        of_hydra = [own for own in HYDRAS if own.startswith(word.partition("=")[0])]
-        if match is None or len(of_hydra) == 1 or match["name"] == "help":
+        if match is None or _of_hydra(word.partition("=")[0]) in HYDRAS:
             words.append(word)
             continue
-        values = []
-        while match["value"] is None and at < len(arguments) and _is_value(arguments[at]):
-            values.append(arguments[at])
-            at += 1
-        value = match["value"] if match["value"] is not None else values[0] if values else "true"
-        if len(values) > 1:
-            value = f"[{','.join(values)}]"
+        values = [] if match["value"] is None else [match["value"]]
+        while match["value"] is None and rest and _is_value(rest[0]):
+            values.append(rest.pop(0))
+        value = f"[{','.join(values)}]" if len(values) > 1 else values[0] if values else "true"
         words.append(f"{match['name'].replace('-', '_')}={value}")
     options, words = apart(words)
     words = ["~reward" if word in ("reward=none", "reward=null") else word for word in words]
@@ -85,30 +64,25 @@ def apart(words: Sequence[str]) -> tuple[list[str], list[str]]:
     rest = list(words)
     while rest:
         word = rest.pop(0)
-        names = [own for own in HYDRAS if own.startswith(word)]
-        name = names[0] if len(names) == 1 else word
-        if not word.startswith("-") or (name in VALUED and not rest):
+        takes_value = HYDRAS.get(name := _of_hydra(word), False)
+        if not word.startswith("-") or (takes_value and not rest):
             others.append(word)
             continue
         options.append(word)
-        if name in VALUED or (name in ("--info", "-i") and rest and re.fullmatch(r"[a-z-]+", rest[0])):
+        if takes_value or (name in ("--info", "-i") and rest and re.fullmatch(r"[a-z-]+", rest[0])):
             options.append(rest.pop(0))
     return options, others
+
+
+def _of_hydra(word: str) -> str:
+    """Return the whole name of Hydra's option that ``word`` abbreviates; ``word`` itself if there is none."""
+    names = [name for name in HYDRAS if name.startswith("--") and name.startswith(word)]
+    return names[0] if len(names) == 1 else word
 
 
 def _is_value(word: str) -> bool:
     """Return whether a word after an option is its value: neither another option nor a setting."""
     return "=" not in word and (not word.startswith("-") or re.match(r"-\.?\d", word) is not None)
-
-
-def choices_of(arguments: list[str]) -> list[str]:
-    """Return those of the arguments that choose a file of config/."""
-    overrides = [(word, override) for word in arguments if (override := override_in(word)) is not None]
-    return [
-        word
-        for word, override in overrides
-        if (FOLDER / override.key_or_group).is_dir() and not override.is_sweep_override()
-    ]
 
 
 def wrong_choices(arguments: Sequence[str]) -> dict[str, ConfigError]:
@@ -117,35 +91,27 @@ def wrong_choices(arguments: Sequence[str]) -> dict[str, ConfigError]:
     and silently leaves out an optional file that does not exist. Raises ConfigError for a ``--config-dir``
     that is no folder."""
     folders = [FOLDER, *folders_given(arguments)]
-    wrong = {}
-    for word in arguments:
-        if (override := override_in(word)) is not None:
-            try:
-                _check_choice(override, folders)
-            except ConfigError as error:
-                wrong[word] = error
-    return wrong
+    overrides = ((word, override) for word in arguments if (override := override_in(word)) is not None)
+    return {word: error for word, override in overrides if (error := _refusal(override, folders)) is not None}
 
 
-def _check_choice(override: Override, folders: list[Path]) -> None:
+def _refusal(override: Override, folders: list[Path]) -> ConfigError | None:
     key = override.key_or_group
-    said = "has no setting before the =; write it as lr=1e-6, without spaces"
-    require(key != "", key, override.value(), said)
-    if override.is_delete() or not any((folder / key).is_dir() for folder in folders):
-        return
-    files = sorted({path.stem for folder in folders for path in (folder / key).glob("*.yaml")})
-    files = [name for name in files if not name.startswith("_")]
-    for value in _choices(override):
-        require(
-            isinstance(value, str) and value != "",
-            key,
-            "null" if value is None else value,
-            f"choose a file of config/{key}: {', '.join(files)}{NONE_OF.get(key, '')}",
+    if key == "":
+        return ConfigError(
+            key, override.value(), "has no setting before the =; write it as lr=1e-6, without spaces"
         )
-        if any(os.path.isfile(folder / key / f"{value}.yaml") for folder in folders):
-            continue
-        _refuse_path(key, str(value))
-        raise ConfigError(key, value, no_file(key, str(value), files) + NONE_OF.get(key, ""))
+    if override.is_delete() or not any((folder / key).is_dir() for folder in folders):
+        return None
+    files = sorted({path.stem for folder in folders for path in (folder / key).glob("[!_]*.yaml")})
+    none = NONE_OF.get(key, "")
+    for value in _choices(override):
+        if not isinstance(value, str) or value == "":
+            choose = f"choose a file of config/{key}: {', '.join(files)}{none}"
+            return ConfigError(key, "null" if value is None else value, choose)
+        if not any(os.path.isfile(folder / key / f"{value}.yaml") for folder in folders):
+            return ConfigError(key, value, _if_path(key, value) or no_file(key, value, files) + none)
+    return None
 
 
 def in_quotes(text: str) -> str:
@@ -189,26 +155,23 @@ def folders_given(arguments: Sequence[str]) -> list[Path]:
     return [] if given is None else [given]
 
 
-def _refuse_path(key: str, value: str) -> None:
-    """Raise ConfigError if ``value`` is a file, a folder or a name on the hub, although the name of a file of
-    config/ is expected."""
+def _if_path(key: str, value: str) -> str | None:
+    """Return what to type for ``value``, where it is a file, a folder or a name on the hub, although the name
+    of a file of config/ is expected; otherwise None."""
     here = (
         os.path.exists(os.path.expanduser(value))
         or value.startswith((".", "/", "~"))
         or value.endswith(_DATA)
     )
-    on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", value) is not None
-    if not here and not on_hub:
-        return
-    what = "a path" if here else "a name on the hub"
-    known = {
+    instead = {
         "data": ("local" if here else "hub", "data.path"),
         "model": ("hub", "model.name_or_path"),
         "reward": ("classifier", "reward.classifier.name_or_path"),
     }.get(key)
-    if known is None and not here:
-        return
-    type_instead = f"{key}={Path(value).stem}, with that file in this folder"
-    if known is not None:
-        type_instead = shlex.join([f"{key}={known[0]}", as_typed(known[1], value)])
-    raise ConfigError(key, value, f"is {what}, and {key}= names a file of config/{key}; type {type_instead}")
+    if not here and (instead is None or re.fullmatch(r"[\w.-]+/[\w.-]+", value) is None):
+        return None
+    typed = f"{key}={Path(value).stem}, with that file in this folder"
+    if instead is not None:
+        typed = shlex.join([f"{key}={instead[0]}", as_typed(instead[1], value)])
+    what = "a path" if here else "a name on the hub"
+    return f"is {what}, and {key}= names a file of config/{key}; type {typed}"

@@ -28,26 +28,16 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from common.errors import ConfigError, StoppedError, UserError, require
 from common.files import LINK, on_disk
-from common.output import guard_output, no_room
-from common.progress import phase, pulse
+from common.progress import guard_output, no_room, phase, pulse
 from common.secrets import remember, scrub_text
-from config.arguments import (
-    apart,
-    as_settings,
-    choices_of,
-    folders_given,
-    override_in,
-    wrong_choices,
-)
-from config.composing import check_loss_file, composed
-from config.files import FOLDER, not_utf8, wrong_line
-from config.help import help_on
+from config.arguments import apart, as_settings, folders_given, override_in, wrong_choices
+from config.composing import check_jobs, check_loss_file, composed
+from config.files import FOLDER, not_utf8, walk, wrong_line
 from config.load import load, run_name
 from config.machine import refuse_left_over, speaks
-from config.multirun import check_jobs
 from config.removed import refuse_removed
 from config.schema import Config
-from config.unknown_keys import NOTHING, names, names_of, no_file, remedy
+from config.unknown_keys import NOTHING, names, no_file, remedy
 from config.unread import check_idle, say
 
 REFUSED, STOPPED = 2, 1
@@ -158,9 +148,6 @@ def cli(main: Callable[[], object]) -> None:
     guard_output()
     atexit.register(_leave)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # otherwise Hydra prints its own message and exits with 1
-    if {"--help", "-h"} & {*sys.argv}:
-        print(help_on(program()))
-        return
     sys.argv[1:] = as_settings(sys.argv[1:])
     guarded(lambda: refuse_left_over(os.environ))
     guarded(lambda: refuse_foreign(sys.argv[1:]))
@@ -168,7 +155,7 @@ def cli(main: Callable[[], object]) -> None:
         pulse()
 
     def work() -> None:
-        with _reworded(sys.argv[1:]):
+        with reworded(sys.argv[1:]):
             check_jobs(sys.argv[1:], program())
             with phase(f"{program()}.py"):  # shown where nothing within says what is under way
                 main()
@@ -177,7 +164,7 @@ def cli(main: Callable[[], object]) -> None:
 
 
 @contextmanager
-def _reworded(overrides: Sequence[str]) -> Iterator[None]:
+def reworded(overrides: Sequence[str]) -> Iterator[None]:
     """Raise UserError, in our words, for what Hydra cannot compose within."""
     try:
         yield
@@ -206,7 +193,7 @@ def compose(*words: str) -> tuple[Config, str]:
     ConfigError if one setting is to blame."""
     typed = as_settings(list(words))
     refuse_foreign(typed)
-    with _reworded(typed):
+    with reworded(typed):
         config = _loaded(composed(typed), typed)
     _, overrides = apart(typed)
     refuse_default_data(config, overrides)
@@ -223,61 +210,58 @@ def in_our_words(error: Exception, overrides: Sequence[str]) -> str:
         if not (files := not_utf8((FOLDER, *folders_given(overrides)))):
             raise error  # of something else that the program read
         return f"{', '.join(files)}: {error}; save it as UTF-8"
+    if isinstance(error, OverrideParseException):
+        return _unparsed(error)
     text = str(error)
     if match := re.search(r"Ambiguous value for argument '([^=']+)=([^']*)'", text):
-        right = f"{match[1]}={match[2].replace(',', '.')}"
-        decimal = f"a decimal has a point, as in {right}; " if re.fullmatch(r"\d*,\d+", match[2]) else ""
-        return str(
-            ConfigError(
-                match[1], match[2], f"{decimal}several values need -m, and a list brackets: [{match[2]}]"
-            )
-        )
+        key, value = match.groups()
+        point = f"a decimal has a point, as in {key}={value.replace(',', '.')}; "
+        decimal = point if re.fullmatch(r"\d*,\d+", value) else ""
+        several = f"several values need -m, and a list brackets: [{value}]"
+        return str(ConfigError(key, value, decimal + several))
     if match := re.match(r"Could not override '([^']+)'", text):
-        value, known = dict(_given(overrides)).get(match[1], "?"), _settings_there(overrides)
-        return str(all_unknown(ConfigError(match[1], value, remedy(match[1], value, known)), overrides))
+        value = dict(_given(overrides)).get(match[1], "?")
+        said = remedy(match[1], value, _settings_there(overrides))
+        return str(all_unknown(ConfigError(match[1], value, said), overrides))
     if match := re.search(r"Could not append to config\. An item is already at '([^']+)'", text):
         return f"+{match[1]}: is a setting already; write {match[1]}=value, without the +"
-    if isinstance(error, OverrideParseException):
-        key, sign, value = error.override.partition("=")
-        if not sign:
-            return f"{key}: settings are written as lr=1e-6; python {program()}.py --help shows the options"
-        if value.startswith("~/"):
-            return str(
-                ConfigError(key, value, f"the shell leaves ~ as it is here; type {key}=$HOME{value[1:]}")
-            )
-        why = re.split(r"\n| expecting", error.message)[0]
-        why = "cannot be read" if "Exception" in why or "override" in why else why
-        signs = "a space, a letter outside ASCII or one of = , ( ) [ ] { } ~ # !"
-        quoted = f"a text with {signs} is quoted twice, as in '{key}=\"a=b\"'"
-        return str(ConfigError(key, value, f"{why}; {quoted}"))
     if match := re.search(r"Could not find '(\w+)/([^']+)'", text):
-        listed = re.findall(r"^\t(\S+)$", text.split("Config search path")[0], re.MULTILINE)
-        options = [name for name in listed if not name.startswith("_")]
-        return str(ConfigError(match[1], match[2], no_file(match[1], match[2], options)))
+        listed = re.findall(r"^\t([^_\s]\S*)$", text.split("Config search path")[0], re.MULTILINE)
+        return str(ConfigError(match[1], match[2], no_file(match[1], match[2], listed)))
     return " ".join(f"{text} {error.__cause__ or ''}".split())
 
 
+def _unparsed(error: OverrideParseException) -> str:
+    """Return the message about an argument that Hydra's grammar does not have."""
+    key, sign, value = error.override.partition("=")
+    if not sign:
+        return f"{key}: settings are written as lr=1e-6; python {program()}.py --help shows the options"
+    if value.startswith("~/"):
+        said = f"the shell leaves ~ as it is here; type {key}=$HOME{value[1:]}"
+        return str(ConfigError(key, value, said))
+    why = re.split(r"\n| expecting", error.message)[0]
+    why = "cannot be read" if "Exception" in why or "override" in why else why
+    signs = "a space, a letter outside ASCII or one of = , ( ) [ ] { } ~ # !"
+    return str(ConfigError(key, value, f"{why}; a text with {signs} is quoted twice, as in '{key}=\"a=b\"'"))
+
+
 def all_unknown(error: ConfigError, overrides: Sequence[str]) -> UserError:
-    """Return ``error``; where it is about a key that is no setting, one message about all such keys of the
-    command line."""
-    given = _given(overrides)
-    typed = [key for key in dict(given) if f"{key}.".startswith(f"{error.key}.")]
-    if not typed:
-        return error
-    known = _settings_there(overrides)
-    unknown = _unknown(given, known, OPEN)
-    return UserError(LINES.join(unknown.values())) if any(key in unknown for key in typed) else error
+    """Return ``error``; where it is about a key that was typed and is no setting, one message about all such
+    keys of the command line."""
+    unknown = _unknown(overrides, OPEN)
+    about = any(f"{key}.".startswith(f"{error.key}.") for key in unknown)
+    return UserError(LINES.join(unknown.values())) if about else error
 
 
-def _unknown(given: Sequence[tuple[str, str]], known: Sequence[str], but: Collection[str]) -> dict[str, str]:
-    """Return key -> its refusal for the keys of ``given`` that are no settings; none of the sections
-    ``but``."""
+def _unknown(overrides: Sequence[str], but: Collection[str]) -> dict[str, str]:
+    """Return key -> its refusal for the keys that are typed and no settings; none of the sections ``but``."""
+    there = _settings_there(overrides)
     folders = {path.name for path in FOLDER.iterdir() if path.is_dir()}
-    there = {*known, *folders} - {"trainer"}  # typed by who comes from HALOs; here it is a section
     lines = {}
-    for key, value in given:
-        if key.split(".")[0] not in but and key not in there:
-            said = remedy(key, value, known)
+    for key, value in _given(overrides):
+        # trainer is typed by who comes from HALOs; here it is a section
+        if key.split(".")[0] not in but and (key == "trainer" or key not in {*there, *folders}):
+            said = remedy(key, value, there)
             shows = f"; python {program()}.py --cfg job shows all of them" if said == NOTHING else ""
             lines[key] = str(ConfigError(key, value, said + shows))
     return lines
@@ -287,35 +271,37 @@ def refuse_foreign(overrides: Sequence[str]) -> None:
     """Raise UserError, a ConfigError if one setting alone is to blame, for what is gone and for choices of
     files that do not exist; with these it names the keys that are no settings."""
     refuse_removed(_given(overrides))
-    wrong = wrong_choices(overrides)
-    if not wrong:
-        return
-    right = [word for word in overrides if word not in wrong]
-    sections = [error.key for error in wrong.values()]
-    lines = _unknown(_given(right), _settings_there(right), [*OPEN, *sections])
-    if len(wrong) == 1 and not lines:
-        raise next(iter(wrong.values()))
-    raise UserError(LINES.join([*map(str, wrong.values()), *lines.values()]))
+    if wrong := wrong_choices(overrides):
+        right = [word for word in overrides if word not in wrong]
+        lines = _unknown(right, [*OPEN, *(error.key for error in wrong.values())])
+        if len(wrong) == 1 and not lines:
+            raise next(iter(wrong.values()))
+        raise UserError(LINES.join([*map(str, wrong.values()), *lines.values()]))
 
 
 def _given(overrides: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (key, value) of each setting that is given."""
+    """Return (key, value) of each setting that is typed."""
     words = (word.lstrip("+").partition("=") for word in apart(overrides)[1] if word[:1] not in ("-", "~"))
     return [(key, value) for key, _, value in words]
-
-
-def program() -> str:
-    """Return the name of the running program: train, sample, label or eval."""
-    name = Path(sys.argv[0]).stem
-    return name if (FOLDER / f"{name}.yaml").is_file() else "train"
 
 
 def _settings_there(overrides: Sequence[str]) -> list[str]:
     """Return every setting of the program with the files that the command line chooses. If these files cannot
     be composed, return the settings that every run has."""
     GlobalHydra.instance().clear()  # that of the command line, whose settings were refused
+    options, words = apart(overrides)
+    typed = ((word, override) for word in words if (override := override_in(word)) is not None)
+    choices = [
+        word for word, o in typed if (FOLDER / o.key_or_group).is_dir() and not o.is_sweep_override()
+    ]
     try:
-        there = composed([*apart(overrides)[0], *choices_of(list(overrides))], program())
-        return list(names_of(OmegaConf.to_container(there, resolve=False)))
+        there = composed([*options, *choices], program())
+        return [key for key, _ in walk(OmegaConf.to_container(there, resolve=False))]
     except (*UNREADABLE, ValueError):
         return list(names(Config))
+
+
+def program() -> str:
+    """Return the name of the running program: train, sample, label or eval."""
+    name = Path(sys.argv[0]).stem
+    return name if (FOLDER / f"{name}.yaml").is_file() else "train"

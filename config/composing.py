@@ -1,18 +1,25 @@
-"""What Hydra composes for a command line, before it composes it itself or where it does not."""
+"""What Hydra composes for a command line, before it composes it itself or where it does not, and a check of
+all jobs of a multirun (``-m``) before the first starts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from common.errors import require
-from config.arguments import apart, folders_given, in_quotes
+from common.errors import ConfigError, require
+from common.secrets import IN_FILES, REMOVED, scrub_words
+from config.arguments import apart, folders_given, in_quotes, override_in
 from config.files import FOLDER
+from config.load import load, run_name
 
 SECTIONS = ("loss", "model", "trainer")
 """What a file of config/loss sets; without its first line they lie within ``loss``."""
+SHOWS = {"--cfg", "-c", "--info", "-i"}
+"""Options with which Hydra starts no job."""
 
 
 def composed(words: Sequence[str], program: str = "train") -> DictConfig:
@@ -46,3 +53,51 @@ def check_loss_file(cfg: DictConfig, choices: Mapping[str, str]) -> None:
     )
     said = f"must be {own}, as its file loss/{chosen}.yaml is called"
     require(loss.get("name") == own, "loss.name", loss.get("name"), said)
+
+
+def check_jobs(words: Sequence[str], program: str) -> None:
+    """Check a multirun of ``program`` ("train", "sample" …) with arguments ``words``; without ``-m`` do
+    nothing.
+
+    Raises ConfigError for a secret, which Hydra would write into multirun.yaml, and for two jobs that would
+    write to the same place, as with one ``exp_name``: the second would overwrite the first, or be refused
+    after the first has trained. Raises Hydra's own errors for what it cannot compose.
+    """
+    if not {"-m", "--multirun"} & {*words} or SHOWS & {*words} or any("hydra/sweeper=" in w for w in words):
+        return
+    for word in words:
+        said = IN_FILES.format("Hydra writes the command of a multirun")
+        require(scrub_words([word]) == [word], word.partition("=")[0].lstrip("+"), REMOVED, said)
+    places: dict[str, tuple[str, ...]] = {}
+    options, settings = apart(words)
+    for job in _jobs(settings):
+        key, place = _place(job, program, options)
+        if place is not None and (other := places.setdefault(place, job)) != job:
+            said = " and ".join(" ".join(w for w in a if w not in b) for a, b in ((other, job), (job, other)))
+            said = f"two jobs of this multirun ({said}) would both write to {place}; name each by what "
+            raise ConfigError(key, Path(place).name, f"{said}differs, as in '{key}=mine-s${{seed}}'")
+
+
+def _jobs(words: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the settings of each job, as Hydra's own sweeper makes them."""
+    choices = [
+        [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+        if override.is_discrete_sweep()
+        else [word]
+        for word in words
+        if (override := override_in(word)) is not None
+    ]
+    return list(product(*choices))
+
+
+def _place(job: tuple[str, ...], program: str, options: Sequence[str]) -> tuple[str, str | None]:
+    """Return (the setting that names it, the file or folder that a job writes)."""
+    cfg = composed([*options, *job], program)
+    if program == "train":
+        config = load(cfg)
+        return "exp_name", str(Path(config.runs_dir) / run_name(config, list(job)))
+    out = OmegaConf.select(cfg, "out", throw_on_missing=False)
+    if program == "eval":
+        name = cfg.name or f"{cfg.kind}-{cfg.data.name}"
+        return "name", str(Path(out or str(cfg.run)) / f"{name}.json")
+    return "out", out

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
-from config.arguments import HYDRAS, apart, as_settings, choices_of
+from config.arguments import apart, as_settings
 from config.cli import refuse_foreign
 
 
@@ -46,19 +46,6 @@ def test_what_has_hydras_form_stays(words: list[str]) -> None:
     with contextlib.suppress(argparse.ArgumentError):
         assert parser.parse_args(as_settings(words)) == get_args_parser().parse_intermixed_args(words)
     assert as_settings(as_settings(["--lr", "3", *words])) == as_settings(["--lr", "3", *words])
-
-
-def test_hydras_own_options_are_known() -> None:
-    assert {name for name in get_args_parser()._option_string_actions if name.startswith("--")} == set(HYDRAS)
-
-
-def test_the_choices_of_a_command_line() -> None:
-    assert choices_of(
-        ["loss=kto", "lr=3", "model=hub", "model.name_or_path=x", "-m", "seed=1,2", "data=hh,shp"]
-    ) == [
-        "loss=kto",
-        "model=hub",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.errors import ConfigError
-from config.multirun import check_jobs
+from config.composing import check_jobs
 
 
 @pytest.mark.parametrize(
