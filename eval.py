@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from common.errors import require
 from common.imports import importing
 from config.cli import cli, guarded
-from config.schema_eval import EvalStage
+from config.schema_stages import EvalStage
 from config.sections import typed
 
 

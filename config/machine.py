@@ -23,14 +23,8 @@ COUNTED_BY = (
 """Variables in which srun and mpirun tell each process that they start its rank and the number of ranks."""
 MARK = "TORCHELASTIC_RUN_ID"
 """Set by torchrun and accelerate launch in every rank that they start."""
-WANDB = {
-    "project": "WANDB_PROJECT",
-    "entity": "WANDB_ENTITY",
-    "name": "WANDB_NAME",
-    "group": "WANDB_RUN_GROUP",
-    "tags": "WANDB_TAGS",
-    "dir": "WANDB_DIR",
-}
+WANDB = {key: f"WANDB_{key.upper()}" for key in ("project", "entity", "name", "tags", "dir")}
+WANDB["group"] = "WANDB_RUN_GROUP"
 """Setting of ``wandb`` -> the variable that counts where the setting was not given."""
 DECIDES = {
     "WANDB_MODE": "whether wandb uploads",
@@ -52,7 +46,7 @@ def refuse_left_over(env: Mapping[str, str]) -> None:
     where = f" at {env['MASTER_ADDR']}:{env.get('MASTER_PORT', '?')}" if "MASTER_ADDR" in env else ""
     raise UserError(
         f"{said}: the environment says that this process is one of several{where}, but no launcher has "
-        f"started it, so it would wait for others in vain. To run alone: env {unset} python …; on "
+        f"started it, so it would hang. To run alone: env {unset} python …; on "
         f"several ranks: torchrun --nproc-per-node {env.get('WORLD_SIZE') or 'N'} …; for ranks that you "
         f"start yourself, set {MARK} to any name in each"
     )

@@ -8,16 +8,16 @@ the same error, and they still run before weights are loaded.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from common.errors import require
+from common.errors import ConfigError, require
 from config.schema_data import DataConfig
 from config.schema_evaluations import check_keep_best, evaluation_sets
 from config.schema_model import ModelConfig
-from config.schema_plan import PlanConfig
 from config.schema_rewards import RewardConfig, completed
 from config.schema_rounds import RoundsConfig
 from config.schema_sampler import SamplerConfig
@@ -48,6 +48,47 @@ LOWER = "is the lower bound of the token log-ratio in nats (the paper's is -1.5)
 MASKS_ALONE = ("negative_masked", "trust_region_masked")
 """Corrections that read the behaviour policy and multiply no ratio to it."""
 UPPER = "is the upper bound of the token log-ratio in nats (the paper's is 1.5): must be 0 or more"
+CARDS = {
+    "A100-40GB": (39.4, 312e12),
+    "A100-80GB": (79.2, 312e12),
+    "H100": (79.1, 989e12),
+    "H100-96GB": (94.5, 989e12),
+    "H200": (139.8, 989e12),
+    "B200": (178.3, 2250e12),
+    "L4": (22.0, 121e12),
+    "L40S": (44.4, 362e12),
+    "RTX3090": (23.6, 71e12),
+    "RTX4090": (23.5, 165e12),
+}
+"""Card -> (GiB of memory that a program can use on it, dense bfloat16 operations a second by the vendors'
+datasheets)."""
+
+
+@dataclass
+@yaml_defaults("config.yaml:plan")
+class PlanConfig:
+    """config/config.yaml says what each key means."""
+
+    card: Auto[Text]
+    ranks: Auto[Count]
+
+    def __post_init__(self) -> None:
+        if self.card is not None:
+            card_memory("plan.card", self.card)
+
+
+def card_memory(key: str, card: str) -> float:
+    """Return the memory in GiB of a card, given by its name or directly as a number. Raises ConfigError about
+    ``key`` if it is neither."""
+    if card in CARDS:
+        return CARDS[card][0]
+    try:
+        size = float(card)
+    except ValueError:
+        size = math.nan
+    if not 0 < size < math.inf:
+        raise ConfigError(key, card, f"is none of {', '.join(CARDS)}, and no number of GiB")
+    return size
 
 
 @dataclass
@@ -198,19 +239,11 @@ class Config:
 
     def _check_run(self) -> None:
         """Check what the settings of the run's length and place require of each other."""
-        need(
-            self,
-            self.patience is None or (self.keep_best is not None and self.eval_every != 0),
-            "patience",
-            "counts evaluations (eval_every, not 0) of one number (keep_best): give both",
-        )
-        need(
-            self,
-            not (self.overwrite and self.resume),
-            "overwrite",
-            "cannot go with resume=true: overwrite=true deletes the run, resume=true goes on with it; give "
-            "one",
-        )
+        counted = self.patience is None or (self.keep_best is not None and self.eval_every != 0)
+        both = "counts evaluations (eval_every, not 0) of one number (keep_best): give both"
+        need(self, counted, "patience", both)
+        one = "cannot go with resume=true: one deletes the run, the other goes on with it; give one"
+        need(self, not (self.overwrite and self.resume), "overwrite", one)
         named = self.optimizer == "AdamW" or "." in self.optimizer
         need(self, named, "optimizer", "must be AdamW, or the import path of a torch optimizer: module.Class")
         ends = self.n_epochs is not None or self.n_examples is not None
@@ -218,142 +251,83 @@ class Config:
 
     def _check_method(self) -> None:
         """Check what humanline and the loss's own settings require of each other."""
-        name = f"loss={self.loss['name']}"
+        name, accepts = f"loss={self.loss['name']}", self.accepts
         below = f"must be below log_epsilon_R={self.log_epsilon_R}"
         need(self, self.log_epsilon_P < self.log_epsilon_R, "log_epsilon_P", below)
-        need(
-            self,
-            not self.humanline or self.has_reference,
-            "humanline",
-            f"{name} has no reference model, so there is nothing to clip or to sync (paper §5.1); use a loss "
-            "with one (dpo, kto, grpo) or humanline=false",
-        )
-        need(
-            self,
-            self.humanline_mode != "rule" or "_target_" in self.humanline_rule,
-            "humanline_rule",
-            "names no function: humanline_rule._target_=my_rules.soft, and its numbers beside it",
-        )
-        leaves = "says how humanline=true treats a token; humanline=false leaves all as they are"
-        need(self, self.humanline or self.humanline_mode == "clip", "humanline_mode", leaves)
-        check_trainer_keys(self.loss, self.accepts)
+        nothing = f"{name} has no reference model to clip against (paper §5.1); use loss=dpo, kto or grpo"
+        need(self, not self.humanline or self.has_reference, "humanline", nothing)
+        function = "names no function: humanline_rule._target_=my_rules.soft, and its numbers beside it"
+        ruled = self.humanline_mode != "rule" or "_target_" in self.humanline_rule
+        need(self, ruled, "humanline_rule", function)
+        check_trainer_keys(self.loss, accepts)
+        labelled = accepts.labelled_examples and not self.online
+        single = f"takes single examples out of pairs, which {name} {'online ' * self.online}does not read"
         for key in ("frac_unique_desirable", "frac_unique_undesirable"):
-            labelled = self.accepts.labelled_examples and not self.online
-            need(
-                self.data,
-                labelled or getattr(self.data, key) == 1,
-                key,
-                f"takes single examples out of pairs, which {name} {'online ' if self.online else ''}does "
-                "not read",
-            )
+            need(self.data, labelled or getattr(self.data, key) == 1, key, single)
         fixed = f"{name} trains on a fixed data set: its samples would not be what it learns from"
-        need(self, not self.online or self.accepts.online, "online", fixed)
-        need(
-            self.data,
-            self.data.logprob_range is None or self.accepts.logprob_range,
-            "logprob_range",
-            f"orders completions by what the model thinks of them; {name} trains one that only scores them",
-        )
+        need(self, not self.online or accepts.online, "online", fixed)
+        ordered = self.data.logprob_range is None or accepts.logprob_range
+        scores = f"orders completions by their likelihood; {name} trains a model that only scores them"
+        need(self.data, ordered, "logprob_range", scores)
 
     def _check_syncing(self) -> None:
         """Check what the modes of syncing require of the numbers and of the loss."""
-        name = f"loss={self.loss['name']}"
+        name, mode = f"loss={self.loss['name']}", self.syncing
         nothing = f"{name} has no reference model, so there is nothing to sync"
         need(self, self.sync_mode is None or self.has_reference, "sync_mode", nothing)
         kept = self.rounds.reset_reference or self.has_reference
         need(self.rounds, kept, "reset_reference", f"{name} has no reference model that could stay")
-        need(
-            self,
-            self.humanline or self.sync_mode != "humanline",
-            "sync_mode",
-            "needs humanline=true; for syncing without clipping add log_epsilon_P=-.inf log_epsilon_R=.inf",
-        )
-        need(
-            self.rounds,
-            self.syncing != "delayed" or not self.keeps_reference,
-            "reset_reference",
-            f"is not for sync_mode=delayed: its scores are made sync_freq={self.sync_freq} steps ahead, when "
-            "the next round's samples do not exist yet",
-        )
-        need(
-            self,
-            self.syncing != "kl" or self.sync_freq > 1,
-            "sync_freq",
-            "must be above 1 with sync_mode=kl: after so many steps the reference moves in any case",
-        )
-        need(
-            self,
-            self.sync_alpha == 1 or self.syncing in ("trust_region", "ema"),
-            "sync_alpha",
-            "is for sync_mode=trust_region and ema; in every other mode the reference becomes the policy "
-            "itself",
-        )
-        need(
-            self,
-            self.syncing != "ema" or self.sync_alpha < 1,
-            "sync_alpha",
-            "must be below 1 with sync_mode=ema, whose reference moves towards the policy step by step",
-        )
+        clips = "needs humanline=true; to sync without clipping add log_epsilon_P=-.inf log_epsilon_R=.inf"
+        need(self, self.humanline or self.sync_mode != "humanline", "sync_mode", clips)
+        delayed = mode == "delayed" and self.keeps_reference
+        ahead = "is not for sync_mode=delayed, which scores ahead of rounds that are not sampled yet"
+        need(self.rounds, not delayed, "reset_reference", ahead)
+        moves = "must be above 1 with sync_mode=kl: after so many steps the reference moves in any case"
+        need(self, mode != "kl" or self.sync_freq > 1, "sync_freq", moves)
+        partly = self.sync_alpha == 1 or mode in ("trust_region", "ema")
+        whole = "is for sync_mode=trust_region and ema; in every other mode the reference becomes the policy"
+        need(self, partly, "sync_alpha", whole)
+        steps = "must be below 1 with sync_mode=ema, whose reference moves towards the policy step by step"
+        need(self, mode != "ema" or self.sync_alpha < 1, "sync_alpha", steps)
 
     def _check_correction(self) -> None:
         """Check what a correction, or a ratio to the behaviour policy, requires of the loss, and of the
         sampler, by whose log-probabilities it divides."""
-        correction = self.correction
-        require(
-            correction._target_ is None or self.accepts.corrections,
-            "correction",
-            correction.name,
-            f"weighs tokens, and of loss={self.loss['name']} nothing can be weighed; use correction=none or "
-            "another loss",
-        )
+        correction, sampler, wanted = self.correction, self.sampler, self.model.logit_temperature
+        weighed = correction._target_ is None or self.accepts.corrections
+        tokens = f"weighs tokens, and of loss={self.loss['name']} nothing can be weighed; use correction=none"
+        require(weighed, "correction", correction.name, tokens)
         if self.ratio_reference == "behavior":
             self._check_ratio_to_behavior()
-        wanted = self.model.logit_temperature
-        same = self.sampler.temperature == wanted and self.sampler.top_p == 1
+        same = sampler.temperature == wanted and sampler.top_p == 1
         masks = self.ratio_reference != "behavior" and correction.name in MASKS_ALONE
         require(
             same or not (self.online and self.reads_behavior) or correction.mismatch == "allow",
             *self.behavior_setting,
             f"{'masks tokens' if masks else 'divides'} by log-probabilities at temperature {wanted:g} "
-            "(model.logit_temperature) and top-p 1, "
-            f"but the samples are drawn with sampler.temperature={self.sampler.temperature:g} and "
-            f"sampler.top_p={self.sampler.top_p:g}; set sampler.temperature={wanted:g} sampler.top_p=1, or "
-            "correction.mismatch=allow",
+            f"(model.logit_temperature) and top-p 1, but the samples are drawn with "
+            f"sampler.temperature={sampler.temperature:g} and sampler.top_p={sampler.top_p:g}; set "
+            f"sampler.temperature={wanted:g} sampler.top_p=1, or correction.mismatch=allow",
         )
 
     def _check_ratio_to_behavior(self) -> None:
         """Check what ratio_reference=behavior requires of the loss, the correction and the syncing."""
-        key = "ratio_reference"
-        need(
-            self,
-            self.accepts.corrections,
-            key,
-            f"is for losses that weigh tokens by a ratio (grpo, dr_grpo, ppo_group), and this is "
-            f"loss={self.loss['name']}",
-        )
-        need(
-            self,
-            not self.correction.reads_behavior or self.correction.name in MASKS_ALONE,
-            key,
-            f"has the behaviour policy in the ratio already; correction={self.correction.name} would divide "
-            "by it once more: use correction=none, negative_masked or trust_region_masked",
-        )
+        key, correction = "ratio_reference", self.correction
+        weighs = f"is for losses of ratios (grpo, dr_grpo, ppo_group), and this is loss={self.loss['name']}"
+        need(self, self.accepts.corrections, key, weighs)
+        once = not correction.reads_behavior or correction.name in MASKS_ALONE
+        masks = " or ".join(f"correction={name}" for name in ("none", *MASKS_ALONE))
+        twice = f"already divides by what correction={correction.name} divides by: use {masks}"
+        need(self, once, key, twice)
         no_distance = "leaves sync_mode=kl no distance from the reference to measure; use another sync_mode"
         need(self, self.syncing != "kl", key, no_distance)
 
     def _check_online(self) -> None:
         """Check what online rounds require of the other settings."""
-        name, rounds = f"loss={self.loss['name']}", self.rounds
-        need(
-            self,
-            self.reward is not None,
-            "reward",
-            "online=true scores the policy's samples: choose a file of config/reward, as in reward=armorm "
-            "or reward=verifier",
-        )
-        grown = (
-            "are learned offline: start from the model of a run that has them, model.name_or_path=runs/NAME"
-        )
+        name, rounds, accepts = f"loss={self.loss['name']}", self.rounds, self.accepts
+        scores = "online=true needs a file of config/reward to score samples: reward=armorm, reward=verifier"
+        need(self, self.reward is not None, "reward", scores)
+        grown = "are learned offline: start from a run that has them, model.name_or_path=runs/NAME"
         need(self.model, not self.model.new_tokens, "new_tokens", grown)
         self.check_room()
         self.check_samples()
@@ -362,14 +336,14 @@ class Config:
         several = f"must be at least 2: rounds.feedback={rounds.feedback} compares the samples of a context"
         need(rounds, rounds.samples >= 2 or rounds.feedback == "threshold", "samples", several)
         alone = "gives all samples with their scores: use loss.rewards=scores, or rounds.feedback=pair"
-        labels = "rewards" in self.accepts.loss_keys and self.loss["rewards"] == "labels"
+        labels = "rewards" in accepts.loss_keys and self.loss["rewards"] == "labels"
         need(rounds, not labels or rounds.feedback != "group", "feedback", alone)
         chooses = "chooses among completions that are there before training; online=true samples its own"
         need(self.data, self.data.logprob_range is None, "logprob_range", chooses)
         offline = "is for offline: set rounds.contexts, or rounds.examples"
         need(self, self.n_examples is None, "n_examples", offline)
-        fitting = f"is not for {name}: use {' or '.join(self.accepts.feedback)}"
-        need(rounds, rounds.feedback in self.accepts.feedback, "feedback", fitting)
+        fitting = f"is not for {name}: use {' or '.join(accepts.feedback)}"
+        need(rounds, rounds.feedback in accepts.feedback, "feedback", fitting)
 
     def check_room(self) -> None:
         """Raise ConfigError unless the longest sample fits behind the longest prompt. Otherwise the sample
@@ -389,13 +363,9 @@ class Config:
 
     def check_samples(self) -> None:
         """Raise ConfigError for several samples a prompt that would all be the same answer."""
-        need(
-            self.sampler,
-            self.sampler.temperature > 0 or self.rounds.samples == 1,
-            "temperature",
-            f"draws the same answer rounds.samples={self.rounds.samples} times: use a temperature above 0, "
-            "or rounds.samples=1",
-        )
+        differ = self.sampler.temperature > 0 or self.rounds.samples == 1
+        same = f"draws {self.rounds.samples} times the same: use a temperature above 0, or rounds.samples=1"
+        need(self.sampler, differ, "temperature", same)
 
     @property
     def max_tokens(self) -> int:

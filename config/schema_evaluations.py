@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import fields, replace
 from typing import Any
 
 from common.errors import ConfigError, DataError, UserError, one_of, require
 from config.schema_data import DataConfig
-from config.sections import typed
+from config.sections import Text, dataclass, typed
 
 OF_ROWS = ("loss", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "drift")
 OF_ANSWERS = ("accuracy_sampled", "accuracy_greedy", "length_sampled")
@@ -18,13 +18,23 @@ MEASURED = (*OF_ROWS, *OF_ANSWERS)
 _ONLY_UNNAMED = ("kl_initial",)
 RANKED = ("loss", "reward_margin", "reward_accuracy", "accuracy_sampled", "accuracy_greedy")
 """Measures that ``keep_best`` may name."""
-KEYS = ("path", "split", "verifier")
-"""Settings of an evaluation set. All others are those of the run's own data."""
 _OF_FILES = ("data.sources.local", "data.sources.hub_table")
 _OWN_WORD = {"eval_path": "path", "eval_split": "split"}
 """Settings of the data -> their names here."""
-_OF_DATA = re.compile(rf"\bdata\.({'|'.join((*KEYS, *_OWN_WORD))})\b")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*", re.ASCII)
+
+
+@dataclass
+class SetConfig:
+    """Settings of an evaluation set. All others are those of the run's own data."""
+
+    path: Text | None = None
+    split: Text | None = None
+    verifier: Text | None = None
+
+
+KEYS = tuple(item.name for item in fields(SetConfig))
+_OF_DATA = re.compile(rf"\bdata\.({'|'.join((*KEYS, *_OWN_WORD))})\b")
 
 
 def named_measure(key: str) -> tuple[str, str] | None:
@@ -75,32 +85,19 @@ def _settings(name: str, given: Any, own: DataConfig) -> DataConfig:
     key = f"evaluations.{name}"
     mapping = f"is a mapping, as in {key}.path=hard.jsonl"
     require(isinstance(given, dict) and bool(given), key, given, mapping)
-    for word, value in given.items():
-        require(
-            word in KEYS, f"{key}.{word}", value, f"is not a setting of a set; it takes {', '.join(KEYS)}"
-        )
-    path, split = given.get("path"), given.get("split")
-    differs = any(value is not None for value in given.values())
-    require(differs, key, given, "names the run's own held-out rows; give path or split")
+    one = typed(given, SetConfig, f"{key}.")
+    require(one != SetConfig(), key, given, "names the run's own held-out rows; give path or split")
     files = own.source in _OF_FILES
     no_splits = f"data={own.name} has no splits to choose from; give a path"
-    require(split is None or path is not None or files, f"{key}.split", split, no_splits)
-    settings = asdict(own)
-    if split is not None:  # of the path: the set's, or the run's own
-        settings |= {"eval_path": None, "eval_split": split} | ({} if path is None else {"path": path})
-    elif path is not None:
-        settings |= {"path": path, "eval_path": path, "eval_split": None}
-    if path is not None and not files:
-        # The settings of a task for its own files do not apply to another file.
-        settings["source"] = _OF_FILES[0]
-    if path is not None:
-        settings["mix"] = None
-    if "verifier" in given:
-        settings["verifier"] = given["verifier"]
-    try:
-        return typed(settings, DataConfig, f"{key}.")
-    except ConfigError as error:
-        raise of_set(key, error) from error
+    require(one.split is None or one.path is not None or files, f"{key}.split", one.split, no_splits)
+    changes: dict[str, Any] = {"verifier": one.verifier} if "verifier" in given else {}
+    if one.path is not None:
+        changes |= {"path": one.path, "eval_path": one.path, "eval_split": None, "mix": None}
+        if not files:  # the settings of a task for its own files do not apply to another file
+            changes["source"] = _OF_FILES[0]
+    if one.split is not None:  # of the path: the set's, or the run's own
+        changes |= {"eval_path": None, "eval_split": one.split}
+    return replace(own, **changes)
 
 
 def of_set(key: str, error: ConfigError | DataError) -> UserError:

@@ -93,23 +93,13 @@ class ModelConfig:
         require(not odd, "model.chat_template_kwargs", odd, "are no names that a chat template could read")
         trained = "a reward model's head is trained: no adapters"
         need(self, self.head != "reward" or not self.use_peft, "use_peft", trained)
-        need(
-            self,
-            self.quantization is None or self.use_peft,
-            "quantization",
-            "keeps weights that are not trained in 4 bits: use off, or train adapters on them with "
-            "model.use_peft=true",
-        )
-        passes = "microbatches"
+        adapted = "keeps untrained weights in 4 bits: use off, or train adapters with model.use_peft=true"
+        need(self, self.quantization is None or self.use_peft, "quantization", adapted)
         divides = self.batch_size % self.microbatches == 0
-        need(self, divides, passes, f"must divide model.batch_size={self.batch_size}")
-        need(
-            self,
-            self.microbatch_tokens is None or self.microbatches == 1,
-            passes,
-            f"counts the passes of a step, and model.microbatch_tokens={self.microbatch_tokens} finds out "
-            "how many: set one of them",
-        )
+        need(self, divides, "microbatches", f"must divide model.batch_size={self.batch_size}")
+        counted = f"counts a step's passes, as does model.microbatch_tokens={self.microbatch_tokens}"
+        one = self.microbatch_tokens is None or self.microbatches == 1
+        need(self, one, "microbatches", f"{counted}: set one of them")
 
     @property
     def shards_again(self) -> bool:

@@ -4,15 +4,18 @@ the project."""
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields, is_dataclass, replace
-from typing import Annotated, Any, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal
 
-from common.errors import require
+from common.errors import ConfigError, require
 from common.imports import import_function, written_type
 from common.secrets import remember
-from config.files import section
+from config.files import group_file
 from config.sections import (
     Auto,
     Count,
@@ -104,13 +107,8 @@ class RewardModelConfig:
     batch_tokens: Count
 
     def __post_init__(self) -> None:
-        need(
-            self,
-            1 <= self.max_prompt_length < self.max_length,
-            "max_prompt_length",
-            f"must be at least 1 and less than {place_of(self)}max_length={self.max_length}, or no room is "
-            "left for a completion",
-        )
+        no_room = f"must be at least 1, and less than {place_of(self)}max_length={self.max_length}"
+        need(self, 1 <= self.max_prompt_length < self.max_length, "max_prompt_length", no_room)
 
     @property
     def loads_model(self) -> bool:
@@ -138,13 +136,9 @@ class EndpointConfig:
     backoff: Annotated[Positive, "is seconds before the first retry"]
 
     def __post_init__(self) -> None:
-        need(
-            self,
-            self.api_key_env is None or self.api_key_env in os.environ,
-            "api_key_env",
-            "is the name of the environment variable that holds the endpoint's key (never the key itself), "
-            "and is not set; set that variable, or give off for no key",
-        )
+        there = self.api_key_env is None or self.api_key_env in os.environ
+        variable = "is the environment variable that holds the key (not the key itself): set it, or use off"
+        need(self, there, "api_key_env", variable)
         remember(os.environ.get(self.api_key_env or ""), "api_key")
 
 
@@ -172,12 +166,8 @@ class JudgeConfig(EndpointConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            "{completion}" in self.prompt,
-            "reward.judge.prompt",
-            "…",
-            "must contain {completion}, and may contain {prompt} and {reference}",
-        )
+        parts = "must contain {completion}, and may contain {prompt} and {reference}"
+        require("{completion}" in self.prompt, "reward.judge.prompt", "…", parts)
         below = f"must be below reward.judge.max_score={self.max_score}"
         need(self, self.min_score < self.max_score, "min_score", below)
 
@@ -238,15 +228,6 @@ class RewardConfig:
         needs = own.needs_reference or _compares(settings)
         return cls(own.name, own.max_missing, needs, own._target_, kinds[0], settings)
 
-    @classmethod
-    def of_kind(cls, kind: str, settings: Any, max_missing: float | None = None) -> RewardConfig:
-        """Return the reward of config/reward/<kind>.yaml with other settings, for code that already has the
-        settings."""
-        tree = section(f"reward/{kind}.yaml")
-        share = float(tree["max_missing"]) if max_missing is None else max_missing
-        needs = bool(tree.get("needs_reference")) or _compares(settings)
-        return cls(kind, share, needs, str(tree["_target_"]), kind, settings)
-
     @property
     def needs_every_reference(self) -> bool:
         """Whether a prompt without a reference answer gets no verdict, as the reward's yaml says of its kind.
@@ -256,17 +237,10 @@ class RewardConfig:
     def models_alone(self) -> RewardConfig | None:
         """Return this reward with only the parts that load a model in the run's own processes; None if no
         part does."""
-        if isinstance(self.settings, HasParts):
+        if isinstance(self.settings, WeightedConfig):
             settings = self.settings.models_alone()
             return None if settings is None else replace(self, settings=settings)
         return self if getattr(self.settings, "loads_model", False) else None
-
-
-@runtime_checkable
-class HasParts(Protocol):
-    """Settings of a reward that consists of other rewards."""
-
-    def models_alone(self) -> Any: ...
 
 
 def _compares(settings: Any) -> bool:
@@ -279,3 +253,81 @@ def completed(tree: dict[str, Any]) -> dict[str, Any]:
     ConfigError."""
     config = RewardConfig.from_tree(tree)
     return {key: tree[key] for key in OWN_KEYS if key in tree} | {config.kind: asdict(config.settings)}
+
+
+KEY = "reward.weighted.parts"
+OWN = ("weight", "reward")
+"""Keys of a part in addition to the settings of its reward."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One reward of the sum, and the factor by which its scores are multiplied."""
+
+    weight: float
+    reward: RewardConfig
+
+
+@dataclass
+@yaml_defaults("reward/weighted.yaml:weighted")
+class WeightedConfig:
+    """``parts`` maps a name to the weight, the file of config/reward, and settings of that reward's
+    section."""
+
+    parts: dict[str, Any]
+    normalize: Literal["none", "group"]
+
+    def __post_init__(self) -> None:
+        example = "give rewards with weights: {verifier: {weight: 1}, function: {weight: 0.2, path: m.f}}"
+        require(bool(self.parts), KEY, self.parts, example)
+        for name, settings in self.parts.items():
+            sound = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_]+", name) is not None
+            require(sound, KEY, name, "a name is of letters, digits and underscores")
+            require(isinstance(settings, dict), f"{KEY}.{name}", settings, example)
+        self.typed()
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether any part compares with the prompt's reference answer."""
+        return any(part.reward.needs_reference for part in self.typed().values())
+
+    def models_alone(self) -> WeightedConfig | None:
+        """Return the parts that load a model in the run's own processes; None if there are none."""
+        parts = {
+            name: self.parts[name]
+            for name, part in self.typed().items()
+            if part.reward.models_alone() is not None
+        }
+        return WeightedConfig(parts=parts, normalize=self.normalize) if parts else None
+
+    def typed(self) -> dict[str, Part]:
+        """Return each part by its name, with its reward's settings typed. Raises ConfigError."""
+        return {name: self._part(name, dict(settings)) for name, settings in self.parts.items()}
+
+    @contextmanager
+    def of_part(self, name: str) -> Iterator[None]:
+        """Re-raise a ConfigError of the block with the setting's name as it is written here, below
+        ``parts``."""
+        try:
+            yield
+        except ConfigError as error:
+            known = error.key.startswith("reward.")
+            key = error.key.rpartition(".")[2]
+            remedy = error.remedy if known else f"{error.key}: {error.remedy}"
+            raise ConfigError(f"{KEY}.{name}.{key}", error.value, remedy) from error
+
+    def _part(self, name: str, settings: dict[str, Any]) -> Part:
+        weight, kind = settings.pop("weight", None), settings.pop("reward", name)
+        number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        require(
+            number and math.isfinite(weight) and weight != 0,
+            f"{KEY}.{name}.weight",
+            weight,
+            "is what its scores are multiplied with: a number that is not 0",
+        )
+        key = f"{KEY}.{name}.reward"
+        require(kind != "weighted", key, kind, "is this reward itself: name its parts here")
+        tree = group_file("reward", key, str(kind))
+        section = next(tree_key for tree_key in tree if tree_key not in OWN_KEYS)
+        with self.of_part(name):
+            return Part(float(weight), RewardConfig.from_tree(tree | {section: tree[section] | settings}))

@@ -60,23 +60,13 @@ class RoundsConfig:
     def __post_init__(self) -> None:
         most = f"must be at most rounds.contexts={self.contexts}, the whole run's"
         need(self, self.contexts_per_round <= self.contexts, "contexts_per_round", most)
-        need(
-            self,
-            self.replay == 0 or 0 < self.replayed(1) < self.contexts_per_round,
-            "replay",
-            f"is {self.replayed(1)} of rounds.contexts_per_round={self.contexts_per_round} contexts: a round "
-            "must replay at least one and sample at least one",
-        )
-        need(
-            self,
-            self.lag == 0 or self.examples is None,
-            "examples",
-            "needs rounds.lag=0: what a round gives is only known once it was sampled, and with a lag the "
-            "next is then under way",
-        )
+        taken, each = self.replayed(1), self.contexts_per_round
+        both = f"is {taken} of rounds.contexts_per_round={each} contexts: a round replays one and samples one"
+        need(self, self.replay == 0 or 0 < taken < each, "replay", both)
+        unseen = "needs rounds.lag=0: with a lag the next round is under way when this one's yield is known"
+        need(self, self.lag == 0 or self.examples is None, "examples", unseen)
         no_pair = "needs rounds.feedback=group: equal rewards make no pair"
         need(self, self.zero_variance != "keep" or self.feedback == "group", "zero_variance", no_pair)
-
         compares = "needs rounds.feedback=group, whose advantages compare all samples; use drop"
         need(self, self.truncated != "mask" or self.feedback == "group", "truncated", compares)
 

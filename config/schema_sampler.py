@@ -54,33 +54,23 @@ class SamplerConfig:
     options: dict[str, Any]
 
     def __post_init__(self) -> None:
-        apart = all(self.stop) and len(set(self.stop)) == len(self.stop)
-        need(self, apart, "stop", "must name each string once, and none without characters")
-        self._check_devices()
-        need(
-            self,
-            self.weight_transfer != "ipc" or self.shares_devices,
-            "weight_transfer",
-            "needs an engine on the trainer's GPUs, and sampler.devices gives it others: use nccl or auto",
-        )
-        need(
-            self,
-            self.weight_transfer != "nccl" or not self.shares_devices,
-            "weight_transfer",
-            "needs an engine with GPUs of its own: name them in sampler.devices, or use ipc or auto",
-        )
-
-    def _check_devices(self) -> None:
-        if self.devices is None:
-            every = "needs sampler=vllm; the embedded sampler already uses every rank"
-            need(self, self.data_parallel in (AUTO, 1) or self.separate, "data_parallel", every)
-            return
-        wanted = self.tensor_parallel * self.copies
-        need(self, self.separate, "devices", "needs sampler=vllm; embedded uses the trainer's own")
+        different = all(self.stop) and len(set(self.stop)) == len(self.stop)
+        need(self, different, "stop", "must name each string once, and none without characters")
+        every = "needs sampler=vllm; the embedded sampler already uses every rank"
+        single = self.devices is not None or self.data_parallel in (AUTO, 1) or self.separate
+        need(self, single, "data_parallel", every)
+        embedded = "needs sampler=vllm; embedded uses the trainer's own"
+        need(self, self.devices is None or self.separate, "devices", embedded)
+        wanted, devices = self.tensor_parallel * self.copies, self.devices or ()
         for_each = f"tensor_parallel={self.tensor_parallel} x data_parallel={self.data_parallel}"
         many = f"a multiple of {self.tensor_parallel}" if self.data_parallel == AUTO else wanted
-        different = len(set(self.devices)) == len(self.devices) == wanted
+        different = self.devices is None or len(set(devices)) == len(devices) == wanted
         need(self, different, "devices", f"must name {many} different GPUs ({for_each})")
+        transfer, shares = self.weight_transfer, self.shares_devices
+        others = "needs an engine on the trainer's GPUs, and sampler.devices has others: use nccl or auto"
+        need(self, transfer != "ipc" or shares, "weight_transfer", others)
+        apart = "needs an engine with GPUs of its own: name them in sampler.devices, or use ipc or auto"
+        need(self, transfer != "nccl" or not shares, "weight_transfer", apart)
 
     @property
     def copies(self) -> int:

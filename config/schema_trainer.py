@@ -82,17 +82,9 @@ def check_trainer_keys(loss: dict[str, Any], accepts: Accepts) -> None:
     read = {"kl_anchor", *accepts.loss_keys} & LossKeys.__annotations__.keys()
     typed({key: loss[key] for key in read if key in loss}, LossKeys, "loss.")
     if "control_tokens" in accepts.loss_keys:
-        check_two_texts("loss.control_tokens", loss["control_tokens"])
-
-
-def check_two_texts(key: str, texts: Any) -> None:
-    """Raise ConfigError unless ``texts`` has two different texts, one for chosen and one for rejected
-    completions."""
-    named = isinstance(texts, dict) and set(texts) == {"chosen", "rejected"}
-    require(
-        named and all(isinstance(text, str) and text for text in texts.values()),
-        key,
-        texts,
-        "give two texts, as in {chosen: <|good|>, rejected: <|bad|>}",
-    )
-    require(texts["chosen"] != texts["rejected"], key, texts, "must be two different texts")
+        texts = loss["control_tokens"]
+        named = isinstance(texts, dict) and set(texts) == {"chosen", "rejected"}
+        written = named and all(isinstance(text, str) and text for text in texts.values())
+        different = written and texts["chosen"] != texts["rejected"]
+        two = "give two different texts, as in {chosen: <|good|>, rejected: <|bad|>}"
+        require(different, "loss.control_tokens", texts, two)

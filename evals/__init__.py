@@ -2,7 +2,7 @@
 
 The command is ``python eval.py run=runs/x kind=accuracy``.
 
-A *kind* is a module of this package, imported when ``kind`` names it (``config.schema_eval.Kind``). It has
+A *kind* is a module of this package, imported when ``kind`` names it (``config.schema_stages.Kind``). It has
 two functions:
 
     def check(target: Target, stage: EvalStage) -> None
@@ -14,9 +14,9 @@ two functions:
 
 ``Target`` (evals.base) names the model. ``target.config`` is the checked Config: its ``model.name_or_path``
 is a folder or hub name ready to be loaded, and its ``data``, ``sampler`` and ``reward`` are those of the run
-with the command line's changes. ``stage`` (config.schema_eval.EvalStage) has the command line's other keys,
+with the command line's changes. ``stage`` (config.schema_stages.EvalStage) has the command line's other keys,
 among them the section with the kind's own name (``stage.alpacaeval``, ``stage.lm_eval``; the dataclasses of
-these two are in config/schema_eval.py, their commented defaults in config/eval.yaml).
+these two are in config/schema_stages.py, their commented defaults in config/eval.yaml).
 
 The helpers are in ``evals.answers``: ``check_answering`` returns the target's renderer, ``prompts`` the
 prompts to answer, ``sample`` the answers, drawn by the sampler of the settings with a progress bar, and

@@ -12,7 +12,7 @@ import numpy as np
 
 from common.errors import StoppedError, require
 from common.imports import import_function
-from config.schema_eval import EvalStage
+from config.schema_stages import EvalStage
 from data.chat import Renderer
 from data.types import Prompt
 from evals import answers, statistics

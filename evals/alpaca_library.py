@@ -18,7 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from common.errors import DataError, StoppedError, require
 from common.files import lines_of, write_whole
 from common.secrets import scrub_text
-from config.schema_eval import AlpacaEvalConfig
+from config.schema_stages import AlpacaEvalConfig
 
 Row = dict[str, Any]
 REPOSITORY = "tatsu-lab/alpaca_eval"

@@ -19,7 +19,7 @@ from typing import Any
 
 from common.errors import ConfigError, StoppedError, require
 from common.files import files_digest, write_whole
-from config.schema_eval import EvalStage
+from config.schema_stages import EvalStage
 from data.types import Prompt, Turn
 from evals import alpaca_library as alpaca
 from evals import answers

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from common.errors import require
-from config.schema_eval import EvalStage
+from config.schema_stages import EvalStage
 from data.chat import Renderer, make_renderer
 from data.sources import load_groups
 from data.types import Prompt

@@ -16,7 +16,7 @@ import numpy as np
 
 from common.errors import ConfigError, StoppedError, require
 from common.files import lines_of
-from config.schema_eval import EvalStage
+from config.schema_stages import EvalStage
 from data.types import Prompt
 from evals import answers, statistics
 from evals.answers import check_answering, described

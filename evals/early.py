@@ -9,7 +9,7 @@ from pathlib import Path
 from common.errors import ConfigError, require
 from common.imports import check_importable
 from config.schema_data import DataConfig
-from config.schema_eval import EvalStage
+from config.schema_stages import EvalStage
 from evals.base import Target
 from evals.running import result_path
 from rollouts.files import refuse_existing

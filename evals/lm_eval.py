@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, StoppedError, require
-from config.schema_eval import EvalStage
+from config.schema_stages import EvalStage
 from data.templates import DATE, load_template
 from evals.base import Evaluation, Target, fingerprints
 from models.distributed import World

@@ -13,7 +13,7 @@ from common.errors import StoppedError
 from common.files import write_whole
 from common.secrets import scrub
 from common.worker_process import WorkerError
-from config.schema_eval import EvalStage
+from config.schema_stages import EvalStage
 from evals.base import Evaluation, Target
 from reports.metrics import plain
 from reports.tracking import mirror_evaluation

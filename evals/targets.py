@@ -17,7 +17,7 @@ from common.errors import ConfigError, require
 from config.load import check_version, load_saved, settings_of
 from config.record import RECORD
 from config.schema import Config
-from config.schema_eval import READ, EvalStage
+from config.schema_stages import READ, EvalStage
 from evals.base import Target
 
 Settings = dict[str, Any]

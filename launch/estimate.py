@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from common.errors import StoppedError
-from config.schema_plan import CARDS
+from config.schema import CARDS
 from launch.collect import read_json
 from launch.slurm import ROOT, Job, command
 from launch.state import State

@@ -25,7 +25,7 @@ from pydantic import AfterValidator, Field
 from common.errors import ConfigError, StoppedError, require
 from common.files import lines_of, write_whole
 from config.removed import refuse_removed
-from config.schema_plan import card_memory
+from config.schema import card_memory
 from config.sections import Count, Natural, Text, dataclass, must, typed
 from launch.grid import Run, Settings, read_yaml
 

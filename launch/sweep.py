@@ -26,7 +26,7 @@ from common.errors import ConfigError, require
 from common.options import options_of
 from common.progress import SOON, progress, pulse
 from config.cli import answered
-from config.schema_plan import CARDS
+from config.schema import CARDS
 from launch.composing import Composer
 from launch.estimate import SHARE_OF_PEAK, dry_run, hours_at, hours_of, usual_rate
 from launch.grid import Run, Sweep, parse_overrides, read_sweep

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from common.worker_process import WorkerError, WorkerProcess
-from config.schema import Config
+from config.schema import Config, card_memory
 from config.schema_model import AUTO, ModelConfig
-from config.schema_plan import card_memory
 from data.balance import row_tokens, share_tokens
 from data.batches import Segment, heaviest, size_of, widest
 from data.examples import longest

@@ -17,8 +17,7 @@ from transformers import PretrainedConfig
 from common.errors import ConfigError
 from config.schema import Config
 from config.schema_model import ModelConfig
-from config.schema_rewards import RewardModelConfig
-from config.schema_weighted import WeightedConfig
+from config.schema_rewards import RewardModelConfig, WeightedConfig
 from config.sections import with_defaults
 from memory.simulate import MemoryNeed, evaluates
 from memory.tracker import WORKSPACE

@@ -16,9 +16,8 @@ from transformers import PretrainedConfig
 
 from common.worker_process import serve
 from config.machine import memory_here
-from config.schema import Config
+from config.schema import Config, card_memory
 from config.schema_model import AUTO, SELECTIVE
-from config.schema_plan import card_memory
 from data.balance import row_tokens
 from data.types import Example
 from memory.bound import MARGIN, bound

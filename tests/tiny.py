@@ -9,6 +9,7 @@ import functools
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +19,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from config.files import section
 from config.load import load
 from config.schema import Config
+from config.schema_rewards import RewardConfig
 from data.types import Example, Sequence
 from models.policy import Policy
 
@@ -40,6 +43,14 @@ def make_config(*overrides: str) -> Config:
 def compose_config(overrides: list[str]) -> Config:
     """``launch.composing.compose_config`` for settings that compose, as quick as ``make_config``."""
     return copy.deepcopy(_composed(tuple(overrides)))
+
+
+def reward_of(kind: str, settings: Any, max_missing: float | None = None) -> RewardConfig:
+    """The reward of config/reward/<kind>.yaml with other settings."""
+    tree = section(f"reward/{kind}.yaml")
+    share = float(tree["max_missing"]) if max_missing is None else max_missing
+    needs = bool(tree.get("needs_reference")) or bool(getattr(settings, "needs_reference", False))
+    return RewardConfig(kind, share, needs, str(tree["_target_"]), kind, settings)
 
 
 PLACE = re.compile(r"(?:runs_dir|cache_dir)=(?!null$)[\w./-]+")

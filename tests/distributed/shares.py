@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from common.errors import StoppedError, UserError
-from config.schema_rewards import RewardConfig
-from config.schema_weighted import WeightedConfig
+from config.schema_rewards import RewardConfig, WeightedConfig
 from data.types import Prompt, Turn
 from models.distributed import Ranks, World, stop
 from rollouts.rewards.base import Reward, make_reward
 from tests.distributed.joining import join
+from tests.tiny import reward_of
 
 LENGTHS = {"max_length": 400, "max_prompt_length": 200, "dtype": "float32", "batch_tokens": 120}
 TEXTS = [f"{'the other one ' * (i % 5)}and {i}" for i in range(10)] + ["too long " * 200]
@@ -35,7 +35,7 @@ def weighted(armorm: Path) -> RewardConfig:
         "second": {"weight": 0.5, "reward": "armorm", "name_or_path": str(armorm), **LENGTHS},
     }
     parts["second"] |= {"dtype": "bfloat16", "batch_tokens": 4096}  # fewer batches than ranks
-    return RewardConfig.of_kind("weighted", WeightedConfig(parts=parts), 0.5)
+    return reward_of("weighted", WeightedConfig(parts=parts), 0.5)
 
 
 def shared(config: RewardConfig, world: World, ranks: Ranks) -> Reward:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 from dataclasses import fields, is_dataclass
 from typing import get_args, get_type_hints
@@ -13,10 +14,12 @@ from omegaconf import OmegaConf
 from common.errors import ConfigError
 from config.files import section
 from config.load import split_settings
-from config.schema import Config
-from config.schema_eval import EvalStage
-from config.schema_stages import LabelStage, SampleStage
+from config.schema import Config, CorrectionConfig
+from config.schema_data import DataConfig
+from config.schema_model import ModelConfig
+from config.schema_stages import EvalStage, LabelStage, SampleStage
 from config.sections import dataclass, word_of, yaml_defaults
+from launch.composing import compose_config
 from tests.tiny import ROOT
 
 FILES = {"config.yaml": Config, "eval.yaml": EvalStage, "sample.yaml": SampleStage, "label.yaml": LabelStage}
@@ -49,38 +52,28 @@ def test_the_yaml_and_the_schema_have_the_same_keys(file):
 
 
 GROUP_FILES = {
-    "model": ("model/base.yaml", "config.schema_model.ModelConfig"),
-    "data": ("data/_base.yaml", "config.schema_data.DataConfig"),
-    "correction": ("correction/none.yaml", "config.schema.CorrectionConfig"),
+    "model/base.yaml": ModelConfig,
+    "data/_base.yaml": DataConfig,
+    "correction/none.yaml": CorrectionConfig,
 }
 
 
-@pytest.mark.parametrize("group", GROUP_FILES)
-def test_the_groups_of_settings_have_the_keys_of_their_schema(group):
-    from common.imports import import_function
-
-    file, schema = GROUP_FILES[group]
+@pytest.mark.parametrize("file", GROUP_FILES)
+def test_the_groups_of_settings_have_the_keys_of_their_schema(file):
     written = OmegaConf.to_container(OmegaConf.load(ROOT / "config" / file), resolve=False)
-    own = {key.split(".")[0] for key in leaves(import_function("schema", schema))}
-    assert set(written) - COMPOSED == own
+    assert set(written) - COMPOSED == {key.split(".")[0] for key in leaves(GROUP_FILES[file])}
 
 
 def test_no_default_of_the_yaml_files_stands_in_the_schema_too():
     """A field whose default is in a yaml file is declared without one: only sections and keys of other files
     have their own."""
-    import ast
-
     twice = []
     for path in sorted((ROOT / "config").glob("schema*.py")):
         for node in ast.parse(path.read_text()).body:
             if not isinstance(node, ast.ClassDef):
                 continue
-            calls = [
-                d
-                for d in node.decorator_list
-                if getattr(getattr(d, "func", None), "id", "") == "yaml_defaults"
-            ]
-            places = [ast.literal_eval(a) for call in calls for a in call.args]
+            calls = [d for d in node.decorator_list if "yaml_defaults(" in ast.unparse(d)]
+            places = [ast.literal_eval(a) for call in calls for a in getattr(call, "args", ())]
             for item in node.body:
                 if not isinstance(item, ast.AnnAssign) or item.value is None:
                     continue
@@ -117,13 +110,14 @@ def test_defaults_are_copied_and_the_first_place_wins():
     assert Some().tags is not Some().tags
 
 
-def test_own_settings_stand_beside_those_of_a_run():
-    cfg = OmegaConf.create(
-        {"in": "a.json", "out": "b.jsonl", "format": "groups", "overwrite_out": False, "lr": 1}
-    )
-    stage, rest = split_settings(cfg, LabelStage)
+def test_settings_of_a_program_stand_beside_those_of_a_run_and_a_missing_one_has_its_typed_name():
+    given = {"in": "a.json", "out": "b.jsonl", "format": "groups", "overwrite_out": False, "lr": 1}
+    stage, rest = split_settings(OmegaConf.create(given), LabelStage)
     assert (stage.samples, stage.out, stage.format) == ("a.json", "b.jsonl", "groups")
     assert rest == {"lr": 1}
+    with pytest.raises(ConfigError, match="in=") as error:
+        split_settings(OmegaConf.create(given | {"in": "???"}), LabelStage)
+    assert error.value.key == "in"
 
 
 @pytest.mark.parametrize(
@@ -145,8 +139,47 @@ def test_what_a_stage_cannot_honour_is_refused_by_its_name(given, key):
     assert error.value.key == key
 
 
-def test_the_samples_that_are_missing_are_asked_for_by_the_name_on_the_command_line():
-    cfg = OmegaConf.create({"in": "???", "out": "b.jsonl", "format": "groups", "overwrite_out": False})
-    with pytest.raises(ConfigError, match="in=") as error:
-        split_settings(cfg, LabelStage)
-    assert error.value.key == "in"
+MODELS = sorted(
+    path.stem for path in (ROOT / "config/model").glob("*.yaml") if path.stem not in ("base", "hub")
+)
+HUB = ["model=hub", "model.name_or_path=org/name"]
+
+
+@pytest.mark.parametrize("sampler", ["embedded", "vllm"])
+@pytest.mark.parametrize("model", [*([f"model={name}"] for name in MODELS), HUB], ids=" ".join)
+def test_the_defaults_of_every_model_go_online(model, sampler):
+    config = compose_config([*model, f"sampler={sampler}", "online=true", "reward=adder"])
+    assert 1 <= config.max_tokens <= config.model.max_length - config.model.max_prompt_length
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (HUB, 1024),
+        ([*HUB, "model.max_length=3072"], 2048),
+        ([*HUB, "model.max_length=8192"], 2048),  # the paper's, however much room there is
+        ([*HUB, "model.max_prompt_length=2000"], 48),
+        ([*HUB, "sampler.max_tokens=100"], 100),
+        (["model=qwen2.5-1.5b-instruct"], 2048),
+        (["experiment=dpo-online"], 2048),
+        ([], 48),
+    ],
+)
+def test_what_is_left_behind_the_longest_prompt_and_never_more_than_the_papers(overrides, expected):
+    config = compose_config(overrides)
+    assert config.max_tokens == expected
+    config.check_room()
+
+
+def test_a_number_that_does_not_fit_is_refused_and_never_changed():
+    with pytest.raises(ConfigError, match=r"sampler\.max_tokens=2048.*sampler\.max_tokens=auto"):
+        compose_config([*HUB, "sampler.max_tokens=2048", "online=true", "reward=adder"])
+
+
+def test_one_answer_a_prompt_is_too_few_for_pairs_alone():
+    """Only rounds compare a prompt's answers: sampling alone takes any number."""
+    assert compose_config(["rounds.samples=1"]).rounds.samples == 1
+    with pytest.raises(ConfigError, match=r"rounds\.samples=1"):
+        compose_config(["rounds.samples=1", "online=true"])
+    online = ["rounds.samples=1", "rounds.feedback=threshold", "loss=kto", "online=true"]
+    assert compose_config(online).rounds.samples == 1

@@ -20,35 +20,30 @@ from trainers import corrections
 from trainers.losses import shapes
 
 LOSSES = sorted(path.stem for path in (FOLDER / "loss").glob("*.yaml"))
-MORE = (
-    *(
-        "humanline=true",
-        "humanline=true humanline_mode=sample",
-        "humanline=true humanline_mode=rule +humanline_rule._target_=a.b",
-        "sync_mode=kl sync_freq=2",
-        "sync_mode=ema sync_alpha=.5",
-    ),
-    *("online=true reward=adder", "online=true reward=adder loss=kto rounds.feedback=threshold"),
-    *(
-        "dry_run=true",
-        "resume=true",
-        "scheduler=cosine",
-        "push_to_hub=a/b",
-        "model.use_peft=true",
-    ),
-    *("keep_best=eval_loss", "wandb.enabled=false", "data.verifier=null"),
-    *("loss=sft data=adder-sft data.subset=x", "data=local data.path=x"),
-    *("loss=grpo correction=truncated", "loss=grpo correction=negative_masked"),
-    *("data=mix data.mix=[{name:hh},{name:shp}]", "loss=dpo loss.divergence=alpha", "log_drift=false"),
-    *("loss=bradley_terry data.verifier=null", "loss=grpo loss.normalization=constant loss.max_tokens=9"),
-    *("data=local data.path=x data.verifier=null retention.kl=false", "data=hub data.path=x"),
-    *(f"loss=grpo loss.shape={shape}" for shape in sorted(shapes.SHAPES)),
-    *(
-        "data=hub data.path=x data.eval_split=test",
-        "data.apply_chat_template=false",
-        "loss=grpo online=true reward=adder rounds.feedback=group rounds.overlong=8",
-    ),
-)
+MORE = """
+humanline=true
+humanline=true humanline_mode=sample
+humanline=true humanline_mode=rule +humanline_rule._target_=a.b
+sync_mode=kl sync_freq=2
+sync_mode=ema sync_alpha=.5
+online=true reward=adder
+online=true reward=adder loss=kto rounds.feedback=threshold
+dry_run=true resume=true scheduler=cosine push_to_hub=a/b model.use_peft=true
+keep_best=eval_loss wandb.enabled=false data.verifier=null
+loss=sft data=adder-sft data.subset=x
+data=local data.path=x
+loss=grpo correction=truncated
+loss=grpo correction=negative_masked
+data=mix data.mix=[{name:hh},{name:shp}]
+loss=dpo loss.divergence=alpha
+log_drift=false
+loss=bradley_terry data.verifier=null
+loss=grpo loss.normalization=constant loss.max_tokens=9
+data=local data.path=x data.verifier=null retention.kl=false
+data=hub data.path=x data.eval_split=test
+data.apply_chat_template=false
+loss=grpo online=true reward=adder rounds.feedback=group rounds.overlong=8
+""".strip().splitlines() + [f"loss=grpo loss.shape={shape}" for shape in sorted(shapes.SHAPES)]
 
 
 @cache

@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from omegaconf import OmegaConf
 
 from common.errors import ConfigError, DataError, StoppedError
-from config.schema_eval import EvalStage
+from config.schema_stages import EvalStage
 from config.sections import typed
 from evals import alpacaeval
 from evals.base import Target

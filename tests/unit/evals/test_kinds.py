@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from common.errors import ConfigError, StoppedError
 from common.imports import import_function
-from config.schema_eval import EvalStage
+from config.schema_stages import EvalStage
 from data import adder
 from data.chat import Renderer
 from data.types import Prompt, Turn

@@ -12,7 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from common.errors import ConfigError, StoppedError
-from config.schema_eval import EvalStage
+from config.schema_stages import EvalStage
 from config.sections import typed
 from data import adder
 from data.chat import make_renderer

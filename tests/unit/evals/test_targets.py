@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from common.errors import ConfigError
 from config.load import dump, load
-from config.schema_eval import EvalStage
+from config.schema_stages import EvalStage
 from config.sections import typed, without_words
 from eval import evaluate
 from evals.targets import over_run, targets_of

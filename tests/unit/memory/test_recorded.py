@@ -11,7 +11,7 @@ import yaml
 from transformers import AutoConfig
 
 from common.worker_process import WorkerProcess
-from config.schema_plan import card_memory
+from config.schema import card_memory
 from memory.parts import ASSUMED, Card
 from memory.plan import make_plan
 from memory.simulate import MemoryNeed, MemoryRequest

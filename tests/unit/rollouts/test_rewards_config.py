@@ -22,6 +22,7 @@ from config.schema_rewards import (
     VerifierConfig,
 )
 from rollouts.rewards.base import make_reward
+from tests.tiny import reward_of
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "config" / "reward").glob("*.yaml"))
@@ -100,7 +101,7 @@ def test_a_verifier_without_its_package_is_refused_with_the_remedy(monkeypatch, 
     (tmp_path / "math_verify.py").write_text("raise ImportError('not here')")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="pip install 'math-verify"):
-        make_reward(RewardConfig.of_kind("verifier", VerifierConfig()))
+        make_reward(reward_of("verifier", VerifierConfig()))
 
 
 def test_settings_and_the_judge_need_no_torch():

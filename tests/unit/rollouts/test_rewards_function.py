@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
-from config.schema_rewards import FunctionConfig, RewardConfig
+from config.schema_rewards import FunctionConfig
 from data.adder import addition, rewards
 from data.formats import LARGEST, prompt_only
 from data.groups import from_dict, read_groups, to_dict, write_groups
@@ -24,7 +24,7 @@ from data.types import Completion, Group, Prompt, Turn
 from rollouts.rewards.base import Missing, Reward, RewardError, make_reward
 from rollouts.rewards.function import columns, verdicts
 from rollouts.rewards.pool import Pool
-from tests.tiny import make_config
+from tests.tiny import make_config, reward_of
 from tests.unit.rollouts import reward_functions
 
 HERE = "tests.unit.rollouts.reward_functions"
@@ -35,7 +35,7 @@ def prompt(text="q", reference=None):
 
 
 def function(name, max_missing=0.0, **settings):
-    return RewardConfig.of_kind("function", FunctionConfig(path=f"{HERE}.{name}", **settings), max_missing)
+    return reward_of("function", FunctionConfig(path=f"{HERE}.{name}", **settings), max_missing)
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_a_worker_that_dies_while_it_loads_gives_its_log_back(tmp_path):
 )
 def test_what_cannot_be_imported_is_refused_at_start(path, message):
     with pytest.raises(ConfigError, match=message) as error:
-        make_reward(RewardConfig.of_kind("function", FunctionConfig(path=path)))
+        make_reward(reward_of("function", FunctionConfig(path=path)))
     assert str(error.value).startswith("reward.function.path=")
 
 
@@ -255,7 +255,7 @@ def test_what_a_function_printed_before_it_was_killed_is_in_the_log(tmp_path):
 def test_a_module_that_fails_to_import_is_refused_with_its_line(tmp_path, monkeypatch, text, told):
     (tmp_path / "faulty.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    config = RewardConfig.of_kind("function", FunctionConfig(path="faulty.f"))
+    config = reward_of("function", FunctionConfig(path="faulty.f"))
     with pytest.raises(ConfigError, match=told):
         make_reward(config, log_dir=tmp_path / "logs")
     assert not (tmp_path / "logs").exists()

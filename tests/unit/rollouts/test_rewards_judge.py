@@ -19,11 +19,12 @@ from http.server import BaseHTTPRequestHandler
 import pytest
 
 from common.errors import ConfigError
-from config.schema_rewards import JudgeConfig, RewardConfig
+from config.schema_rewards import JudgeConfig
 from data.types import Prompt, Turn
 from rollouts.rewards.base import Missing, RewardError, make_reward
 from rollouts.rewards.judge import JudgeReward
 from tests import http_server
+from tests.tiny import reward_of
 
 KEY = "sk-very-secret"
 PROMPT = Prompt((Turn("user", "2+2 {completion}?"),), "4")
@@ -408,7 +409,7 @@ def test_no_more_tokens_than_the_cap_by_the_endpoints_count(endpoint):
 def test_through_the_factory_too_many_missing_stop_the_run(endpoint):
     endpoint.behave = lambda handler, text: handler.reply("no comment") is None if len(text) > 6 else False
     section = judge(endpoint, retries=0).config
-    reward = make_reward(RewardConfig.of_kind("judge", section, 0.2))
+    reward = make_reward(reward_of("judge", section, 0.2))
     with pytest.raises(RewardError, match="no score in the judge's reply"):
         reward.score([PROMPT] * 9, texts(9))
 

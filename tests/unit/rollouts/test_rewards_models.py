@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from common.errors import ConfigError
-from config.schema_rewards import ClassifierConfig, RewardConfig, RewardModelConfig
+from config.schema_rewards import ClassifierConfig, RewardModelConfig
 from data.types import Prompt, Turn
 from rollouts.rewards import models
 from rollouts.rewards.armorm import ArmoRM, ArmoRMHead, gate_position
@@ -32,6 +32,7 @@ from rollouts.rewards.armorm import make as armorm
 from rollouts.rewards.base import Missing, make_reward
 from rollouts.rewards.models import by_length
 from rollouts.rewards.models import make as classifier
+from tests.tiny import reward_of
 from tests.tiny_armorm import TINY, save_armorm
 from tests.tiny_tokenizers import tiny_tokenizer
 
@@ -310,7 +311,7 @@ def test_armorms_head_stays_float32_under_a_bfloat16_backbone(tmp_path):
 def test_release_and_score_again(tmp_path):
     path = save_armorm(tmp_path)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    reward = make_reward(RewardConfig.of_kind("armorm", armo(path)), device)
+    reward = make_reward(reward_of("armorm", armo(path)), device)
     reward.release()  # before anything was loaded
     before = reward.score(PROMPTS, TEXTS)
     reward.release()

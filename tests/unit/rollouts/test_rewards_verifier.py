@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config.schema_rewards import RewardConfig, VerifierConfig
+from config.schema_rewards import VerifierConfig
 from data.published import think_answer
 from data.types import Prompt, Turn
 from rollouts.rewards.base import Missing, make_reward
 from rollouts.rewards.mathverify import check, final_answer
 from rollouts.rewards.verifier import VerifierReward, accuracy, format_reward, tag_count_reward
+from tests.tiny import reward_of
 
 pytestmark = pytest.mark.usefixtures("quick_python")
 
@@ -232,7 +233,7 @@ def test_it_works_off_the_main_thread(verifier):
 
 def test_weights_and_parts():
     pytest.importorskip("math_verify")
-    reward = make_reward(RewardConfig.of_kind("verifier", VerifierConfig(workers=1), 0.5))
+    reward = make_reward(reward_of("verifier", VerifierConfig(workers=1), 0.5))
     ask = [Prompt((Turn("user", "q"),), reference) for reference in ("4", "4", "4", None)]
     texts = [think_answer("2+2", "4"), think_answer("2+2", "5"), "4", think_answer("", "4")]
     assert reward.score(ask, texts) == [10.0, 2.0, 8.0, None]

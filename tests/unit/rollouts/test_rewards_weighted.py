@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from common.errors import ConfigError
-from config.schema_rewards import RewardConfig
-from config.schema_weighted import WeightedConfig
+from config.schema_rewards import RewardConfig, WeightedConfig
 from data.types import Prompt, Turn
 from rollouts.rewards.base import make_reward
+from tests.tiny import reward_of
 
 pytestmark = pytest.mark.usefixtures("quick_python")
 
@@ -18,7 +18,7 @@ LENGTHS = {"reward": "function", "path": f"{FUNCTIONS}.lengths", "conversational
 
 
 def weighted(max_missing=0.0, normalize="none", **parts):
-    config = RewardConfig.of_kind("weighted", WeightedConfig(parts=parts, normalize=normalize), max_missing)
+    config = reward_of("weighted", WeightedConfig(parts=parts, normalize=normalize), max_missing)
     return make_reward(config)
 
 
@@ -101,7 +101,7 @@ def test_what_makes_no_sense_is_refused_by_its_key(parts, key, said):
 
 
 def test_a_part_that_compares_makes_the_sum_compare():
-    assert RewardConfig.of_kind("weighted", WeightedConfig(parts={"adder": {"weight": 1}})).needs_reference
+    assert reward_of("weighted", WeightedConfig(parts={"adder": {"weight": 1}})).needs_reference
     tree = {"name": "w", "max_missing": 0, "_target_": "rollouts.rewards.weighted.make"}
     assert RewardConfig.from_tree(tree | {"weighted": {"parts": {"adder": {"weight": 1}}}}).needs_reference
     assert not RewardConfig.from_tree(
