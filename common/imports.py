@@ -81,30 +81,28 @@ def check_keys(key: str, tree: Mapping[str, Any], takes: Mapping[str, inspect.Pa
 def check_importable(key: str, path: str) -> None:
     """Raise ConfigError where ``import_function`` would because the module is not there or does not mention
     the name. The module itself is not imported."""
-    _see_working_directory()
     module, _, name = path.rpartition(".")
+    file = _file(module)
+    mentions = rf"\b({re.escape(name)}|__getattr__|import \*)"
+    if file is None or (file.suffix == ".py" and not re.search(mentions, file.read_text("utf-8"))):
+        import_function(key, path)  # says what is wrong
+
+
+def _file(module: str) -> Path | None:
+    """Return the file of a module, which is not imported; None if it is not found."""
+    _see_working_directory()
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, AttributeError, ValueError):
-        spec = None
-    source = "" if spec is None or spec.origin is None else spec.origin
-    if spec is None or (
-        source.endswith(".py")
-        and not re.search(rf"\b({re.escape(name)}|__getattr__|import \*)", Path(source).read_text("utf-8"))
-    ):
-        import_function(key, path)  # says what is wrong
+        return None
+    return None if spec is None else Path(spec.origin or "")
 
 
 @cache
 def _source(module: str) -> list[ast.stmt]:
     """Return what stands in the source of a module, which is not imported; [] where it has none."""
-    _see_working_directory()
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, AttributeError, ValueError):
-        return []
-    origin = "" if spec is None or spec.origin is None else spec.origin
-    return ast.parse(Path(origin).read_text("utf-8")).body if origin.endswith(".py") else []
+    file = _file(module)
+    return ast.parse(file.read_text("utf-8")).body if file is not None and file.suffix == ".py" else []
 
 
 def _place(module: str, name: str) -> str:
@@ -150,27 +148,21 @@ def written_signature(path: str) -> inspect.Signature | None:
     made = [part for part in _source(module) if isinstance(part, ast.FunctionDef) and part.name == name]
     if not made or made[-1].decorator_list:
         return None
-    arguments = made[-1].args
-    empty = inspect.Parameter.empty
-    positional, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    anything = inspect.Parameter.VAR_KEYWORD
+    arguments, kinds = made[-1].args, inspect.Parameter
+    takes: list[tuple[ast.arg, Any, ast.expr | None]] = [
+        (one, kinds.POSITIONAL_OR_KEYWORD, None) for one in arguments.posonlyargs + arguments.args
+    ]
+    keywords = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    takes += [(one, kinds.KEYWORD_ONLY, default) for one, default in keywords]
+    takes += [(arguments.kwarg, kinds.VAR_KEYWORD, None)] if arguments.kwarg else []
     return inspect.Signature(
         [
-            inspect.Parameter(
+            kinds(
                 one.arg,
                 kind,
-                default=empty if default is None else default,
-                annotation=empty if one.annotation is None else ast.unparse(one.annotation),
+                default=kinds.empty if default is None else default,
+                annotation=kinds.empty if one.annotation is None else ast.unparse(one.annotation),
             )
-            for kind, names, defaults in (
-                (
-                    positional,
-                    arguments.posonlyargs + arguments.args,
-                    [None] * len(arguments.posonlyargs + arguments.args),
-                ),
-                (keyword, arguments.kwonlyargs, arguments.kw_defaults),
-                (anything, [arguments.kwarg] if arguments.kwarg else [], [None]),
-            )
-            for one, default in zip(names, defaults, strict=False)
+            for one, kind, default in takes
         ]
     )

@@ -1,5 +1,5 @@
-"""What a program is doing, as a bar with the time left on a terminal, or as lines every ten seconds in a log
-file.
+"""A program's output: what cannot be written ends no program, and secrets are removed; and what it is doing,
+as a bar with the time left on a terminal, or as lines every ten seconds in a log file.
 
 ``progress`` makes a bar over counted work, ``phase`` names work of unknown length. Where ``pulse`` was
 called, a thread draws the innermost of them again every second, so that no work is silent.
@@ -8,6 +8,11 @@ called, a thread draws the innermost of them again every second, so that no work
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
+import math
+import os
+import select
 import sys
 import threading
 import time
@@ -16,8 +21,8 @@ from typing import Any, ClassVar, Protocol, TextIO, TypeVar
 
 from tqdm import tqdm
 
-from common import output
 from common.errors import Requeue
+from common.secrets import scrub_text
 
 T = TypeVar("T")
 SECONDS_BETWEEN_LINES = 10.0
@@ -26,40 +31,117 @@ SOON = 1.0
 """Work that takes fewer seconds shows no bar, and what takes longer is drawn again so often."""
 
 
-class _Screen:
-    """A terminal as tqdm writes to it."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""System error numbers for a file that cannot grow: the disk is full, or a quota or size limit is reached."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+
+def no_room(error: OSError) -> bool:
+    """Return whether ``error`` says that a file cannot grow."""
+    return error.errno in NO_ROOM
+
+
+class _Forgiving(io.FileIO):
+    """A file descriptor that drops the bytes which its file, pipe or terminal does not take, and those beyond
+    ``left``."""
+
+    left = math.inf
+
+    def write(self, data: object) -> int:
+        rest = memoryview(data).cast("B")  # type: ignore[arg-type]
+        size, left = len(rest), self.left
+        self.left -= size
+        if size > left:
+            rest = memoryview(_TOO_MUCH if left >= 0 else b"")
+        with contextlib.suppress(OSError):
+            while rest:
+                written = super().write(rest)
+                if written is None:  # a pipe that does not block is full
+                    select.select([], [self], [])
+                rest = rest[written or 0 :]
+        return size
+
+
+_TOO_MUCH = b"\n[this process has printed too much: the rest is dropped]\n"
+
+
+class _Clean(io.TextIOWrapper):
+    """A stream that removes secrets from what is printed: tracebacks and libraries quote settings too. On a
+    terminal a bar makes room for a line."""
+
+    def write(self, text: str) -> int:
+        if _line.drawer != threading.get_ident() and text and self.isatty():
+            if _line.drawn:
+                super().write("\r\x1b[K")
+            _line.drawn, _line.within = False, not text.endswith("\n")
+        super().write(scrub_text(text))
+        return len(text)
+
+
+class _Line:
+    """The last line of the terminal. ``drawer``: the thread that draws a bar at present; ``drawn``: whether
+    there is a bar; ``within``: whether there is the beginning of a printed line."""
+
+    drawer, drawn, within = 0, False, False
+
+
+_line = _Line()
+
+
+def guard_output(most: float = math.inf) -> None:
+    """From now on, remove secrets from what this program prints, drop it where it cannot be written (a full
+    disk, a closed pipe or descriptor) or is beyond ``most`` bytes a stream, and escape letters that the
+    output's encoding lacks: a log is not worth a run. Streams that somebody put in place of the process's own
+    stay as they are."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        if stream is not getattr(sys, f"__{name}__"):
+            continue
+        if stream is None:  # closed at the start: what this program opens next must not get its number
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            with contextlib.suppress(OSError):
+                os.fstat(number)
+                number = nothing
+            os.dup2(nothing, number)
+            os.set_inheritable(number, True)
+        else:
+            with contextlib.suppress(OSError):
+                stream.flush()
+            number = stream.fileno()
+        raw = _Forgiving(number, "w", closefd=False)
+        raw.left = most
+        wrapped = _Clean(
+            raw,  # type: ignore[arg-type]  # nothing waits in a buffer: it could not be dropped from there
+            encoding="utf-8" if stream is None else stream.encoding,
+            errors="backslashreplace",
+            line_buffering=True,
+            write_through=True,
+        )
+        setattr(sys, name, wrapped)
+
+
+class _BarStream:
+    """The stream that tqdm writes a bar to: the last line of a terminal. Elsewhere a carriage return has no
+    effect, so each state of the bar is a line of its own."""
+
+    def __init__(self, stream: TextIO, terminal: bool) -> None:
+        self._stream, self._terminal, self._last = stream, terminal, ""
         self.encoding = stream.encoding or "utf-8"
-
-    def write(self, text: str) -> None:
-        with output.drawing(text.strip() != "" and not text.endswith("\n")):
-            self._stream.write(text)
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-
-class _Lines:
-    """A stream for tqdm where a carriage return has no effect: it writes each state of the bar on a line of
-    its own."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._last = ""
+        self.flush = stream.flush
 
     def write(self, text: str) -> None:
         line = text.strip()
-        if line and line != self._last:  # tqdm closes a bar by drawing it again
+        if self._terminal:
+            _line.drawer = threading.get_ident()
+            try:
+                self._stream.write(text)
+            finally:
+                _line.drawer, _line.drawn = 0, line != "" and not text.endswith("\n")
+        elif line and line != self._last:  # tqdm closes a bar by drawing it again
             self._stream.write(line + "\n")
             self._last = line
 
-    def flush(self) -> None:
-        self._stream.flush()
+    def fileno(self) -> int:
+        return self._stream.fileno()
 
 
 class Bar(tqdm):
@@ -165,7 +247,7 @@ def progress(
         initial=done,
         leave=leave and work is not None,
         disable=not (_pulsing if shown is None else shown),
-        file=_Screen(out) if terminal else _Lines(out),
+        file=_BarStream(out, terminal),
         bar_format=bar if terminal else line,
         mininterval=SECONDS_BETWEEN_REDRAWS if terminal else SECONDS_BETWEEN_LINES,
         miniters=1,  # check the clock at every update: a step may take longer than a line's ten seconds
@@ -203,7 +285,7 @@ def _beats() -> None:
         time.sleep(SOON / 2)
         # What has begun just now is not shown yet, but what it belongs to is.
         due = (bar for bar in Bar.opened[::-1] if bar.due())
-        if (bar := next(due, None)) is not None and not output.within_line():
+        if (bar := next(due, None)) is not None and not _line.within:
             bar.beat()
 
 

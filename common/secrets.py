@@ -31,22 +31,19 @@ _ORDINARY = re.compile(
 )
 """Names of tokens and keys that are no secret."""
 _FORMATS = re.compile(
-    r"\bhf_[A-Za-z0-9]{16,}|\bapi_org_[A-Za-z0-9]{16,}"  # Hugging Face
-    # Weights & Biases. Its older keys are plain hex, like a commit hash, so only their names reveal them.
-    r"|\bwandb_v\d+_[A-Za-z0-9_\-]{16,}"
-    r"|\bsk-[A-Za-z0-9_\-]{16,}"  # OpenAI, Anthropic and providers with the same format
-    r"|\b(?:[sr]k_live|[sr]k_test|whsec|gsk|xai|nvapi|pplx|r8|tgp_v1|lin_api|dop_v1|dckr_pat|shpat|npm)"
-    r"[_-][A-Za-z0-9]{16,}"
-    r"|\bgh[pousr]_[A-Za-z0-9]{16,}|\bgithub_pat_[A-Za-z0-9_]{16,}"
-    r"|\bgl(?:pat|dt|rt|soat|ptt)-[A-Za-z0-9_\-]{16,}|\bxox[a-z]-[A-Za-z0-9\-]{10,}|\bxapp-[A-Za-z0-9\-]{10,}"
-    r"|\bAIza[A-Za-z0-9_\-]{30,}|\bya29\.[A-Za-z0-9_\-]{16,}|\bA[KS]IA[A-Z0-9]{16}\b"
-    r"|\bpypi-[A-Za-z0-9_\-]{16,}|\bSG\.[A-Za-z0-9_\-]{16,}\.[A-Za-z0-9_\-]{16,}|\bhvs\.[A-Za-z0-9_\-]{16,}"
-    r"|\beyJ[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]*"  # JSON web token
+    # A prefix of Hugging Face, Stripe, Groq, NVIDIA, GitHub and others, then letters and digits
+    r"\b(?:hf|api_org|[sr]k_(?:live|test)|whsec|gsk|xai|nvapi|pplx|r8|tgp_v1|lin_api|dop_v1|dckr_pat|shpat|npm"
+    r"|gh[pousr])[_-][A-Za-z0-9]{16,}"
+    # One of Weights & Biases (its older keys look like a commit), OpenAI, GitLab, Slack and others, then also
+    # signs; and a JSON web token
+    r"|\b(?:wandb_v\d+_|sk-|github_pat_|gl(?:pat|dt|rt|soat|ptt)-|xox[a-z]-|xapp-|AIza|ya29\.|pypi-|SG\.|hvs\."
+    r"|eyJ)[A-Za-z0-9_.\-]{15,}[A-Za-z0-9_\-]|\bA[KS]IA[A-Z0-9]{16}\b"
     r"|(?<=hooks\.slack\.com/services/)[\w/]+|(?<=/api/webhooks/)[\w\-/]+"
     r"|\b(?i:Bearer)\s+(?:(?-i:(?<=Bearer ))|(?=\S{0,99}\d))[A-Za-z0-9._~+/=\-]{8,}"
     r"|\bBasic\s+(?=\S{0,99}[\d=])[A-Za-z0-9+/=]{8,}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
-    r"|(?<=[?&])[\w.\-]{1,60}=(?=[^\s&'\"#]{0,99}\d)(?=[^\s&'\"#]{0,99}[A-Za-z])[^\s&'\"#]{20,}"
+    # The parameter of a URL, but for its name
+    r"|(?<=[?&])(?P<parameter>[\w.\-]{1,60}=)(?=[^\s&'\"#]{0,99}\d)(?=[^\s&'\"#]{0,99}[A-Za-z])[^\s&'\"#]{20,}"
 )
 _USER = re.compile(r"(?<=://)(?:[^/\s@'\"?#,:]{1,300}|[^/\s:@'\",]{0,300}:(?!\d+[/\s])[^\s'\",]{0,300})(?=@)")
 """``user``, ``token`` or ``user:password`` before the host of a URL"""
@@ -63,8 +60,9 @@ _NONE = re.compile(
     r"(?i:null|none|true|false|~|\?\?\?)(?![\w\-])|\[removed\]|\$\{|\\?[\"']{2}|\\?[\"']\[removed\]"
 )
 _PROSE = re.compile(r"[a-z]+(?![\w\-])")
-_VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
-_LONGEST_NAME = 40
+_VARIABLE = re.compile(r"(?!.{41})[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
+"""Capital words joined by underscores. Some keys have capitals, digits and underscores too, but none consists
+of such words alone."""
 _SHORTEST, _SHORTEST_MIXED = 8, 6
 """Fewest characters of a value that is removed wherever it occurs, and of one with letters and digits. A shorter one
 is more likely a word than a secret, and removing it would damage ordinary text."""  # noqa: E501
@@ -89,14 +87,9 @@ def is_secret(key: str, value: Any) -> bool:
     if isinstance(value, str) and value.startswith("${"):
         return False
     if key.lower().endswith("_env"):
-        return is_secret_name(key[:-4]) and not _is_variable_name(str(value))
+        variable = _VARIABLE.fullmatch(str(value)) and not _FORMATS.search(str(value))
+        return is_secret_name(key[:-4]) and not variable
     return is_secret_name(key)
-
-
-def _is_variable_name(text: str) -> bool:
-    """Return whether ``text`` consists of capital words joined by underscores. Some keys also have capitals,
-    digits and underscores, but no key consists of such words alone."""
-    return bool(_VARIABLE.fullmatch(text)) and len(text) <= _LONGEST_NAME and not _FORMATS.search(text)
 
 
 def remember(value: Any, key: str = "") -> None:
@@ -111,13 +104,12 @@ def remember(value: Any, key: str = "") -> None:
     elif is_secret(key, value):
         _remember(str(value))
     elif isinstance(value, str):
-        if (word := _assigned(value)) is not None:
-            _remember(word[1].strip("\"'"))
-        for user in _USER.findall(value):
-            _remember(user)
-            _remember(user.partition(":")[2])
-        for start, end in _named_values(value):
-            _remember(value[start:end].strip("\"'"))
+        users = _USER.findall(value)
+        passwords = [user.partition(":")[2] for user in users]
+        named = [value[start:end].strip("\"'") for start, end in _named_values(value)]
+        typed = [word.strip("\"'") for word in (_assigned(value) or ())[1:]]
+        for secret in (*users, *passwords, *named, *typed):
+            _remember(secret)
 
 
 def _remember(value: str) -> None:
@@ -159,19 +151,13 @@ def scrub_text(text: str, known: list[str] | None = None) -> str:
     has the format of a secret and without values that follow the name of one."""
     for value in known_secrets() if known is None else known:
         text = text.replace(value, REMOVED)
-    text = _USER.sub(REMOVED, _FORMATS.sub(_but_its_name, text))
+    text = _FORMATS.sub(lambda match: f"{match['parameter'] or ''}{REMOVED}", text)
+    text = _USER.sub(REMOVED, text)
     kept, end = [], 0
     for start, stop in _named_values(text):
         kept += [text[end:start], REMOVED]
         end = stop
     return "".join([*kept, text[end:]])
-
-
-def _but_its_name(match: re.Match[str]) -> str:
-    """Return the replacement of a match: the name of a parameter in the query of a URL stays."""
-    name, sign, _ = match[0].partition("=")
-    before = match.string[match.start() - 1 : match.start()]
-    return f"{name}{sign}{REMOVED}" if sign and before in ("?", "&") else REMOVED
 
 
 def _named_values(text: str) -> Iterator[tuple[int, int]]:
@@ -208,23 +194,23 @@ def _is_prose(named: re.Match[str], value: re.Match[str]) -> bool:
     return one_word and named["sign"][-1:].isspace() and _PROSE.fullmatch(value[0]) is not None
 
 
-def scrub(tree: Any, known: list[str] | None = None, secret: bool = False) -> Any:
-    """Return a copy of nested plain data with secrets replaced. ``known`` is that of ``scrub_text``; with
-    ``secret`` every text and number is one.
+def scrub(tree: Any, known: list[str] | None = None, key: str = "") -> Any:
+    """Return a copy of nested plain data with secrets replaced. ``known`` is that of ``scrub_text``; ``key``:
+    the name of what is a secret as a whole, if it is one's.
 
     ``tokenizer_name_or_path``, ``max_tokens`` and revisions (40 hex digits) are not secrets and stay.
     """
     known = known_secrets() if known is None else known
     if isinstance(tree, dict):
         return {
-            scrub_text(key, known) if isinstance(key, str) else key: REMOVED
-            if isinstance(key, str) and is_secret(key, value)
-            else scrub(value, known, secret or (isinstance(key, str) and is_secret_name(key)))
-            for key, value in tree.items()
+            scrub_text(name, known) if isinstance(name, str) else name: scrub(
+                item, known, key if is_secret_name(key) else str(name)
+            )
+            for name, item in tree.items()
         }
     if isinstance(tree, list | tuple):
-        return [scrub(value, known, secret) for value in tree]
-    if secret and is_secret("secret", tree):
+        return [scrub(value, known, key) for value in tree]
+    if is_secret(key, tree):
         return REMOVED
     return scrub_text(tree, known) if isinstance(tree, str) else tree
 
@@ -232,11 +218,8 @@ def scrub(tree: Any, known: list[str] | None = None, secret: bool = False) -> An
 def scrub_words(words: list[str]) -> list[str]:
     """Return the arguments of a command line without secrets."""
     known = known_secrets()
-    out = []
-    for word in words:
-        assignment = _assigned(word)
-        out.append(scrub_text(word, known) if assignment is None else f"{assignment[0]}={REMOVED}")
-    return out
+    typed = {word: _assigned(word) for word in words}
+    return [f"{found[0]}={REMOVED}" if (found := typed[word]) else scrub_text(word, known) for word in words]
 
 
 def same_but_for_secrets(recorded: Any, now: Any) -> bool:

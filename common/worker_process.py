@@ -35,8 +35,7 @@ from typing import IO, Any
 
 from common.errors import StoppedError
 from common.files import open_own
-from common.output import guard_output
-from common.progress import pause
+from common.progress import guard_output, pause
 
 _APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND
 ROOT = Path(__file__).resolve().parent.parent
@@ -159,7 +158,12 @@ class WorkerProcess:
         killed)."""
         try:
             while self._answer is None and self._connection.poll(seconds):
-                number, kind, value = self._received()
+                try:
+                    number, kind, value = self._connection.recv()
+                except (EOFError, OSError):
+                    raise
+                except Exception as error:  # code in the worker may write into every descriptor that it finds
+                    raise self._gone("wrote what is no reply and was killed", wait=0.0) from error
                 expected = self._asked[0] if self._asked else None
                 if number != expected:
                     how = f"answered request {number} in the place of {expected} and was killed"
@@ -178,17 +182,6 @@ class WorkerProcess:
         except (EOFError, OSError) as error:
             raise self._gone("died") from error
         return self._answer is not None
-
-    def _received(self) -> tuple[int, Any, Any]:
-        """Return the next message. Raises EOFError, OSError, and WorkerError for what is none: code in the
-        worker may write into every descriptor that it finds."""
-        try:
-            number, kind, value = self._connection.recv()
-            return number, kind, value
-        except (EOFError, OSError):
-            raise
-        except Exception as error:
-            raise self._gone("wrote what is no reply and was killed", wait=0.0) from error
 
     def call(self, method: str, *arguments: Any, timeout: float) -> Any:
         """Send a request and return its reply (``send``, then ``receive``)."""
@@ -240,13 +233,9 @@ class WorkerProcess:
             self._process.wait(wait)
         code = self._process.poll()
         self.close(grace=0.0)
-        status = (
-            ""
-            if code is None
-            else f" (exit code {code})"
-            if code >= 0
-            else f" ({signal.Signals(-code).name})"
-        )
+        status = "" if code is None else f" (exit code {code})"
+        if code is not None and code < 0:
+            status = f" ({signal.Signals(-code).name})"
         said = f"the end of {self.log}" if self.log is not None else "its last words"
         return WorkerError(f"the process {self.module} {how}{status}; {said}:\n{self.last_words()}")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from common import lock
+from common import lock as module
 from common.lock import FileLock, LockedError
 from tests.full_disk import full_disk
 from tests.tiny_files import ROOT
@@ -40,13 +40,10 @@ def holder():
     started = []
 
     def start(path: Path, *how: str, **environment: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", HOLD, str(path), *how]
+        env = os.environ | environment
         process = subprocess.Popen(
-            [sys.executable, "-c", HOLD, str(path), *how],
-            cwd=ROOT,
-            env=os.environ | environment,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
+            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
         started.append(process)
         assert process.stdout is not None and int(process.stdout.readline()) == process.pid
@@ -59,28 +56,17 @@ def holder():
         process.wait()
 
 
-def test_asking_who_holds_a_lock_takes_none(tmp_path, holder):
-    path = tmp_path / "run.lock"
-    assert lock.holder(path) is None
-    process = holder(path)
-    assert f"process {process.pid} on {socket.gethostname()}" in (lock.holder(path) or "")
-    assert f"process {process.pid}" in (lock.holder(path) or ""), "asking does not let go of it"
-    process.kill()
-    process.wait()
-    assert path.exists() and lock.holder(path) is None, "a dead process holds nothing"
-    holder(path)
-
-
-def test_a_second_process_is_refused_and_told_who_has_it(tmp_path, holder):
-    process = holder(
-        tmp_path / "new" / "lock", SLURM_JOB_ID="9", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3"
-    )
-    said = (tmp_path / "new" / "lock").read_bytes()
+def test_a_second_process_is_refused_with_the_holders_name_and_asking_takes_no_lock(tmp_path, holder):
+    path = tmp_path / "new" / "lock"
+    assert module.holder(path) is None
+    process = holder(path, SLURM_JOB_ID="9", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
+    written = path.read_bytes()
     with pytest.raises(LockedError) as refused:
-        FileLock(tmp_path / "new" / "lock").acquire()
-    words = str(refused.value)
-    assert f"process {process.pid} on {socket.gethostname()}, since 20" in words and "Slurm job 7_3" in words
-    assert (tmp_path / "new" / "lock").read_bytes() == said
+        FileLock(path).acquire()
+    for words in (str(refused.value), module.holder(path) or "", module.holder(path) or ""):
+        assert f"process {process.pid} on {socket.gethostname()}, since 20" in words
+        assert "Slurm job 7_3" in words
+    assert path.read_bytes() == written
 
 
 @pytest.mark.parametrize("how", [(), ("fork",)], ids=["alone", "with a child that lives on"])
@@ -88,6 +74,7 @@ def test_a_dead_process_holds_nothing(tmp_path, holder, how):
     process = holder(tmp_path / "lock", *how)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
+    assert (tmp_path / "lock").exists() and module.holder(tmp_path / "lock") is None
     lock = FileLock(tmp_path / "lock")
     lock.acquire()
     lock.sign()
@@ -95,7 +82,7 @@ def test_a_dead_process_holds_nothing(tmp_path, holder, how):
     lock.release()
 
 
-def test_a_lock_that_was_let_go_is_free_and_its_file_may_go_with_it(tmp_path):
+def test_a_lock_that_was_released_is_free_and_its_file_may_go_with_it(tmp_path):
     lock = FileLock(tmp_path / "lock")
     for remove in (False, True):
         lock.acquire()
@@ -122,7 +109,7 @@ def test_a_full_disk_does_not_take_the_lock_away(tmp_path, holder):
     holder(tmp_path / "lock")
 
 
-def test_a_file_system_without_locks_is_said_and_not_fatal(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_is_reported_and_not_fatal(tmp_path, monkeypatch):
     def none(*args: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

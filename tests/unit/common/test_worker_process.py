@@ -48,11 +48,8 @@ def test_its_environment_is_the_owners_with_ours_over_it_and_without_the_launche
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("KEPT", "yes")
     worker = WorkerProcess(ECHO, log=tmp_path / "echo.log", env={"COLOUR": "blue"})
-    assert [worker.call("environment", key, timeout=900) for key in ("RANK", "KEPT", "COLOUR")] == [
-        None,
-        "yes",
-        "blue",
-    ]
+    values = [worker.call("environment", key, timeout=900) for key in ("RANK", "KEPT", "COLOUR")]
+    assert values == [None, "yes", "blue"]
     worker.close()
 
 
@@ -71,9 +68,13 @@ def test_a_worker_runs_on_the_cores_of_its_nodes_ranks_and_not_on_its_owners_alo
         run_workers_on(set())
 
 
-def test_an_exception_brings_the_workers_traceback_and_the_worker_lives_on(worker):
-    with pytest.raises(WorkerError, match=r"(?s)Traceback.*in fail.*KeyError: 'no such thing'"):
-        worker.call("fail", "no such thing", timeout=900)
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [(("fail", "no such thing"), r"in fail.*KeyError: 'no such thing'"), (("unsendable",), "pickle")],
+)
+def test_an_exception_brings_the_workers_traceback_and_the_worker_lives_on(worker, call, error):
+    with pytest.raises(WorkerError, match=rf"(?s)Traceback.*{error}"):
+        worker.call(*call, timeout=900)
     assert worker.call("echo", 1, timeout=900) == 1
 
 
@@ -108,23 +109,17 @@ def test_a_child_that_returns_from_its_fork_replies_to_nothing(worker):
         assert wait_until(lambda: not any(alive(pid) for pid in children))  # noqa: B023
 
 
-def test_a_reply_to_another_request_is_an_error_and_the_end_of_the_worker(worker):
-    worker.send("forge", 7)
-    with pytest.raises(WorkerError, match="answered request 7 in the place of 1 and was killed"):
-        worker.receive(timeout=900)
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (("forge", 7), "answered request 7 in the place of 1 and was killed"),
+        (("scribble",), "wrote what is no reply and was killed"),
+    ],
+)
+def test_what_is_no_reply_is_an_error_and_the_end_of_the_worker(worker, call, error):
+    with pytest.raises(WorkerError, match=error):
+        worker.call(*call, timeout=900)
     assert wait_until(lambda: not alive(worker.pid))
-
-
-def test_what_is_no_reply_is_an_error_and_the_end_of_the_worker(worker):
-    with pytest.raises(WorkerError, match="wrote what is no reply and was killed"):
-        worker.call("scribble", timeout=900)
-    assert wait_until(lambda: not alive(worker.pid))
-
-
-def test_what_cannot_be_sent_back_is_an_exception_of_its_request(worker):
-    with pytest.raises(WorkerError, match=r"(?s)Traceback.*pickle"):
-        worker.call("unsendable", timeout=900)
-    assert worker.call("echo", 1, timeout=900) == 1
 
 
 def test_output_without_a_log_is_kept_and_goes_on_in_the_log_that_is_named_later(tmp_path):
@@ -168,11 +163,7 @@ def test_closing_lets_an_idle_worker_leave_by_itself(worker):
 def test_no_worker_outlives_its_owner(tmp_path, request_):
     """Neither an idle worker nor one in the middle of a request, when the owner is killed and can do nothing
     about it."""
-    owner = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            f"""
+    program = f"""
 import time
 from pathlib import Path
 from common.worker_process import WorkerProcess
@@ -181,17 +172,11 @@ child = worker.call("spawn", timeout=900)
 worker.send({request_!r}, *([1] if {request_!r} == "echo" else []))
 print(worker.pid, child, flush=True)
 time.sleep(60)
-""",
-        ],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert owner.stdout is not None
-    pids = [int(pid) for pid in owner.stdout.readline().split()]
-    assert len(pids) == 2
-    assert all(alive(pid) for pid in pids)
-    owner.kill()
-    owner.wait()
-    owner.stdout.close()
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        pids = [int(pid) for pid in owner.stdout.readline().split()]
+        assert len(pids) == 2 and all(alive(pid) for pid in pids)
+        owner.kill()
     assert wait_until(lambda: not any(alive(pid) for pid in pids))
