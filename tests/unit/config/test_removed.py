@@ -28,10 +28,7 @@ COMMANDS = ("benchmarks", "jobs", "launch", "study", "tools")
 FROZEN = ("CHANGELOG.md", "benchmarks/RESULTS.md", "config/removed.yaml", "docs/gpus", "docs/study/")
 """What may say a name that is gone: the table, and pages and records of their time"""
 SAID = SENTENCE.format(was="a number", instead="nothing")
-SAMPLE = dict.fromkeys(
-    ["old", "lr.old", "loss=old", "rollouts.old", "jobs.old", "sweeps/old.yaml", "make old", "slurm.old"],
-    SAID,
-)
+GONE = ("old", "lr.old", "loss=old", "rollouts.old", "jobs.old", "sweeps/old.yaml", "make old", "slurm.old")
 
 
 def read(name: str) -> str:
@@ -101,33 +98,28 @@ def test_nothing_in_the_project_has_a_name_that_is_gone():
 
 @pytest.fixture
 def sample(monkeypatch):
-    monkeypatch.setattr(table, "removed", lambda: SAMPLE)
+    monkeypatch.setattr(table, "removed", lambda: dict.fromkeys(GONE, SAID))
 
 
 @pytest.mark.usefixtures("sample")
 @pytest.mark.parametrize(
     ("word", "says"),
-    [
-        ("old=1", "old=1: is gone: it was a number; instead: nothing; the last commit"),
-        ("++old=1", "old=1: is gone"),
-        ("old.part=2", "old.part=2: old is gone"),
-        ("loss=old", "loss=old: is gone"),
-        ("loss=dpo,old", "loss=dpo,old: loss=old is gone"),
-        ("loss=[dpo, old]", "loss=[dpo, old]: loss=old is gone"),
-        ("sampler._target_=rollouts.old.Sampler", "rollouts.old is gone"),
-        ("lr.old=1", "lr.old=1: is gone"),
-        ("data.path=sweeps/old.yaml", "sweeps/old.yaml is gone"),
-    ],
+    {
+        "old=1": "old=1: is gone: it was a number; instead: nothing; the last commit",
+        "++old=1": "old=1: is gone",
+        "old.part=2": "old.part=2: old is gone",
+        "loss=old": "loss=old: is gone",
+        "loss=dpo,old": "loss=dpo,old: loss=old is gone",
+        "loss=[dpo, old]": "loss=[dpo, old]: loss=old is gone",
+        "sampler._target_=rollouts.old.Sampler": "rollouts.old is gone",
+        "lr.old=1": "lr.old=1: is gone",
+        "data.path=sweeps/old.yaml": "sweeps/old.yaml is gone",
+    }.items(),
 )
 def test_a_setting_its_section_a_value_and_an_import_path_are_refused(word, says):
     assert says in refusal(word)
     with pytest.raises(UserError, match=re.escape(says)):
         compose(word)
-
-
-@pytest.mark.usefixtures("sample")
-def test_another_text_with_such_a_word_is_not_refused():
-    assert compose("exp_name=old", "wandb.project=old.of-mine")[0].exp_name == "old"
 
 
 @pytest.mark.usefixtures("sample")
@@ -142,11 +134,11 @@ def test_files_of_settings_sweeps_and_jobs_are_refused_alike(tmp_path):
     with refused:
         make_job({"old": 1})
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment/mine.yaml").write_text(
-        "# @package _global_\ndefaults:\n  - override /loss: old\n  - _self_\n"
-    )
+    override = "# @package _global_\ndefaults:\n  - override /loss: old\n  - _self_\n"
+    (tmp_path / "experiment/mine.yaml").write_text(override)
     with refused:
         compose("--config-dir", str(tmp_path), "experiment=mine")
+    assert compose("exp_name=old", "wandb.project=old.of-mine")[0].exp_name == "old", "another text"
 
 
 @pytest.mark.usefixtures("sample")
