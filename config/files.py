@@ -131,7 +131,7 @@ def section(place: str) -> Mapping[str, Any]:
 def walk(tree: Any, lists: bool = False, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, value) of each section, list and value of nested settings; with ``lists`` also of
     what is in a list."""
-    inside = tree.items() if isinstance(tree, dict) else ()
+    inside: Iterable[tuple[Any, Any]] = tree.items() if isinstance(tree, dict) else ()
     if lists and isinstance(tree, list | tuple):
         inside = enumerate(tree)
     for name, value in inside:
