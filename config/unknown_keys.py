@@ -151,8 +151,9 @@ def no_file(folder: str, name: str, there: list[str]) -> str:
     if (gone := why_removed(folder, name)) is not None:
         return gone
     missing = f"there is no such file in config/{folder}; "
-    if (near := nearest(name, there)) is not None:
-        return f"{missing}did you mean {folder}={near}?"
+    lowered = {file.lower(): file for file in there}
+    if near := difflib.get_close_matches(name.lower(), lowered, 1, NEAR):
+        return f"{missing}did you mean {folder}={lowered[near[0]]}?"
     row = foreign("loss_type", name) if folder == "loss" else None
     if row is not None and f'loss_type="{name}"' in row[1].there:
         return f"{missing}in TRL it is a loss_type; {row[1].answer(name)}"
