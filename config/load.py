@@ -175,6 +175,7 @@ def flat(tree: Any) -> dict[str, Any]:
     return {key: value for key, value in walk(tree) if not isinstance(value, dict)}
 
 
-def texts(tree: Any) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, value) of every text of nested settings."""
-    return ((key, value) for key, value in walk(tree, lists=True) if isinstance(value, str))
+def texts(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, value) of every text of nested settings, which are those of the section ``prefix``."""
+    inside = walk({prefix: tree} if prefix else tree, lists=True)
+    return ((key, value) for key, value in inside if isinstance(value, str))
