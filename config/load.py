@@ -176,6 +176,6 @@ def flat(tree: Any) -> dict[str, Any]:
 
 
 def texts(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, value) of every text of nested settings, which are those of the section ``prefix``."""
+    """Yield (dotted key, value) of every text of nested settings, those of the section ``prefix``."""
     inside = walk({prefix: tree} if prefix else tree, lists=True)
     return ((key, value) for key, value in inside if isinstance(value, str))

@@ -52,7 +52,7 @@ def test_a_set_differs_from_the_runs_own_data():
         (["evaluations.hard={}"], r"evaluations\.hard=\{\}: is a mapping"),
         (["evaluations.hard.path=null"], r"names the run's own held-out rows; give path"),
         (["evaluations.hard.split=test"], r"evaluations\.hard\.split=test: data=adder has no splits"),
-        (["evaluations.hard={path: x, columns: y}"], r"columns=y: .* the settings of evaluations.hard are path, split, verifier"),
+        (["evaluations.hard={path: x, columns: y}"], r"columns=y: .* are path, split, verifier"),
         (["evaluations.hard={path: [x]}"], r"evaluations\.hard\.path=\['x'\]"),
         (["evaluations=null"], r"evaluations=None: is a mapping"),
         (["keep_best=eval_hard_loss"], r"keep_best=eval_hard_loss: use one of"),
