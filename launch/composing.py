@@ -17,7 +17,7 @@ from common.errors import ConfigError
 from config.cli import UNREADABLE, reworded
 from config.composing import composed
 from config.files import walk
-from config.load import load, texts
+from config.load import load
 from config.schema import Config
 from launch.grid import CONFIG_DIR, Run, override
 
