@@ -291,9 +291,7 @@ def _settings_there(overrides: Sequence[str]) -> list[str]:
     GlobalHydra.instance().clear()  # that of the command line, whose settings were refused
     options, words = apart(overrides)
     typed = ((word, override) for word in words if (override := override_in(word)) is not None)
-    choices = [
-        word for word, o in typed if (FOLDER / o.key_or_group).is_dir() and not o.is_sweep_override()
-    ]
+    choices = [word for word, o in typed if (FOLDER / o.key_or_group).is_dir() and not o.is_sweep_override()]
     try:
         there = composed([*options, *choices], program())
         return [key for key, _ in walk(OmegaConf.to_container(there, resolve=False))]

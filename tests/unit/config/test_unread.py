@@ -20,7 +20,8 @@ from trainers import corrections
 from trainers.losses import shapes
 
 LOSSES = sorted(path.stem for path in (FOLDER / "loss").glob("*.yaml"))
-MORE = """
+MORE = (
+    """
 humanline=true
 humanline=true humanline_mode=sample
 humanline=true humanline_mode=rule +humanline_rule._target_=a.b
@@ -43,7 +44,9 @@ data=local data.path=x data.verifier=null retention.kl=false
 data=hub data.path=x data.eval_split=test
 data.apply_chat_template=false
 loss=grpo online=true reward=adder rounds.feedback=group rounds.overlong=8
-""".strip().splitlines() + [f"loss=grpo loss.shape={shape}" for shape in sorted(shapes.SHAPES)]
+""".strip().splitlines()
+    + [f"loss=grpo loss.shape={shape}" for shape in sorted(shapes.SHAPES)]
+)
 
 
 @cache
