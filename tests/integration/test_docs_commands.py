@@ -66,7 +66,7 @@ class Rule:
 RULES = [
     # The Makefile. What it installs is there already.
     Rule(r"make run$", f"ARGS='{OFFLINE}'", environment=PICTURES),
-    Rule(r"make test$", "ARGS='-n 0 tests/unit/common/test_progress.py'"),
+    Rule(r"make test$", "ARGS='-n 0 tests/unit/common/test_versions.py'"),
     Rule(r"make test-quick$", "ARGS='--collect-only'"),
     Rule(r"make torture$", "ARGS='--kills 0 --steps 2'"),
     Rule(r"make eval-tools$"),
