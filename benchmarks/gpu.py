@@ -62,7 +62,10 @@ def operations_of(config: Config, hf_config: PretrainedConfig, plan: Segment) ->
 def timed(step: Work, steps: int) -> float:
     """Return the mean seconds of ``steps`` steps, from an idle device to an idle device. The host runs ahead
     of the device, as in training."""
-    wait: Work = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    def wait() -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
     wait()
     began = time.perf_counter()
     for _ in range(steps):

@@ -64,9 +64,9 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]  # the o
 
     def load_build(self) -> None:
         """Set a record's fields, never a class's, which would change it for the whole process."""
-        if not isinstance(self.stack[-2], RECORDS):
+        if not isinstance(self.stack[-2], RECORDS):  # type: ignore[attr-defined]
             raise pickle.UnpicklingError("it changes something that is no record")
-        super().load_build()
+        super().load_build()  # type: ignore[misc]
 
     dispatch[pickle.BUILD[0]] = load_build
 

@@ -96,8 +96,9 @@ def _check_header(file: Path, header: dict[str, Any]) -> None:
     own = {k.removeprefix(f"{family}."): v for k, v in header.items() if k.startswith(f"{family}.")}
     width = own.get("rope.dimension_count", own["embedding_length"] // own["attention.head_count"])
     neutral = WITHOUT_EFFECT | {"attention.key_length": width, "attention.value_length": width}
+    mapped: Any = GGUF_CONFIG_MAPPING.get(family, own)
     for name, value in own.items():
-        if name not in GGUF_CONFIG_MAPPING.get(family, own) and value != neutral.get(name):
+        if name not in mapped and value != neutral.get(name):
             raise UserError(f"{file} has {family}.{name}={value}, which transformers' reader would drop")
     known: set[Any] = {*GGUF_PRE_TOKENIZER_SPLITS, *GPT2}
     if header.get("tokenizer.ggml.model") == "gpt2" and split not in known:

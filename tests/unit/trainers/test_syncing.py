@@ -86,7 +86,6 @@ def test_what_the_command_line_asks_for(overrides, expected):
         (["sync_mode=kl"], "sync_freq"),
         (["sync_mode=kl", "sync_freq=8", "sync_kl=0"], "sync_kl"),
         (["sync_mode=kl", "sync_freq=8", "sync_alpha=0.5"], "sync_alpha"),
-        (["humanline_mode=sample"], "humanline_mode"),
         (["humanline=true", "humanline_mode=reject"], "humanline_mode"),
         (
             ["humanline=true", "humanline_mode=sample", "humanline_sampling.gamma_P=0"],

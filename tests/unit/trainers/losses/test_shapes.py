@@ -70,20 +70,24 @@ def test_where_the_ratio_is_1_every_shape_has_the_gradient_of_reinforce(shape, n
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_corrections_weights_multiply_the_shapes_term_and_not_the_penalty(shape):
+def test_a_corrections_weights_multiply_the_shapes_term_and_neither_penalty_nor_bonus(shape):
     """Token by token: a term is linear in its weight."""
     batch = random_batch(spread=1.0)
-    scores = PLAIN.scores(batch.policy, batch.reference, batch.mask)
+    scores = replace(
+        PLAIN.scores(batch.policy, batch.reference, batch.mask), entropy=torch.rand_like(batch.policy)
+    )
     numbers = {"epsilon": 0.2, "shape": shape}
 
-    def total(weights, beta=0.0):
-        return grpo(replace(scores, weights=weights), batch.labels, beta=beta, **numbers).total
+    def total(weights, **more):
+        numbers_of_terms = {"beta": 0.0, **numbers, **more}
+        return grpo(replace(scores, weights=weights), batch.labels, **numbers_of_terms).total
 
     ones = torch.ones_like(batch.policy)
-    penalty = total(0 * ones, beta=0.01)
-    assert penalty > 0 == total(0 * ones)
+    for more, sign in ({"beta": 0.01}, 1), ({"entropy_bonus": 0.01}, -1):
+        apart = total(0 * ones, **more)
+        assert sign * apart > 0 == total(0 * ones)
+        torch.testing.assert_close(total(3 * ones, **more), 3 * total(None) + apart)
     torch.testing.assert_close(total(ones), total(None))
-    torch.testing.assert_close(total(3 * ones, beta=0.01), 3 * total(None) + penalty)
     halves = (torch.arange(ones.shape[1]) % 2).expand_as(ones).double()
     torch.testing.assert_close(total(halves) + total(1 - halves), total(None))
     assert abs(float(total(halves) - total(1 - halves))) > 1e-3
