@@ -103,7 +103,7 @@ def generate_answers(
     requests = [Request(f"{name}: {one.what}", one.n, one.settings, config.seed) for one in requests]
     kept: list[AnswerCache] = []  # on rank 0 alone
 
-    def known() -> list[list[list[Sample]]] | None:
+    def cached() -> list[list[list[Sample]]] | None:
         model = _facts_of_model(config, renderer)
         kept.extend(AnswerCache(Path(config.cache_dir), model | request.facts) for request in requests)
         answers = [of_request.answers(prompts) for of_request in kept]
@@ -118,7 +118,7 @@ def generate_answers(
             answers.append([by_key[prompt_key(prompt)] for prompt in prompts])
         return answers
 
-    answers: list[list[list[Sample]]] | None = on_main(known)
+    answers: list[list[list[Sample]]] | None = on_main(cached)
     if answers is not None:
         return answers
     sampler = make_sampler(config, renderer, world, log_dir)

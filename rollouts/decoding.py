@@ -72,9 +72,9 @@ class Decoder:
                 going = [np.concatenate([prompts[i], tokens[i, :done]]) for i in rows.tolist()]
                 numbers = None if draws is None else [draws[i][done : done + steps] for i in rows.tolist()]
                 left = np.minimum(most[rows] - done, steps)
-                made, values = self._batch(going, left, numbers, temperature, top_p, stops)
-                tokens[rows, done : done + made.shape[1]] = made
-                logprobs[rows, done : done + made.shape[1]] = values
+                added, values = self._batch(going, left, numbers, temperature, top_p, stops)
+                tokens[rows, done : done + added.shape[1]] = added
+                logprobs[rows, done : done + added.shape[1]] = values
             else:  # other ranks have rows, and their forwards are this rank's too
                 self._batch([np.array(stops[:1])], np.ones(1, int), None, temperature, top_p, stops)
             done += steps
@@ -89,9 +89,9 @@ class Decoder:
         reached = reach(causal_lm(self.policy.model).config)
         if reached is None:
             return int(left.max())
-        own = (int(sizes.max()), int(left.max()), int((sizes + left).max()))
+        extents = (int(sizes.max()), int(left.max()), int((sizes + left).max()))
         # a rank that has ended runs the forwards of the others
-        ranks = np.array(gather_objects(own) if self.synced else [own]).max(axis=0)
+        ranks = np.array(gather_objects(extents) if self.synced else [extents]).max(axis=0)
         size, longest, end = ranks.tolist()
         return min(longest, max(reached, end) - size)
 
@@ -140,16 +140,16 @@ class Decoder:
                     pause_together(now=True)
                 else:  # one rank alone, or a thread of it beside the training
                     pause()
-                made = ids[:, width + done :].cpu().numpy()
-                now = done + made.shape[1]
-                tokens[rows, done:now] = made
-                logprobs[rows, done:now] = chosen.values()[:, : made.shape[1]]
-                going = ~np.isin(made, stops).any(axis=1) & (now < most[rows])
+                added = ids[:, width + done :].cpu().numpy()
+                now = done + added.shape[1]
+                tokens[rows, done:now] = added
+                logprobs[rows, done:now] = chosen.values()[:, : added.shape[1]]
+                going = ~np.isin(added, stops).any(axis=1) & (now < most[rows])
                 if self.synced or cache is None or not going.any():
                     break
                 kept = torch.from_numpy(np.flatnonzero(going)).to(self.device)
                 cache.batch_select_indices(kept)
-                mask = torch.cat([mask, mask.new_ones(made.shape)], dim=1)[kept]
+                mask = torch.cat([mask, mask.new_ones(added.shape)], dim=1)[kept]
                 ids, rows = ids[kept], rows[going]
         return tokens, logprobs
 
@@ -162,8 +162,8 @@ class Decoder:
             return
         once = GenerationConfig(max_new_tokens=1, do_sample=False, pad_token_id=pad)
         if ids.shape[1] > 1:
-            own_ids, own_mask = distinct[..., :-1]
-            self.policy.generate(own_ids, own_mask, once, past_key_values=cache)
+            distinct_ids, distinct_mask = distinct[..., :-1]
+            self.policy.generate(distinct_ids, distinct_mask, once, past_key_values=cache)
             cache.batch_select_indices(places)
         else:  # another rank's forward is this rank's too
             self.policy.generate(ids, mask, once)
@@ -338,9 +338,9 @@ def without_generation_defaults(policy: Policy) -> Iterator[None]:
     """Remove the generation settings that the policy was published with while the context lasts. Otherwise
     transformers silently fills every unset field from them (a repetition penalty, a top-k)."""
     model = causal_lm(policy.model)
-    own = model.generation_config
+    published = model.generation_config
     model.generation_config = GenerationConfig()
     try:
         yield
     finally:
-        model.generation_config = own
+        model.generation_config = published

@@ -90,12 +90,12 @@ def read_samples(path: Path, first: int | None = None) -> list[SampledPrompt]:
 
 def _one_sample(values: Any) -> SampledPrompt:
     """Parse a row of AlpacaEval's outputs or of HALOs' samples."""
-    asked = (
+    prompt_turns = (
         (Turn("user", text(values, "instruction")),)
         if "prompt" not in values
         else turns(value(values, "prompt"), "prompt")
     )
-    prompt = with_tools(Group(prompt_of(asked, values.get("reference"))), values).prompt
+    prompt = with_tools(Group(prompt_of(prompt_turns, values.get("reference"))), values).prompt
     return SampledPrompt(prompt, (answered((), value(values, "output"), "output")[1],))
 
 
@@ -111,7 +111,7 @@ def write_feedback(
     config = with_threshold(config, scores)
     if form == "groups":
         groups = [
-            g for one, values in zip(samples, scores, strict=True) for g in _made(one, values, config, seed)
+            g for one, values in zip(samples, scores, strict=True) for g in _built(one, values, config, seed)
         ]
         write_groups(path, groups)
         return len(groups)
@@ -119,7 +119,7 @@ def write_feedback(
         entry
         for i, (one, values) in enumerate(zip(samples, scores, strict=True))
         for entry in (
-            _pairs(i, one, _made(one, values, config, seed))
+            _pairs(i, one, _built(one, values, config, seed))
             if form == "pairwise"
             else _singles(i, one, values, form, config)
         )
@@ -128,9 +128,11 @@ def write_feedback(
     return len(entries)
 
 
-def _made(one: SampledPrompt, values: Sequence[float | None], config: RoundsConfig, seed: int) -> list[Group]:
-    made = feedback(one, values, config, seed)
-    return [] if isinstance(made, str) else made
+def _built(
+    one: SampledPrompt, values: Sequence[float | None], config: RoundsConfig, seed: int
+) -> list[Group]:
+    outcome = feedback(one, values, config, seed)
+    return [] if isinstance(outcome, str) else outcome
 
 
 def _singles(
@@ -147,7 +149,7 @@ def _singles(
     ]
 
 
-def _pairs(i: int, one: SampledPrompt, made: list[Group]) -> list[Line]:
+def _pairs(i: int, one: SampledPrompt, pairs: list[Group]) -> list[Line]:
     """Return the entries of a prompt's pairs, with the better sample as A."""
     return [
         _prompt(i, one)
@@ -160,7 +162,7 @@ def _pairs(i: int, one: SampledPrompt, made: list[Group]) -> list[Line]:
             "reward_difference": g.rewards[0] - g.rewards[1],
             "type": "pairwise_feedback",
         }
-        for g in made
+        for g in pairs
     ]
 
 

@@ -108,8 +108,8 @@ def check_rule(rule: dict[str, Any]) -> None:
         return
     takes = list(signature.parameters)[1:]  # the first is the log-ratio
     for key in rule.keys() - {"_target_"}:
-        said = f"{path} does not take it; it takes {', '.join(takes) or 'no numbers'}"
-        require(key in takes, f"humanline_rule.{key}", rule[key], said)
+        remedy = f"{path} does not take it; it takes {', '.join(takes) or 'no numbers'}"
+        require(key in takes, f"humanline_rule.{key}", rule[key], remedy)
 
 
 def target_of(name: str, tree: Any) -> str:

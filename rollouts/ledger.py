@@ -67,10 +67,10 @@ class RoundFolder:
     def file(self, stage: str) -> Path:
         """Return the path of the stage's file as ``round.json`` records it, else as it would be written
         now."""
-        said = self._promise(stage)
-        if said is None:
+        entry = self._promise(stage)
+        if entry is None:
             return self._named(stage, self.compress)
-        return self.path / said.get("file", f"{stage}.jsonl")
+        return self.path / entry.get("file", f"{stage}.jsonl")
 
     def _named(self, stage: str, compress: bool) -> Path:
         return self.path / f"{stage}.jsonl{'.gz' if compress else ''}"
@@ -82,21 +82,21 @@ class RoundFolder:
     def _promise(self, stage: str, inputs: Facts | None = None) -> Facts | None:
         """Return the record of the stage's file in ``round.json``; None if there is none, or if it is for
         other ``inputs``."""
-        said: Facts | None = self.record.get("stages", {}).get(stage)
-        if said is None or (
-            inputs is not None and not same_but_for_secrets(said["inputs"], json.loads(json.dumps(inputs)))
+        entry: Facts | None = self.record.get("stages", {}).get(stage)
+        if entry is None or (
+            inputs is not None and not same_but_for_secrets(entry["inputs"], json.loads(json.dumps(inputs)))
         ):
             return None
-        return said
+        return entry
 
     def done(self, stage: str, inputs: Facts | None = None) -> bool:
         """Return whether the stage's file is the recorded one, made from ``inputs`` (None: from any
         inputs)."""
-        said, path = self._promise(stage, inputs), self.file(stage)
-        if said is None or not path.is_file():
+        entry, path = self._promise(stage, inputs), self.file(stage)
+        if entry is None or not path.is_file():
             return False
         with path.open("rb") as stream:
-            return bool(said["sha256"] == hashlib.file_digest(stream, "sha256").hexdigest())
+            return bool(entry["sha256"] == hashlib.file_digest(stream, "sha256").hexdigest())
 
     def write(self, stage: str, lines: Iterable[Line | str], inputs: Facts, facts: Facts) -> None:
         """Write the stage's file, of objects or of their JSON, and record its inputs (settings included) and
@@ -105,20 +105,20 @@ class RoundFolder:
         with whole_file(path) as stream:
             written = _Summed(stream)
             count = _write_lines(lines, written, self.compress)
-            said = {"inputs": scrub(inputs), "lines": count, **facts, "file": path.name}
-            promised = said | {"sha256": written.digest.hexdigest()}
+            entry = {"inputs": scrub(inputs), "lines": count, **facts, "file": path.name}
+            promised = entry | {"sha256": written.digest.hexdigest()}
             self.note({"stages": self.record.get("stages", {}) | {stage: promised}})
         self._named(stage, not self.compress).unlink(missing_ok=True)
 
     def lines(self, stage: str, inputs: Facts | None = None) -> list[Line] | None:
         """Return the lines of a stage that is done, made from ``inputs`` (None: from any inputs); None if it
         is not done. The file is read once. Raises DataError."""
-        said, path = self._promise(stage, inputs), self.file(stage)
-        if said is None or not path.is_file():
+        entry, path = self._promise(stage, inputs), self.file(stage)
+        if entry is None or not path.is_file():
             return None
         with self._as_written(path):
             content = path.read_bytes()
-            if said["sha256"] != hashlib.sha256(content).hexdigest():
+            if entry["sha256"] != hashlib.sha256(content).hexdigest():
                 return None
             with _opened(io.BytesIO(content), path) as lines:
                 return [json.loads(line) for line in lines]
@@ -133,12 +133,12 @@ class RoundFolder:
     def first(self, stage: str, count: int) -> list[Line]:
         """Return at most ``count`` lines of a stage that is done, for display. The rest of the file is
         neither read nor checked. Raises DataError."""
-        said, path = self._promise(stage), self.file(stage)
-        if said is None:
+        entry, path = self._promise(stage), self.file(stage)
+        if entry is None:
             raise self.not_as_written(path)
         with self._as_written(path), path.open("rb") as stream, _opened(stream, path) as lines:
             first_lines = [json.loads(line) for line in itertools.islice(lines, count)]
-            if len(first_lines) < min(count, said["lines"]):
+            if len(first_lines) < min(count, entry["lines"]):
                 raise ValueError("lines are missing")
         return first_lines
 
@@ -168,12 +168,12 @@ def _is_record(content: Any) -> bool:
     ``RoundFolder.write`` does."""
     stages = content.get("stages", {}) if isinstance(content, dict) else None
     return isinstance(stages, dict) and all(
-        isinstance(said, dict)
-        and "inputs" in said
-        and isinstance(said.get("lines"), int)
-        and isinstance(said.get("sha256"), str)
-        and isinstance(said.get("file", ""), str)
-        for said in stages.values()
+        isinstance(entry, dict)
+        and "inputs" in entry
+        and isinstance(entry.get("lines"), int)
+        and isinstance(entry.get("sha256"), str)
+        and isinstance(entry.get("file", ""), str)
+        for entry in stages.values()
     )
 
 

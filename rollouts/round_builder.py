@@ -79,11 +79,11 @@ class RoundBuilder:
             taken = self._penalised(sampled, scored)
             rounds = with_threshold(self.config.rounds, taken)
             for one, values in zip(sampled, taken, strict=True):
-                made = feedback(one, values, rounds, self.config.seed)
-                if isinstance(made, str):
-                    dropped[made] += 1
+                outcome = feedback(one, values, rounds, self.config.seed)
+                if isinstance(outcome, str):
+                    dropped[outcome] += 1
                 else:
-                    groups.append(made)
+                    groups.append(outcome)
             parts.append(suffix)
             completions += [completion for one in sampled for completion in one.completions]
             scores.append(taken)
@@ -92,7 +92,7 @@ class RoundBuilder:
             "feedback": self._feedback_settings(),
         }
         if not folder.done("groups", inputs):
-            trained_on = [group for made in groups for group in made]
+            trained_on = [group for of_context in groups for group in of_context]
             facts = {"contexts": len(groups), "dropped": dropped}
             folder.write("groups", map(self._lines.of, trained_on), inputs, facts)
         self._lines = Lines()
@@ -220,7 +220,7 @@ class RoundBuilder:
         """Return the metrics that are logged for the round's samples. ``scores``: indexed by part, prompt and
         sample."""
         of_prompts = [[s for s in values if s is not None] for part in scores for values in part]
-        given = [s for values in of_prompts for s in values]
+        rewards = [s for values in of_prompts for s in values]
         prompts = len(of_prompts)
         seconds = {
             stage: sum(stages[f"{stage}{suffix}"]["seconds"] for suffix in parts)
@@ -228,11 +228,11 @@ class RoundBuilder:
         }
         lengths = [len(c.token_ids or ()) for c in completions]
         return {
-            "reward": fmean(given) if given else None,
-            "lowest_reward": min(given, default=None),
-            "highest_reward": max(given, default=None),
+            "reward": fmean(rewards) if rewards else None,
+            "lowest_reward": min(rewards, default=None),
+            "highest_reward": max(rewards, default=None),
             "zero_variance": fmean(not varies(values) for values in of_prompts),
-            "no_verdict": 1 - len(given) / len(completions),
+            "no_verdict": 1 - len(rewards) / len(completions),
             "keep_rate": stages["groups"]["contexts"] / prompts,
             "contexts": prompts,
             "length": fmean(lengths),

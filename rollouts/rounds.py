@@ -156,12 +156,10 @@ def with_threshold(config: RoundsConfig, scores: Iterable[Sequence[float | None]
     one of these words."""
     if config.threshold not in CENTRES:
         return config
-    known = [score for values in scores for score in values if score is not None]
-    if not known:
+    flat = [score for values in scores for score in values if score is not None]
+    if not flat:
         return replace(config, threshold=0.0)
-    return replace(
-        config, threshold=float(np.mean(known) if config.threshold == "mean" else np.median(known))
-    )
+    return replace(config, threshold=float(np.mean(flat) if config.threshold == "mean" else np.median(flat)))
 
 
 def _only(group: Group, which: Sequence[int]) -> Group:
@@ -176,9 +174,9 @@ def usable_prompts(prompts: list[Prompt], renderer: Renderer) -> tuple[list[Prom
     """Return the prompts that can be rendered, and a count of the others by reason. Raises ConfigError for
     prompts that the tokenizer cannot read."""
     rendered = renderer.prompts(prompts)
-    known = [ids for ids in rendered if not isinstance(ids, str)]
-    tokens = [np.concatenate(known)] if known else []
-    check_vocabulary(renderer.tokenizer, tokens, f"these {len(known)} prompts")
+    usable = [ids for ids in rendered if not isinstance(ids, str)]
+    tokens = [np.concatenate(usable)] if usable else []
+    check_vocabulary(renderer.tokenizer, tokens, f"these {len(usable)} prompts")
     return (
         [prompt for prompt, ids in zip(prompts, rendered, strict=True) if not isinstance(ids, str)],
         Counter(ids for ids in rendered if isinstance(ids, str)),

@@ -43,10 +43,10 @@ class _Answer:
 
     def next(self, longest: int | None) -> Continuation:
         """Return the row that draws the next part. The first is drawn as if there were no strings."""
-        known = self.sample.token_ids
+        drawn = self.sample.token_ids
         key = self.row.key if self.parts == 0 else f"{self.row.key}/{self.parts}"
-        ids = np.concatenate([self.row.ids, np.array(known, np.int32)])
-        return Continuation(key, self.row.index, ids, min(self.room, longest or max(FIRST, len(known))))
+        ids = np.concatenate([self.row.ids, np.array(drawn, np.int32)])
+        return Continuation(key, self.row.index, ids, min(self.room, longest or max(FIRST, len(drawn))))
 
 
 class StopStrings:
@@ -58,8 +58,8 @@ class StopStrings:
             whole = "\ufffd" not in text
             require(whole, "sampler.stop", text, "has U+FFFD, which stands for a part of a character")
         self.strings, self.renderer = strings, renderer
-        known = renderer.tokenizer.get_added_vocab()
-        tokens = [known[text] for text in strings if text in known]
+        added = renderer.tokenizer.get_added_vocab()
+        tokens = [added[text] for text in strings if text in added]
         self.ends = tuple(dict.fromkeys((*renderer.stop_token_ids, *tokens)))
         self.longest = 2**31 if len(tokens) == len(strings) else None
         """most tokens of a part: any number where each string is a token of its own, at which engines end"""

@@ -122,11 +122,11 @@ class Accuracy:
         for prompt, text, verdict in list(zip(mine, texts, verdicts, strict=True))[:SHOWN]:
             self.samples.append((kind, prompt.turns[-1].content, text, prompt.reference_answer, verdict))
         gathered = gather_objects((verdicts, [len(sample.token_ids) for sample in flat], reasons))
-        known = [v for part, _, _ in gathered for v in part if v is not None]
+        decided = [v for part, _, _ in gathered for v in part if v is not None]
         lengths = [n for _, part, _ in gathered for n in part]
         if self.world.is_main:
             say_failures(sum((part for _, _, part in gathered), Counter()), len(lengths), f"{kind} answers")
-        return sum(known) / len(known) if known else None, sum(lengths) / len(lengths)
+        return sum(decided) / len(decided) if decided else None, sum(lengths) / len(lengths)
 
 
 def verdicts_of(
@@ -140,7 +140,7 @@ def verdicts_of(
     reasons: Counter[str] = Counter()
     failures = 0
 
-    def asked(first: int, end: int) -> list[float | None]:
+    def ask(first: int, end: int) -> list[float | None]:
         nonlocal failures
         try:
             return _valid(verifier(texts[first:end], references[first:end]), end - first, reasons)
@@ -152,9 +152,9 @@ def verdicts_of(
                 reasons[describe(error)] += end - first
                 return [None] * (end - first)
         middle = (first + end) // 2
-        return asked(first, middle) + asked(middle, end)
+        return ask(first, middle) + ask(middle, end)
 
-    return (asked(0, len(texts)), reasons) if texts else ([], reasons)
+    return (ask(0, len(texts)), reasons) if texts else ([], reasons)
 
 
 def _valid(returned: Any, expected: int, reasons: Counter[str]) -> list[float | None]:
@@ -182,9 +182,9 @@ def say_failures(reasons: Counter[str], answers: int, kind: str) -> None:
     """Print on how many of the answers the verifier failed, and where, if it did. ``kind``: what the answers
     are called."""
     if reasons:
-        told = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
+        summary = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
         failed = f"{reasons.total()} of {answers} {kind}"
-        print(f"the verifier failed on {failed}, which have no verdict: {told}", flush=True)
+        print(f"the verifier failed on {failed}, which have no verdict: {summary}", flush=True)
 
 
 def text_of(sample: Sample, renderer: Renderer) -> str:

@@ -24,7 +24,7 @@ class FakeEngine:
         self.version = self.version if folder.endswith("ignored") else version
         return version, None
 
-    def own_head(self) -> tuple[str, bool]:
+    def needs_head(self) -> tuple[str, bool]:
         return self.version, True
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> tuple[str, None]:

@@ -142,10 +142,12 @@ class Reward:
         share = sum(isinstance(v, Missing) for v in verdicts) / max(1, len(verdicts))
         self.metrics = {**self.scorer.metrics, "missing": share, "seconds": time.monotonic() - start}
         if share > self.max_missing:
-            told = _too_many(verdicts, prompts, completions, self.max_missing)
+            message = _too_many(verdicts, prompts, completions, self.max_missing)
             if self.scorer.log_dir is not None:
-                told += f"\nwhat it printed and raised, in full: {self.scorer.log_dir}/{LOG_NAME.format('*')}"
-            raise RewardError(told)
+                message += (
+                    f"\nwhat it printed and raised, in full: {self.scorer.log_dir}/{LOG_NAME.format('*')}"
+                )
+            raise RewardError(message)
 
     def release(self) -> None:
         """Free the accelerator's memory until the next ``score``."""

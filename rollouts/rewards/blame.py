@@ -32,14 +32,14 @@ _CALLERS = (
 def describe(error: Exception) -> str:
     """Return ``ValueError: its message (file.py:12)`` in one line. The location is the deepest line of the
     traceback outside libraries."""
-    said = error.remedy if isinstance(error, ConfigError) else str(error)
-    words = " ".join(said.split())
+    message = error.remedy if isinstance(error, ConfigError) else str(error)
+    words = " ".join(message.split())
     kind = "" if isinstance(error, ConfigError) else type(error).__name__
     where = _line(error.__cause__ if isinstance(error, ConfigError) and error.__cause__ else error)
-    told = ": ".join(
+    description = ": ".join(
         part for part in (kind, words if len(words) <= LONGEST else words[:LONGEST] + "…") if part
     )
-    return told + (f" ({where})" if where else "")
+    return description + (f" ({where})" if where else "")
 
 
 def _line(error: BaseException) -> str | None:
@@ -50,9 +50,9 @@ def _line(error: BaseException) -> str | None:
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.filename not in _CALLERS and not frame.filename.startswith("<")
     ]
-    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    user_frames = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
     if not frames:
         return None
-    last = (own or frames)[-1]
+    last = (user_frames or frames)[-1]
     inside = Path(last.filename).is_relative_to(Path.cwd())
     return f"{os.path.relpath(last.filename) if inside else last.filename}:{last.lineno}"

@@ -31,7 +31,7 @@ UNKNOWN = (
 
 
 @cache
-def known_words() -> frozenset[str]:
+def english_words() -> frozenset[str]:
     """Return English words in lower case, the 47,267 that are frequent in subtitles (from pyspellchecker
     0.9.1, MIT)."""
     return frozenset(gzip.decompress(WORDS.read_bytes()).decode().split())
@@ -47,9 +47,9 @@ def repetition(answer: str) -> float:
 def share_of_words(answer: str) -> float:
     """Return the share of an answer's letters and digits, in [0, 1], that stand in English words or in
     numbers of at most six digits: a policy that is asked for digits may write nothing else."""
-    known = known_words()
+    vocab = english_words()
     words = (word.lower().replace("’", "'") for word in words_of(answer))
-    kept = [w for w in words if w in known or w.removesuffix("'s") in known] + SHORT_NUMBER.findall(answer)
+    kept = [w for w in words if w in vocab or w.removesuffix("'s") in vocab] + SHORT_NUMBER.findall(answer)
     whole = sum(map(str.isalnum, answer))
     return sum(map(str.isalnum, "".join(kept))) / whole if whole else 0.0
 

@@ -244,8 +244,8 @@ class Endpoint:
         """Return the seconds to wait before the next try."""
         failed = state.outcome.exception() if state.outcome else None
         doubled = self.settings.backoff * 2.0 ** min(state.attempt_number - 1, 64)
-        asked = failed.wait if isinstance(failed, FailedError) else 0.0
-        return min(max(asked, doubled * random.uniform(0.5, 1.5)), LONGEST_WAIT_S)
+        requested = failed.wait if isinstance(failed, FailedError) else 0.0
+        return min(max(requested, doubled * random.uniform(0.5, 1.5)), LONGEST_WAIT_S)
 
     async def post(self, body: bytes) -> Any:
         """Return the endpoint's JSON answer to ``body``. Raises FailedError, RewardError."""
@@ -268,19 +268,19 @@ class Endpoint:
     def check(self, ask: Callable[[T], Awaitable[Any]], item: T) -> None:
         """Make one call before anything else is done. Raises ConfigError if there is no answer."""
 
-        async def asked() -> None:
+        async def one_call() -> None:
             await ask(item)
 
         key = f"{self.section}.base_url"
         try:
-            self._client.submit(asked()).result()
+            self._client.submit(one_call()).result()
         except FailedError as failed:
             self.close()
             raise ConfigError(key, self.base_url, f"does not answer as it must: {failed}") from None
         except RewardError as refused:
             self.close()
-            said = str(refused).removeprefix(f"{key}={self.base_url} ")
-            raise ConfigError(key, self.base_url, said) from None
+            reason = str(refused).removeprefix(f"{key}={self.base_url} ")
+            raise ConfigError(key, self.base_url, reason) from None
 
     def close(self) -> None:
         """Cancel the calls, and close the client."""
@@ -289,15 +289,15 @@ class Endpoint:
     def _refused(self, reply: Reply) -> FailedError | RewardError:
         """Return the error for an HTTP error status: a RewardError if it concerns all calls, else a
         FailedError. The endpoint's message may repeat the key, so the key is removed from it."""
-        code, said = reply.status, reply.content[:2000].decode(errors="replace")
+        code, message = reply.status, reply.content[:2000].decode(errors="replace")
         if self._key:
-            said = said.replace(self._key, "***")
+            message = message.replace(self._key, "***")
         if code in _STOP or 300 <= code < 400:
             model = getattr(self.settings, "model", None)
-            asked = f"model={model}" if model else "the call"
+            subject = f"model={model}" if model else "the call"
             return RewardError(
-                f"{self.section}.base_url={self.base_url} refuses {asked}: "
-                f"HTTP {code} {said[:300]}; fix the address, the model or the key"
+                f"{self.section}.base_url={self.base_url} refuses {subject}: "
+                f"HTTP {code} {message[:300]}; fix the address, the model or the key"
             )
         again = code in (408, 409, 425, 429) or code >= 500
         return FailedError(

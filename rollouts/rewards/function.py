@@ -62,10 +62,10 @@ class FunctionReward(Scorer):
         prompt."""
         rows = [_others(prompt) for prompt in prompts]
         others = {name for row in rows for name, value in row.items() if value is not None}
-        known = any(prompt.reference_answer is not None for prompt in prompts)
+        has_references = any(prompt.reference_answer is not None for prompt in prompts)
         for name in self._asks.needed:
-            if name in REFERENCE and not known and name not in others:
-                column = next((own for own in ANSWERS if own in others), None)
+            if name in REFERENCE and not has_references and name not in others:
+                column = next((candidate for candidate in ANSWERS if candidate in others), None)
                 raise ConfigError(
                     "data.columns",
                     None,
@@ -96,8 +96,8 @@ class FunctionReward(Scorer):
     def _show(self, batch: Columns, conversational: bool) -> None:
         """Print the arguments of the first call, which say at a glance what the function works on."""
         self._shown = True
-        given = _arguments(batch, conversational, self._asks)
-        firsts = ", ".join(f"{name}=[{_BRIEF.repr(column[0])}, …]" for name, column in given.items())
+        arguments = _arguments(batch, conversational, self._asks)
+        firsts = ", ".join(f"{name}=[{_BRIEF.repr(column[0])}, …]" for name, column in arguments.items())
         print(
             f"{self.config.path} gets {'lists of messages' if conversational else 'texts'} "
             f"(reward.function.conversational={'true' if conversational else 'false'}); its first call: "
@@ -148,15 +148,15 @@ def columns(prompts: Sequence[Prompt], completions: Sequence[str], conversationa
         "completions": [[{"role": "assistant", "content": text}] for text in completions],
         "prompts": [[turn.message for turn in prompt.turns] for prompt in prompts],
     }
-    given = messages if conversational else as_texts(messages)
-    own = {name: [row.get(name) for row in others] for name in names if name not in given}
-    return given | dict.fromkeys(REFERENCE, references) | own
+    conversations = messages if conversational else as_texts(messages)
+    extra = {name: [row.get(name) for row in others] for name in names if name not in conversations}
+    return conversations | dict.fromkeys(REFERENCE, references) | extra
 
 
 def as_texts(batch: Columns) -> Columns:
     """Return the batch with texts in place of messages: a prompt's turns with an empty line between them."""
     return batch | {
-        "prompts": ["\n\n".join(turn["content"] for turn in asked) for asked in batch["prompts"]],
+        "prompts": ["\n\n".join(turn["content"] for turn in prompt) for prompt in batch["prompts"]],
         "completions": [answer[0]["content"] for answer in batch["completions"]],
     }
 
@@ -168,8 +168,8 @@ def _others(prompt: Prompt) -> dict[str, Any]:
 
 def _arguments(batch: Columns, conversational: bool, asks: Asks) -> Columns:
     """Return those columns of a batch of messages that the function asks for."""
-    given = batch if conversational else as_texts(batch)
-    return {name: column for name, column in given.items() if asks.everything or name in asks.names}
+    available = batch if conversational else as_texts(batch)
+    return {name: column for name, column in available.items() if asks.everything or name in asks.names}
 
 
 # In the worker process
@@ -185,7 +185,7 @@ def load(which: Call) -> Callable[[Columns], tuple[bool, list[float | Missing]]]
     asks = asks_of(function)
     messages = asks.messages if which.conversational is None else which.conversational
 
-    def given(batch: Columns, conversational: bool) -> list[float | Missing]:
+    def invoke(batch: Columns, conversational: bool) -> list[float | Missing]:
         returned = function(**_arguments(batch, conversational, asks))
         if inspect.iscoroutine(returned):
             returned = asyncio.run(returned)
@@ -194,11 +194,11 @@ def load(which: Call) -> Callable[[Columns], tuple[bool, list[float | Missing]]]
     def call(batch: Columns) -> tuple[bool, list[float | Missing]]:
         nonlocal messages
         try:
-            return messages, given(batch, messages)
+            return messages, invoke(batch, messages)
         except (TypeError, AttributeError) as error:
             if messages or which.conversational is not None or not _TAKES_FIELDS.search(str(error)):
                 raise
-            scores = given(batch, conversational=True)
+            scores = invoke(batch, conversational=True)
             messages = True
             return messages, scores
 

@@ -41,11 +41,11 @@ class HttpReward(Scorer):
     async def _ask(self, batch: Columns) -> list[float | Missing]:
         """Return one number for each completion of the batch. Raises FailedError, RewardError."""
         reply = await self._endpoint.post(json.dumps(batch).encode())
-        given = reply.get("rewards") if isinstance(reply, dict) else None
+        rewards = reply.get("rewards") if isinstance(reply, dict) else None
         wanted = len(batch["completions"])
-        if not isinstance(given, list) or len(given) != wanted:
+        if not isinstance(rewards, list) or len(rewards) != wanted:
             raise FailedError('the reply is not {"rewards": [one a completion]}', again=True)
-        return [_number(value) for value in given]
+        return [_number(value) for value in rewards]
 
 
 def _number(value: object) -> float | Missing:

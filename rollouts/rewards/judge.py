@@ -64,8 +64,8 @@ class JudgeReward(Scorer):
         filled = re.sub(
             "|".join(map(re.escape, parts)), lambda match: parts[match.group()], self.config.prompt
         )  # one pass, so that placeholders within these texts stay
-        said = self.config.system
-        system = [] if said is None else [{"role": "system", "content": said}]
+        system_text = self.config.system
+        system = [] if system_text is None else [{"role": "system", "content": system_text}]
         return json.dumps(
             {
                 "model": self.config.model,
@@ -104,9 +104,9 @@ class JudgeReward(Scorer):
 
     # One call
 
-    async def _ask(self, asked: tuple[Prompt, str]) -> float:
+    async def _ask(self, pair: tuple[Prompt, str]) -> float:
         """Return the score in the judge's reply. Raises FailedError, RewardError."""
-        prompt, completion = asked
+        prompt, completion = pair
         body = self._body(prompt, completion)
         self._reserve(body)
         reply = await self._endpoint.post(body)

@@ -198,11 +198,11 @@ class ModelReward(Scorer):
             raise not_found(self.place.key, self.place.name, error) from error
         with init_empty_weights():
             model = self.head.empty(model_config)
-        own = [
+        of_head = [
             name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")
         ]
-        if names is not None and not any(name.endswith(tuple(own)) for name in names):
-            refuse_missing(own, self.place.key, self.place.name)
+        if names is not None and not any(name.endswith(tuple(of_head)) for name in names):
+            refuse_missing(of_head, self.place.key, self.place.name)
         require(
             model.config.num_labels == 1 or not isinstance(self.head, Classifier),
             self.place.key,
@@ -242,8 +242,8 @@ class Classifier:
 
     def rewards(self, model: PreTrainedModel, rows: Sequence[Row], device: torch.device) -> Tensor:
         settings = model.config.get_text_config()
-        given = settings.pad_token_id
-        pad = given if given is not None else _absent(rows)
+        original = settings.pad_token_id
+        pad = original if original is not None else _absent(rows)
         ids, mask = padded(rows, pad, device)
         settings.pad_token_id = (
             pad  # transformers pools at the last token that is not this one, and refuses batches without it
@@ -251,7 +251,7 @@ class Classifier:
         try:
             return model(input_ids=ids, attention_mask=mask).logits[:, 0]
         finally:
-            settings.pad_token_id = given
+            settings.pad_token_id = original
 
 
 def make(config: ClassifierConfig, device: torch.device | str, log_dir: Path | None = None) -> ModelReward:

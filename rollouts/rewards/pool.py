@@ -105,8 +105,8 @@ class Pool:
             self._discard(worker)
             if late:
                 return Missing(f"took longer than {self.timeout:g} s and was killed")
-            said = worker.last_words(1).strip()[:200]
-            return Missing("ended its process" + (f" ({said})" if said else ""))
+            last_words = worker.last_words(1).strip()[:200]
+            return Missing("ended its process" + (f" ({last_words})" if last_words else ""))
         with self._lock:
             self._busy.discard(worker)
             kept = not self._closed
@@ -184,7 +184,7 @@ class _Worker:
         try:
             self._function = import_function("loader", loader)(argument)
         except Exception as error:
-            return self._told(error), None
+            return self._report(error), None
         return None, getattr(self._function, "about", None)
 
     def run(self, task: Any) -> tuple[bool, Any]:
@@ -192,17 +192,17 @@ class _Worker:
         try:
             return True, self._function(task)
         except Exception as error:
-            return False, self._told(error)
+            return False, self._report(error)
 
-    def _told(self, error: Exception) -> str:
+    def _report(self, error: Exception) -> str:
         """Return the failure in one line, and print its traceback to the log unless it is there often
         enough."""
-        told = describe(error)
-        self._logged[told] += 1
-        if self._logged[told] <= TRACEBACKS:
+        description = describe(error)
+        self._logged[description] += 1
+        if self._logged[description] <= TRACEBACKS:
             with contextlib.suppress(OSError):  # a full disk
                 traceback.print_exception(error)
-        return told
+        return description
 
 
 if __name__ == "__main__":

@@ -46,9 +46,9 @@ class WeightedReward(Scorer):
         totals: list[float | Missing] = [0.0] * len(completions)
         for name, scorer in self.parts.items():
             verdicts = [finite(verdict) for verdict in scorer.score(prompts, completions)]
-            given = [verdict for verdict in verdicts if not isinstance(verdict, Missing)]
-            if given:
-                self.metrics[f"reward_{name}"] = fmean(given)
+            scores = [verdict for verdict in verdicts if not isinstance(verdict, Missing)]
+            if scores:
+                self.metrics[f"reward_{name}"] = fmean(scores)
             if self.normalize == "group":
                 verdicts = normalised_apart(prompts, verdicts)
             self.metrics |= {f"of_{name}_{key}": value for key, value in scorer.metrics.items()}

@@ -20,7 +20,7 @@ class WorkerExtension:
     """Methods mixed into each of the engine's own workers (vLLM's ``worker_extension_cls``). Each one is
     called by ``collective_rpc`` and returns values that JSON can represent."""
 
-    def has_own_head(self) -> list[bool]:
+    def has_output_head(self) -> list[bool]:
         """Return whether the model has an output head by that name, even if it is tied to the embeddings.
         Gemma's has none: its embeddings are also its head."""
         names = self.get_model().named_parameters(remove_duplicate=False)  # type: ignore[attr-defined]
@@ -30,7 +30,7 @@ class WorkerExtension:
         """Load the safetensors files of a Hugging Face folder in place. Raises FileNotFoundError if there are
         none."""
         tied = self.model_config.hf_text_config.tie_word_embeddings  # type: ignore[attr-defined]
-        (has_head,) = self.has_own_head()
+        (has_head,) = self.has_output_head()
         tensors = checkpoint_tensors(Path(folder), add_head=tied and has_head)
         self.reload_weights(weights_iterator=tensors)  # type: ignore[attr-defined]
 

@@ -103,9 +103,9 @@ class Engines:
         start = (self.options, folder, version)
         self._ask("start", [start] * len(self._workers), self.config.start_timeout)
 
-    def own_head(self) -> bool:
+    def needs_head(self) -> bool:
         """Return whether the engines need the output head by name, even if it is tied to the embeddings."""
-        return bool(self._ask_all("own_head")[0])
+        return bool(self._ask_all("needs_head")[0])
 
     # The calls of vLLM's trainer engines (rollouts.vllm.transfer.Client). All engines work at once.
 

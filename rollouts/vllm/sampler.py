@@ -229,7 +229,7 @@ class VllmSampler:
     def _send_to_all(self, fresh: bool) -> None:
         """Ask all ranks to send their weights. ``fresh``: whether the engines are not connected yet."""
         # asked in any case: an engine that is dead or does not answer is noticed before the ranks send
-        takes_head = self.engines.own_head()
+        takes_head = self.engines.needs_head()
         tied = causal_lm(self.policy.model).config.get_text_config().tie_word_embeddings
         self._client.version = str(self._version)
         failure = self._send_all((fresh, frozenset((HEAD,)) if tied and not takes_head else frozenset()))

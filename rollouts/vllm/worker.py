@@ -50,19 +50,19 @@ class OfflineEngine:
         that weights can be sent to it. An engine that compiles is made from the config alone in any case,
         since a round's folder is another one at each start (``shape_folder``)."""
         if folder and (options.enforce_eager or current_platform.is_cpu()):
-            self._llm = self._made(options, folder, "auto")
+            self._llm = self._built(options, folder, "auto")
         else:
             model_config = (Path(folder) / "config.json").read_text() if folder else options.model_config
             shape = shape_folder(model_config, Path(envs.VLLM_CACHE_ROOT))
             key = f"{options} {vllm.__version__} {torch.__version__} {current_platform.get_device_name()}"
             with one_compiles(shape, key):
-                self._llm = self._made(options, str(shape), "dummy")
+                self._llm = self._built(options, str(shape), "dummy")
             if folder:
                 self._llm.collective_rpc("read_weights", args=(folder,))
         self._llm.update_weight_version(version if folder else NONE)
-        return self._said(None)
+        return self._answer(None)
 
-    def _made(self, options: EngineOptions, folder: str, load_format: str) -> LLM:
+    def _built(self, options: EngineOptions, folder: str, load_format: str) -> LLM:
         cpu = current_platform.is_cpu()
         if cpu:
             os.environ.pop(KV_CACHE, None)
@@ -95,23 +95,23 @@ class OfflineEngine:
         self._begin().collective_rpc("read_weights", args=(folder,))
         return self._end(version)
 
-    def own_head(self) -> tuple[str, bool]:
+    def needs_head(self) -> tuple[str, bool]:
         """Return whether the engine needs the output head by name, even if it is tied to the embeddings."""
-        return self._said(self._started().collective_rpc("has_own_head")[0][0])
+        return self._answer(self._started().collective_rpc("has_output_head")[0][0])
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> tuple[str, None]:
         self._started().init_weight_transfer_engine({"init_info": init_info})
-        return self._said(None)
+        return self._answer(None)
 
     def start_weight_update(self) -> tuple[str, None]:
         """Begin an update. The weights' memory wakes up first if asleep, because a sleeping engine does not
         survive an update."""
         self._begin().start_weight_update()
-        return self._said(None)
+        return self._answer(None)
 
     def update_weights(self, update_info: Any) -> tuple[str, None]:
         self._started().update_weights({"update_info": update_info})
-        return self._said(None)
+        return self._answer(None)
 
     def finish_weight_update(self, version: str) -> tuple[str, None]:
         self._started().finish_weight_update()
@@ -134,7 +134,7 @@ class OfflineEngine:
                 "the prefix cache of the old weights could not be dropped: requests are still running"
             )
         llm.update_weight_version(version)
-        return self._said(None)
+        return self._answer(None)
 
     def sleep(self) -> tuple[str, None]:
         """Release the GPU memory of weights and KV cache. The weights are discarded, since the trainer sends
@@ -143,7 +143,7 @@ class OfflineEngine:
         llm.sleep(level=2)
         llm.update_weight_version(NONE)
         self._asleep = True
-        return self._said(None)
+        return self._answer(None)
 
     def generate(
         self, requests: list[GenerateRequest]
@@ -163,7 +163,7 @@ class OfflineEngine:
             ended = [output for output in engine.step() if output.finished]
             if ended:
                 yield [(places[output.request_id], _drawn(output)) for output in ended]
-        return self._said(None)
+        return self._answer(None)
 
     def logprobs(self, rows: list[TokenRow]) -> tuple[str, list[list[float]]]:
         """Return log p(token | the tokens before it) of every token but the first, nats. Rows must be shorter
@@ -174,14 +174,14 @@ class OfflineEngine:
             params,
             use_tqdm=False,
         )
-        return self._said(
+        return self._answer(
             [
                 [step[token].logprob for token, step in zip(row[1:], output.prompt_logprobs[1:], strict=True)]
                 for row, output in zip(rows, outputs, strict=True)
             ]
         )
 
-    def _said(self, value: T) -> tuple[str, T]:
+    def _answer(self, value: T) -> tuple[str, T]:
         return self._started().get_weight_version(), value
 
     def _started(self) -> LLM:
