@@ -28,7 +28,7 @@ from config.cli import cli, compose, guarded, settings
 from config.machine import speaks, with_environment
 from config.schema import Config
 from jobs.signals import Signals
-from reports.outcome import NOTHING_LEARNT, told
+from reports.outcome import NOTHING_LEARNT, text_of
 
 __all__ = ["compose", "train"]
 
@@ -94,7 +94,7 @@ def main(cfg: DictConfig) -> None:
             config, name, Signals(interrupts=True)
         )  # never restored: they hold until the program ends
         if summary.get("status") == NOTHING_LEARNT:
-            raise UserError(f"{told(summary)}; its results are written all the same")
+            raise UserError(f"{text_of(summary)}; its results are written all the same")
 
     guarded(work)
 

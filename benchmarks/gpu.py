@@ -83,9 +83,9 @@ def measure(config: Config, hf_config: PretrainedConfig, world: World, steps: in
         policy = load_policy(config.model, world.device, config.seed)
     dtype = getattr(torch, config.model.dtype)
     shard(policy, decoder_blocks(policy), world, dtype, config.model.shards_again)
-    said: list[str] = []
-    config = planned.apply(policy, said.append)
-    yield from said
+    messages: list[str] = []
+    config = planned.apply(policy, messages.append)
+    yield from messages
     trainer = trainer_class(config)(config, policy, make_loss(config), world)
     if config.has_reference:
         score_all(trainer, plan)

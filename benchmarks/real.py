@@ -114,8 +114,8 @@ class Suite:
         log = self.out / f"{run}.log"
         command = [sys.executable, f"{name}.py", *self.words, *words]
         env = {**os.environ, "OMP_NUM_THREADS": self.threads, **env}
-        with log.open("w") as said:
-            started = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, env=env)
+        with log.open("w") as stream:
+            started = subprocess.Popen(command, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, env=env)
             _, status, used = os.wait4(started.pid, 0)
         if status:
             raise RuntimeError(f"{' '.join(command[1:])}\n{log.read_text()[-3000:]}")
@@ -185,10 +185,10 @@ def sanity(suite: Suite, loss: str, variant: str) -> Iterator[Gate]:
         words += ["model.batch_size=64", suite.sampler[0]]
     else:
         words += ["n_epochs=auto", *OFFLINE[loss], *(CLIP[variant] if loss == "grpo" else ())]
-    given, folder = [*suite.cell(loss, variant), *words], suite.out / f"{loss}-{variant.replace(' ', '-')}"
+    settings, folder = [*suite.cell(loss, variant), *words], suite.out / f"{loss}-{variant.replace(' ', '-')}"
     measured_memory = (loss, variant) == SANITY[0]
     env = RETURNS if measured_memory else {}
-    _, peak = suite.program("train", *given, f"exp_name={folder.name}", "overwrite=true", **env)
+    _, peak = suite.program("train", *settings, f"exp_name={folder.name}", "overwrite=true", **env)
     summary = json.loads((folder / "summary.json").read_text())
     before, after = (summary[when]["eval_accuracy_sampled"] for when in ("before", "after"))
     name = f"sanity set, {prompts} prompts: {loss} {variant}"
@@ -196,7 +196,7 @@ def sanity(suite: Suite, loss: str, variant: str) -> Iterator[Gate]:
     if online:
         yield engine(suite, folder)
     elif measured_memory:
-        yield memory(suite, given, peak)
+        yield memory(suite, settings, peak)
         yield speed(suite, summary["tokens_per_second"])
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # two gigabytes a run
 
@@ -223,13 +223,13 @@ def speed(suite: Suite, tokens_per_second: float) -> Gate:
     return Gate("tokens a second", wanted, measured, share >= SLOWEST)
 
 
-def memory(suite: Suite, given: Sequence[str], peak: float) -> Gate:
+def memory(suite: Suite, settings: Sequence[str], peak: float) -> Gate:
     """The peak of a run's process against the plan that a dry run with its settings makes."""
-    said, _ = suite.program("train", *given, "dry_run=true", "exp_name=dry")
-    if "A bound from the shapes" in said:
+    printed, _ = suite.program("train", *settings, "dry_run=true", "exp_name=dry")
+    if "A bound from the shapes" in printed:
         why = "a bound from the shapes fits, nothing is simulated"
         return Gate("peak memory", "a simulated plan", why, None)
-    planned = max(float(gib) for gib in re.findall(r": ([\d.]+) GiB =", said))
+    planned = max(float(gib) for gib in re.findall(r": ([\d.]+) GiB =", printed))
     wanted = f"plan {planned:.2f} GiB + {BESIDE}"
     return Gate("peak memory", wanted, f"{peak:.2f} GiB", peak <= planned + BESIDE)
 

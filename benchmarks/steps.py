@@ -176,9 +176,9 @@ def drawn_pairs(
 
     pairs = []
     for _ in range(count):
-        asked = some(prompt, longest // 2)
-        answers = (some(completion, longest - len(asked)), some(completion, longest - len(asked)))
-        pairs.append((Sequence(asked, answers[0]), Sequence(asked, answers[1])))
+        prompt_ids = some(prompt, longest // 2)
+        answers = (some(completion, longest - len(prompt_ids)), some(completion, longest - len(prompt_ids)))
+        pairs.append((Sequence(prompt_ids, answers[0]), Sequence(prompt_ids, answers[1])))
     return pairs
 
 

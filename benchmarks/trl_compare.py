@@ -113,10 +113,10 @@ def of_side(words: list[str], memory: float) -> Found | str:
                 return f"took more than {memory:,.0f} MiB"
             time.sleep(POLL)
         assert process.stdout is not None
-        said = process.stdout.read().splitlines()
+        lines = process.stdout.read().splitlines()
     if process.returncode != 0:
         return f"died with exit code {process.returncode}"
-    return Found(**json.loads(said[-1]))
+    return Found(**json.loads(lines[-1]))
 
 
 def resident(pid: int) -> float:
@@ -173,8 +173,8 @@ class Comparison:
         cheapest, at_once = float("inf"), 1
         while at_once <= self.args.batch_pairs:
             found = self.side(side, at_once, self.args.batch_pairs)
-            said = found if isinstance(found, str) else found.text(self.args.batch_pairs)
-            yield f"{self.loss}, {side}, {at_once} pairs at once: {said}"
+            text = found if isinstance(found, str) else found.text(self.args.batch_pairs)
+            yield f"{self.loss}, {side}, {at_once} pairs at once: {text}"
             if isinstance(found, str):
                 return
             if found.cpu < cheapest:

@@ -35,9 +35,9 @@ def generated(batch: Sequence[Example]) -> dict[str, Tensor]:
     right, with our advantages."""
     prompts = [torch.tensor(e.rows[0].prompt_ids).long() for e in batch]
     answers = [torch.tensor(e.rows[0].completion_ids).long() for e in batch]
-    made = {"advantages": torch.tensor([e.label for e in batch])}
+    tensors = {"advantages": torch.tensor([e.label for e in batch])}
     for name, parts, side in (("prompt", prompts, "left"), ("completion", answers, "right")):
         seen = [torch.ones_like(part) for part in parts]
-        made[f"{name}_ids"] = pad_sequence(parts, batch_first=True, padding_side=side)
-        made[f"{name}_mask"] = pad_sequence(seen, batch_first=True, padding_side=side)
-    return made | {"num_items_in_batch": made["completion_mask"].sum()}
+        tensors[f"{name}_ids"] = pad_sequence(parts, batch_first=True, padding_side=side)
+        tensors[f"{name}_mask"] = pad_sequence(seen, batch_first=True, padding_side=side)
+    return tensors | {"num_items_in_batch": tensors["completion_mask"].sum()}

@@ -42,9 +42,9 @@ class UpdateOfGRPO(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         # Each prompt comes num_generations = 2 times in a row: once for each of the two rows of its group.
-        made = generated([self.rows[2 * example["index"] + i % 2] for i, example in enumerate(inputs)])
-        shape, vocabulary = made["completion_ids"].shape, self.model.config.vocab_size
-        return made | {"ref_per_token_logps": torch.full(shape, -math.log(vocabulary))}
+        tensors = generated([self.rows[2 * example["index"] + i % 2] for i, example in enumerate(inputs)])
+        shape, vocabulary = tensors["completion_ids"].shape, self.model.config.vocab_size
+        return tensors | {"ref_per_token_logps": torch.full(shape, -math.log(vocabulary))}
 
 
 def common(settings: Settings, grouped: bool) -> dict[str, Any]:

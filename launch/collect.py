@@ -66,12 +66,12 @@ def of_sweep(runs: Iterable[Run], logs: Path) -> list[Result]:
     folder."""
     results, composer, statuses = [], Composer(), Statuses(logs)
     for run in runs:
-        made = composer.config(run)
-        folder = folder_of(made, run)
+        composed = composer.config(run)
+        folder = folder_of(composed, run)
         if (folder / RECORD).exists():
             result = read_run(folder, run.cell)
         else:
-            config = flat(asdict(made))
+            config = flat(asdict(composed))
             result = Result(run.name, run.cell, run.seed, Status(NOT_STARTED), computed(config))
         results.append(replace(result, about=statuses.of(run.name, folder)))
     return results
@@ -111,7 +111,7 @@ def read_run(folder: Path, cell: str | None = None) -> Result:
         raise DataError(f"{folder / RECORD} is damaged: it has no seed. Put it back, or leave {folder} out")
     tags = tuple(config.get("wandb.tags") or ())
     of_sweep = len(tags) > 1 and folder.name == f"{tags[1]}-s{seed}"
-    own = tags[1] if of_sweep else folder.name.removesuffix(f"-s{seed}")
+    default = tags[1] if of_sweep else folder.name.removesuffix(f"-s{seed}")
     variant = "online" if config.get("online") else "offline"
     variant += "+humanline" if config.get("humanline") else ""
     lines = read_metrics(folder / "metrics.jsonl")
@@ -127,7 +127,7 @@ def read_run(folder: Path, cell: str | None = None) -> Result:
         values |= {f"{path.stem}/{key}": float(value) for key, value in numbers(read_json(path), NO_NUMBERS)}
     return Result(
         folder.name,
-        cell or own,
+        cell or default,
         seed,
         ending_of_folder(folder) or Status(INTERRUPTED),
         computed(config),

@@ -45,7 +45,7 @@ class Composer:
 
     def config(self, run: Run) -> Config:
         """Return the settings of ``run``. Raises UserError."""
-        if all(map(_is_plain, run.given.values())):
+        if all(map(_is_plain, run.all_settings.values())):
             try:
                 return self._filled(run)
             except (*UNREADABLE, ConfigError, LookupError):
@@ -56,11 +56,11 @@ class Composer:
         """Return the settings of ``run``. Raises LookupError for a setting that the composed files do not
         have."""
         choices = (override(key, value) for key, value in run.settings.items() if _chooses(key))
-        base, known, refers = self._base(tuple(choices))
+        base, keys, refers = self._base(tuple(choices))
         tree = copy.deepcopy(base)
-        for key, value in run.given.items():
+        for key, value in run.all_settings.items():
             if not _chooses(key):
-                if key not in known:
+                if key not in keys:
                     raise LookupError(key)
                 *sections, last = key.split(".")
                 reduce(getitem, sections, tree)[last] = value

@@ -73,14 +73,14 @@ def decide(sweep: Sweep, cells: Sequence[Cell]) -> list[Decision]:
     """Return the decision of each of the sweep's tests. Raises ConfigError for a cell that the table does not
     have, and for a metric that finished runs lack."""
     by_name = {cell.name.removeprefix(f"{sweep.name}-"): cell for cell in cells}
-    known = sorted({key for cell in cells for run in cell.finished for key in run.values})
+    metrics = sorted({key for cell in cells for run in cell.finished for key in run.values})
     decisions = []
     for test in sweep.tests:
         for cell in test.cells:
             there = f"is no cell of the table: {', '.join(by_name)}"
             require(cell in by_name, f"tests: {test.name}: cells", cell, there)
-        numbers = f"is a number of no finished run; there are {', '.join(known)}"
-        require(not known or test.metric in known, f"tests: {test.name}: metric", test.metric, numbers)
+        numbers = f"is a number of no finished run; there are {', '.join(metrics)}"
+        require(not metrics or test.metric in metrics, f"tests: {test.name}: metric", test.metric, numbers)
         first, second = (by_name[cell].values(test.metric) for cell in test.cells)
         runs = [run for cell in test.cells for run in by_name[cell].chosen]
         apart = tuple(differences(first, second))

@@ -35,8 +35,8 @@ class Finding(NamedTuple):
     remedy: str = ""
 
     def __str__(self) -> str:
-        said = f"{self.level:<5} {self.what:<10} {self.text}"
-        return f"{said}\n{'':<17}-> {self.remedy}" if self.remedy else said
+        line = f"{self.level:<5} {self.what:<10} {self.text}"
+        return f"{line}\n{'':<17}-> {self.remedy}" if self.remedy else line
 
 
 def examine(config: Config, overrides: Sequence[str]) -> Iterator[Finding]:

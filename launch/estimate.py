@@ -38,11 +38,11 @@ def hours_of(states: Sequence[State]) -> dict[str, float]:
         if state.kind == FINISHED:
             taken = numbers(read_json(state.folder / "summary.json").get("seconds"))
             measured.setdefault(state.run.cell, []).extend(seconds / 3600 for _, seconds in taken)
-    known = {
+    expected = {
         state.run.name: fmean(hours) if (hours := measured.get(state.run.cell)) else state.run.hours
         for state in states
     }
-    return {name: hours for name, hours in known.items() if hours is not None}
+    return {name: hours for name, hours in expected.items() if hours is not None}
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,15 @@ def dry_run(state: State) -> Size:
     words = [sys.executable, *command(state.run), "dry_run=true"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=DRY_RUN_SECONDS)
     if done.returncode or (size := size_in(done.stdout)) is None:
-        said = (done.stderr or done.stdout).strip().splitlines()[-5:]
+        lines = (done.stderr or done.stdout).strip().splitlines()[-5:]
         failed = f"{state.run.name}: the dry run failed (exit code {done.returncode}):"
-        raise EstimateError("\n".join([failed, *said]))
+        raise EstimateError("\n".join([failed, *lines]))
     return size
 
 
-def size_in(said: str) -> Size | None:
+def size_in(output: str) -> Size | None:
     """Return the Size that the output of a dry run names, or None."""
-    tokens, parameters = (part.search(said.replace(",", "")) for part in (_TOKENS, _SIZE))
+    tokens, parameters = (part.search(output.replace(",", "")) for part in (_TOKENS, _SIZE))
     if tokens is None:
         return None
     return Size(int(tokens[1]), float(parameters[1]) * 1e6 if parameters else 0.0)

@@ -86,10 +86,10 @@ class Run:
     def overrides(self) -> list[str]:
         """Return the arguments of ``python train.py``: one command line for the first start and every later
         one."""
-        return [override(key, value) for key, value in self.given.items()]
+        return [override(key, value) for key, value in self.all_settings.items()]
 
     @property
-    def given(self) -> Settings:
+    def all_settings(self) -> Settings:
         """All settings that the run sets."""
         return self.settings | self.own
 
@@ -248,14 +248,14 @@ def read_sweep(path: Path, extra: Mapping[str, Any] | None = None) -> Sweep:
     is given twice.
     """
     there = Path("sweeps") / path.name
-    said = f"; did you mean {there}?" if there.is_file() else "; sweeps/ has those of the paper"
-    parts = read_yaml("sweep", path, why_removed("sweep", path) or f"is not a file{said}")
+    hint = f"; did you mean {there}?" if there.is_file() else "; sweeps/ has those of the paper"
+    parts = read_yaml("sweep", path, why_removed("sweep", path) or f"is not a file{hint}")
     require(bool(parts), "sweep", path, "is empty; sweeps/adder.yaml is a small one")
     refuse_removed((key, "") for key in parts)
-    known = {f.name for f in fields(Sweep)}
+    names = {f.name for f in fields(Sweep)}
     for key in parts:
-        parts_of = f"is not a part of a sweep; known: {', '.join(sorted(known))}"
-        require(key in known, key, parts[key], parts_of)
+        parts_of = f"is not a part of a sweep; known: {', '.join(sorted(names))}"
+        require(key in names, key, parts[key], parts_of)
     cells, grid = _mapping("cells", parts.get("cells")), _mapping("grid", parts.get("grid"))
     hours = parts.get("hours")
     sweep = Sweep(
@@ -311,8 +311,8 @@ def parse_overrides(words: list[str]) -> Settings:
             read: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
         except (YAMLError, OmegaConfBaseException) as error:
             why = " ".join(str(error).split())
-            said = f"is no value that yaml can read ({why}); close every bracket and quote"
-            raise ConfigError(key, value, said) from error
+            problem = f"is no value that yaml can read ({why}); close every bracket and quote"
+            raise ConfigError(key, value, problem) from error
         settings[key] = read["value"]
     return settings
 
@@ -386,8 +386,8 @@ def _check(sweep: Sweep, extra: Mapping[str, Any]) -> None:
     for part in (sweep.base, *sweep.cells.values(), *itertools.chain(*sweep.grid)):
         refuse_removed(part.items())
     for key in sweep.varied | set(sweep.base):
-        own = "is given by the sweep to each of its runs; seeds go under seeds:"
-        require(key not in OWN_KEYS, key, "…", own)
+        reserved = "is given by the sweep to each of its runs; seeds go under seeds:"
+        require(key not in OWN_KEYS, key, "…", reserved)
     for key in sweep.varied & set(extra):
         raise ConfigError(key, extra[key], f"is a part of the grid of sweep {sweep.name}; change it there")
     axes = [set().union(*axis) for axis in sweep.grid] + [set().union(*sweep.cells.values())]
@@ -398,8 +398,8 @@ def _check(sweep: Sweep, extra: Mapping[str, Any]) -> None:
     cells = sweep.compared if sweep.tests else []
     for test in sweep.tests:
         for cell in test.cells:
-            known = ", ".join(cells)
-            require(cell in cells, f"tests: {test.name}: cells", cell, f"is no cell of the sweep: {known}")
+            names = ", ".join(cells)
+            require(cell in cells, f"tests: {test.name}: cells", cell, f"is no cell of the sweep: {names}")
     enough = len(sweep.seeds) > 1 or not sweep.tests
     require(enough, "seeds", list(sweep.seeds), "must be two or more: tests are paired by seed")
 

@@ -273,10 +273,10 @@ def measured_by(options: argparse.Namespace, results: Sequence[Result]) -> tuple
         "is no validation metric (eval_…); test data choose nothing",
     )
     for option in ("metric", "validation"):
-        given = getattr(options, option)
-        good = not present or given is None or given in present
+        metric = getattr(options, option)
+        good = not present or metric is None or metric in present
         there = ", ".join(sorted(present))
-        require(good, f"--{option}", given, f"is a number of no finished run; there are {there}")
+        require(good, f"--{option}", metric, f"is a number of no finished run; there are {there}")
     return validation, options.metric or validation
 
 
@@ -403,8 +403,8 @@ def load(options: argparse.Namespace) -> tuple[list[Result], str, list[str], Swe
         name = options.name or options.sources[0].resolve().name.rstrip("*-")
     else:
         alone = len(options.sources) == 1
-        said = "stands alone: give one sweep file, or run folders"
-        require(alone, "sources", files[0], said)
+        why = "stands alone: give one sweep file, or run folders"
+        require(alone, "sources", files[0], why)
         sweep = read_sweep(files[0])
         name = options.name or sweep.name
         sweep = replace(sweep, name=name)

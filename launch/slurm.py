@@ -129,12 +129,12 @@ class Job:
     @property
     def exports(self) -> dict[str, str]:
         """The environment of every rank, without the variables for rendezvous."""
-        given = {"OMP_NUM_THREADS": str(self.cpus_per_rank)}
+        variables = {"OMP_NUM_THREADS": str(self.cpus_per_rank)}
         if self.hf_home is not None:
-            given["HF_HOME"] = self.hf_home
+            variables["HF_HOME"] = self.hf_home
         if self.offline:
-            given |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline"}
-        return given | self.environment
+            variables |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline"}
+        return variables | self.environment
 
 
 def seconds(time: str) -> int:
@@ -161,13 +161,13 @@ def make_job(settings: Settings) -> Job:
     """Make a Job from yaml values. Raises ConfigError for a key that is not known or a value of the wrong
     form."""
     refuse_removed((f"slurm.{key}", value) for key, value in settings.items())
-    known = [item.name for item in fields(Job)]
+    names = [item.name for item in fields(Job)]
     unknown = (
-        f"is not a setting of a job; known: {', '.join(known)}. A setting of the runs is typed behind "
+        f"is not a setting of a job; known: {', '.join(names)}. A setting of the runs is typed behind "
         "the sweep's file, without --set"
     )
     for key, value in settings.items():
-        require(key in known, f"slurm.{key}", value, unknown)
+        require(key in names, f"slurm.{key}", value, unknown)
     time: Any = settings.get("time", "")  # yaml reads 12:00:00 as a number, in base 60
     require(isinstance(time, str), "slurm.time", time, "must be a text (quote it in yaml)")
     return typed(settings, Job, "slurm.")
@@ -192,8 +192,8 @@ def script(job: Job, sweep: str, runs: Sequence[Run], logs: Path, after: str | N
     )
     environment.filters["sh"] = shlex.quote
     tasks = [(run.name, shlex.join(command(run))) for run in runs]
-    said = {"logs": str(logs), "root": str(ROOT), "after": after}
-    return environment.get_template("job.sh.j2").render(job=job, sweep=sweep, tasks=tasks, **said)
+    context = {"logs": str(logs), "root": str(ROOT), "after": after}
+    return environment.get_template("job.sh.j2").render(job=job, sweep=sweep, tasks=tasks, **context)
 
 
 def largest_array() -> int | None:
@@ -242,8 +242,10 @@ def submitted(logs: Path) -> dict[str, str]:
     runs_by_task: dict[str, str] = {}
     for number, line in enumerate(lines_of(path.read_text(encoding="utf-8")) if path.exists() else (), 1):
         try:
-            made = json.loads(line)
-            runs_by_task |= {f"{made['array']}_{task}": str(name) for task, name in enumerate(made["runs"])}
+            record = json.loads(line)
+            runs_by_task |= {
+                f"{record['array']}_{task}": str(name) for task, name in enumerate(record["runs"])
+            }
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(
                 "--logs",

@@ -89,14 +89,14 @@ def inspect(run: Run, composer: Composer | None = None) -> State:
     begun = started(folder)
     differences = changes(folder, config) if begun else []
     if others := refused_changes(differences):
-        return State(run, config, CHANGED, told(others[0]), others[0])
+        return State(run, config, CHANGED, text_of(others[0]), others[0])
     if (folder / "summary.json").exists():
         return State(run, config, FINISHED)
     last = last_line(folder)
     return State(run, config, PARTIAL if begun else NEW, f"step {last['step']}" if "step" in last else "")
 
 
-def told(other: Change) -> str:
+def text_of(other: Change) -> str:
     """Return a changed setting in words."""
     return f"{other.key}: {other.before} there, {other.now} here"
 
@@ -183,14 +183,14 @@ class Statuses:
     def _unsaid(self, name: str, begun: bool, log: Path | None, ending: Ending | None) -> Status:
         """Return the status of a run without a recorded end: its process was killed, or it never began."""
         task = self.task.get(name, "")
-        own = self.logs / "slurm" / f"{task}.out"
+        task_log = self.logs / "slurm" / f"{task}.out"
         state = self.accounts.get(task, "")
-        words = [line for line in tail(own) if line.strip()]
+        words = [line for line in tail(task_log) if line.strip()]
         if state in _FAILURES:
-            said = ending.said if ending is not None else ""
-            return Status(FAILED, f"Slurm: {state}" + (f"; {said}" if said else ""), log or own)
+            message = ending.said if ending is not None else ""
+            return Status(FAILED, f"Slurm: {state}" + (f"; {message}" if message else ""), log or task_log)
         if log is None and words and not state.startswith("CANCELLED"):
-            return Status(FAILED, words[-1], own)
+            return Status(FAILED, words[-1], task_log)
         return Status(INTERRUPTED if begun else NOT_STARTED, log=log)
 
 
@@ -204,7 +204,7 @@ def ending_of_folder(folder: Path) -> Status | None:
     except (OSError, ValueError):
         summary = {}
     nothing = isinstance(summary, dict) and summary.get("status") == NOTHING_LEARNT
-    return Status(NOTHING_LEARNT, outcome.told(summary) or "") if nothing else Status(FINISHED)
+    return Status(NOTHING_LEARNT, outcome.text_of(summary) or "") if nothing else Status(FINISHED)
 
 
 def newest_logs(logs: Path) -> dict[str, Path]:
@@ -220,12 +220,12 @@ def ending_of(log: Path) -> Ending:
     """Return the outcome of the last start in ``log``, from the log's last lines."""
     lines = tail(log, _LINES)
     ours = [(at, match["said"]) for at, line in enumerate(lines) if (match := _OURS.fullmatch(line))]
-    first = max((at for at, said in ours if said.startswith("on ")), default=-1)
-    since = [said for at, said in ours if at > first]
-    codes = [int(match[1]) for said in since if (match := _ENDED.fullmatch(said))]
-    own = [line for line in lines[first + 1 :] if not _OURS.fullmatch(line)]
-    early = [said for said in since if said.startswith("failed before")]
-    words = (early or [last_words(own)])[-1]
+    first = max((at for at, message in ours if message.startswith("on ")), default=-1)
+    since = [message for at, message in ours if at > first]
+    codes = [int(match[1]) for message in since if (match := _ENDED.fullmatch(message))]
+    output = [line for line in lines[first + 1 :] if not _OURS.fullmatch(line)]
+    early = [message for message in since if message.startswith("failed before")]
+    words = (early or [last_words(output)])[-1]
     return Ending(codes[-1] if codes else None, words, "Slurm ends this job" in since)
 
 
@@ -241,10 +241,10 @@ def last_words(lines: Sequence[str]) -> str:
     return (errors or raised or spoken or [""])[-1]
 
 
-def _or_nothing(asked: Callable[[], dict[str, str]]) -> dict[str, str]:
+def _or_nothing(query: Callable[[], dict[str, str]]) -> dict[str, str]:
     """Return Slurm's answer, or {} if there is no Slurm here that can answer."""
     try:
-        return asked()
+        return query()
     except SlurmError:
         return {}
 

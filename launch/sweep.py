@@ -193,7 +193,9 @@ def plan(
     ranks = [] if job is None or job.world_size == 1 else torchrun(job)
     words = {state.run.name: [*(ranks or ["python"]), *command(state.run)] for state in states}
     plain = [word for word in words[states[0].run.name] if shlex.quote(word) == word]  # the shell splits $RUN
-    shared = [word for word in plain if all(word in own for own in words.values())] if len(states) > 1 else []
+    shared = (
+        [word for word in plain if all(word in argv for argv in words.values())] if len(states) > 1 else []
+    )
     lines = [f"RUN='{' '.join(shared)}'"] if shared else []
     for state in states:
         name = state.run.name
@@ -206,14 +208,14 @@ def plan(
         ]
     counts = Counter(QUEUED if state.run.name in waiting else state.kind for state in states)
     todo = [s for s in states if s.kind not in (FINISHED, CHANGED)]
-    known = [hours[s.run.name] for s in todo if s.run.name in hours]
+    expected = [hours[s.run.name] for s in todo if s.run.name in hours]
     total = "cost unknown: --rate tells, or hours: in the sweep file"
-    if known or not todo:
-        total = f"{sum(known):.1f} hours to go"
-    if known and len(known) < len(todo):
-        total += f" (without {len(todo) - len(known)} runs that nothing is known of)"
-    if job is not None and job.gpus_per_node and known:
-        total += f", {sum(known) * job.nodes * job.gpus_per_node:.1f} GPU hours"
+    if expected or not todo:
+        total = f"{sum(expected):.1f} hours to go"
+    if expected and len(expected) < len(todo):
+        total += f" (without {len(todo) - len(expected)} runs that nothing is known of)"
+    if job is not None and job.gpus_per_node and expected:
+        total += f", {sum(expected) * job.nodes * job.gpus_per_node:.1f} GPU hours"
     lines += [
         "",
         f"{sweep.name}: {len(states)} runs: " + ", ".join(f"{n} {kind}" for kind, n in counts.items()),
@@ -248,15 +250,15 @@ def refuse_too_large(todo: Sequence[State], job: Job, acting: bool) -> None:
     """Print what the runs need of the card that the job names. For runs that need more than it has: raise
     ConfigError if ``acting``, else print a warning."""
     plans = cell_plans(todo, job)
-    for made in plans:
-        print(made, flush=True)
-    for made in plans:
-        if made.over:
+    for cell_plan in plans:
+        print(cell_plan, flush=True)
+    for cell_plan in plans:
+        if cell_plan.over:
             room = (
-                f"has no room for {'; '.join(made.over)}; the plan above says what would fit; rows were "
+                f"has no room for {'; '.join(cell_plan.over)}; the plan above says what would fit; rows were "
                 "taken to be as long as they may be: --over submits all the same"
             )
-            refuse_or_warn(ConfigError(f"{made.runs[0]}: slurm.card", job.card, room), acting)
+            refuse_or_warn(ConfigError(f"{cell_plan.runs[0]}: slurm.card", job.card, room), acting)
 
 
 def run_here(pool: Pool) -> int:

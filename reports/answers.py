@@ -96,22 +96,22 @@ def before_and_after(run_dir: Path) -> list[Answered]:
     the sampled answers if there are no greedy ones."""
     lines = read_answers(run_dir / FILE)
     for kind in ("greedy", "read", "sampled"):
-        own = [line for line in lines if line["kind"] == kind]
-        ends = {end(line["step"] for line in own) for end in (min, max)} if own else set()
+        same_kind = [line for line in lines if line["kind"] == kind]
+        ends = {end(line["step"] for line in same_kind) for end in (min, max)} if same_kind else set()
         if len(ends) == 2:
-            first, last = ([line for line in own if line["step"] == step] for step in sorted(ends))
-            asked = {line["prompt"]: line for line in reversed(last)}
-            once = {line["prompt"]: line for line in reversed(first) if line["prompt"] in asked}
-            return [_answered(once[p], asked[p]) for p in list(reversed(once))[:SHOWN]]
+            first, last = ([line for line in same_kind if line["step"] == step] for step in sorted(ends))
+            after = {line["prompt"]: line for line in reversed(last)}
+            once = {line["prompt"]: line for line in reversed(first) if line["prompt"] in after}
+            return [_answered(once[p], after[p]) for p in list(reversed(once))[:SHOWN]]
     return []
 
 
 def _answered(before: dict[str, Any], after: dict[str, Any]) -> Answered:
     reference = "" if before["reference"] is None else str(before["reference"])
-    return Answered(before["kind"], before["prompt"], reference, told(before), told(after))
+    return Answered(before["kind"], before["prompt"], reference, text_of(before), text_of(after))
 
 
-def told(line: dict[str, Any]) -> str:
+def text_of(line: dict[str, Any]) -> str:
     """Return an answer with its verdict, if it was to get one."""
     if line["kind"] == "read":
         return str(line["answer"])

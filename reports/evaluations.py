@@ -31,10 +31,13 @@ def evaluation_lines(step: int, values: Mapping[str, float | None]) -> list[str]
     """Return an evaluation as lines for the terminal: one for the run's own set, then one for each named
     set."""
 
-    def told(keys: Mapping[str, str]) -> str:
-        known = (form.format(values[key]) for key, form in keys.items() if values.get(key) is not None)
-        return ", ".join(known) or "nothing to measure"
+    def measured(keys: Mapping[str, str]) -> str:
+        parts = (form.format(values[key]) for key, form in keys.items() if values.get(key) is not None)
+        return ", ".join(parts) or "nothing to measure"
 
-    own = told(dict(_SHOWN))
+    main = measured(dict(_SHOWN))
     named = {name: {of_name(key, name): form for key, form in _SHOWN} for name in names_of(values)}
-    return [f"evaluation at step {step}: {own}", *(f"  {name}: {told(keys)}" for name, keys in named.items())]
+    return [
+        f"evaluation at step {step}: {main}",
+        *(f"  {name}: {measured(keys)}" for name, keys in named.items()),
+    ]

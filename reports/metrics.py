@@ -138,8 +138,8 @@ class LineFile:
         content = _content(self.path)
         self._sum = (len(content), zlib.crc32(content))
         self._steps = steps_of(sound_lines(content)[1])
-        own = open_own(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self._stream = os.fdopen(own, "ab", buffering=0)
+        descriptor = open_own(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._stream = os.fdopen(descriptor, "ab", buffering=0)
 
     def append(self, record: Record) -> None:
         """Append one line. ``record`` is plain data; its step is above that of the line before."""
@@ -149,8 +149,8 @@ class LineFile:
             self._write()
         except OSError as error:
             if not self._full:
-                said = f"{error} {on_disk(self.path)}; its lines wait in memory until they can be written"
-                print(f"{self.path}: {said}", flush=True)
+                message = f"{error} {on_disk(self.path)}; its lines wait in memory until they can be written"
+                print(f"{self.path}: {message}", flush=True)
             self._full = True
 
     def _write(self) -> None:
@@ -177,8 +177,8 @@ class LineFile:
             return content
         lines, records = sound_lines(content)
         missing = self._steps - steps_of(records)
-        said = f"the lines of steps {ranges(missing)} are gone" if missing else "no line is missing"
-        print(f"{self.path}: changed by something else while the run wrote it; {said}", flush=True)
+        message = f"the lines of steps {ranges(missing)} are gone" if missing else "no line is missing"
+        print(f"{self.path}: changed by something else while the run wrote it; {message}", flush=True)
         self._stream.close()
         _replace(self.path, b"".join(lines))
         self._open()
@@ -242,7 +242,7 @@ def _kept(content: bytes, before: int) -> tuple[bytes, str]:
     lines, records = sound_lines(content)
     kept = [(line, r) for line, r in zip(lines, records, strict=True) if r["step"] < before]
     missing = set(range(before)) - steps_of(r for _, r in kept)
-    said = (
+    message = (
         f"the lines of steps {ranges(missing)} are missing, the run goes on without them" if missing else ""
     )
-    return b"".join(line for line, _ in kept), said
+    return b"".join(line for line, _ in kept), message

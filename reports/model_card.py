@@ -15,7 +15,7 @@ from common.markdown import literal
 from common.secrets import scrub, scrub_text
 from config.schema_trainer import recorded_numbers
 from reports.answers import LINES, Answered, before_and_after, shortened
-from reports.outcome import told
+from reports.outcome import text_of
 from reports.provenance import git_commit, variant, versions
 from reports.report import compared, memory_facts
 
@@ -67,7 +67,7 @@ def model_card(config: dict[str, Any], summary: dict[str, Any]) -> str:
         "Batch size": model.get("batch_size"),
         "LoRA": f"rank {model['peft']['lora_r']}, merged" if model.get("use_peft") else None,
         "Frozen base": model.get("quantization"),
-        "Ended": told(summary),
+        "Ended": text_of(summary),
         "Memory of a rank": dict(memory_facts(summary)).get("memory"),
         "Command": summary.get("command") or None,
         "Code": git_commit(ROOT),

@@ -54,7 +54,7 @@ def symptoms(summary: dict[str, Any]) -> list[str]:
     return counts + drifted(summary)
 
 
-def told(summary: dict[str, Any]) -> str | None:
+def text_of(summary: dict[str, Any]) -> str | None:
     """Return the outcome in a sentence; None where every update of a finished run was done and it stayed near
     its start (``symptoms``)."""
     status, found = summary.get("status", FINISHED), symptoms(summary)

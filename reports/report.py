@@ -31,7 +31,7 @@ from reports import data_tables
 from reports.answers import before_and_after
 from reports.evaluations import names_of, of_name
 from reports.metrics import numbers, read_metrics
-from reports.outcome import symptoms, told
+from reports.outcome import symptoms, text_of
 from reports.provenance import variant
 
 MEASURES = (
@@ -76,7 +76,7 @@ def final_table(summary: dict[str, Any]) -> str:
         else []
     )
     page = " (docs/symptoms.md)" * bool(symptoms(summary))
-    facts = [] if (ending := told(summary)) is None else [("ended", f"{ending}{page}")]
+    facts = [] if (ending := text_of(summary)) is None else [("ended", f"{ending}{page}")]
     if summary.get("tokens_per_second") is not None:
         facts.append(("speed", f"{summary['tokens_per_second']:,.0f} tokens/s in steps"))
     if summary.get("seconds") is not None:
@@ -199,7 +199,7 @@ def _headline(config: dict[str, Any], summary: dict[str, Any], records: list[dic
         parts.append(duration(summary["seconds"]))
     if summary.get("tokens_per_second") is not None:
         parts.append(f"{summary['tokens_per_second']:,.0f} tokens/s")
-    parts += [] if (ending := told(summary)) is None else [ending]
+    parts += [] if (ending := text_of(summary)) is None else [ending]
     return " · ".join(parts if summary else [*parts, "not finished"])
 
 

@@ -141,11 +141,11 @@ def equivalence(differences: Sequence[float], margin: float) -> float | None:
 def holm(values: Sequence[float | None]) -> list[float | None]:
     """Return p-values adjusted by Holm (1979): the i-th smallest of m is multiplied by m - i + 1, then they
     are made monotone and capped at 1. None stays None."""
-    known = sorted((p, i) for i, p in enumerate(values) if p is not None)
+    ordered = sorted((p, i) for i, p in enumerate(values) if p is not None)
     adjusted: list[float | None] = [None] * len(values)
     largest = 0.0
-    for rank, (p, i) in enumerate(known):
-        largest = max(largest, min(1.0, (len(known) - rank) * p))
+    for rank, (p, i) in enumerate(ordered):
+        largest = max(largest, min(1.0, (len(ordered) - rank) * p))
         adjusted[i] = largest
     return adjusted
 

@@ -160,9 +160,9 @@ def mirror_evaluation(
         cells = [[_cell(row.get(column)) for column in columns] for row in rows]
         tracker.tell("table", f"{name}/answers", columns, cells, step)
     tracker.tell("summary", shown)
-    told = tracker.alive
+    alive = tracker.alive
     tracker.tell("finish")
-    return told
+    return alive
 
 
 def wandb_id_of(run_dir: Path) -> str | None:
@@ -301,12 +301,12 @@ class Wandb:
 @contextmanager
 def clean_arguments() -> Iterator[None]:
     """Let no secret be among the program's arguments, which wandb records."""
-    given = sys.argv
-    sys.argv = scrub_words(given)
+    original = sys.argv
+    sys.argv = scrub_words(original)
     try:
         yield
     finally:
-        sys.argv = given
+        sys.argv = original
 
 
 def _mode(settings: Any) -> str:

@@ -93,15 +93,17 @@ def _check_header(file: Path, header: dict[str, Any]) -> None:
     """Raise UserError for keys of the architecture that transformers' reader would drop, and for a tokenizer
     whose way of splitting texts it would replace by GPT-2's."""
     family, split = header["general.architecture"], header.get("tokenizer.ggml.pre")
-    own = {k.removeprefix(f"{family}."): v for k, v in header.items() if k.startswith(f"{family}.")}
-    width = own.get("rope.dimension_count", own["embedding_length"] // own["attention.head_count"])
+    settings = {k.removeprefix(f"{family}."): v for k, v in header.items() if k.startswith(f"{family}.")}
+    width = settings.get(
+        "rope.dimension_count", settings["embedding_length"] // settings["attention.head_count"]
+    )
     neutral = WITHOUT_EFFECT | {"attention.key_length": width, "attention.value_length": width}
-    mapped: Any = GGUF_CONFIG_MAPPING.get(family, own)
-    for name, value in own.items():
+    mapped: Any = GGUF_CONFIG_MAPPING.get(family, settings)
+    for name, value in settings.items():
         if name not in mapped and value != neutral.get(name):
             raise UserError(f"{file} has {family}.{name}={value}, which transformers' reader would drop")
-    known: set[Any] = {*GGUF_PRE_TOKENIZER_SPLITS, *GPT2}
-    if header.get("tokenizer.ggml.model") == "gpt2" and split not in known:
+    rules: set[Any] = {*GGUF_PRE_TOKENIZER_SPLITS, *GPT2}
+    if header.get("tokenizer.ggml.model") == "gpt2" and split not in rules:
         raise UserError(f"{file} splits texts by the rule {split!r}, and transformers would by another")
 
 
@@ -134,13 +136,13 @@ def main() -> None:
     parser = options_of("python -m tools.gguf", __doc__)
     parser.add_argument("file", type=Path, help="a GGUF file, or smollm2")
     parser.add_argument("folder", type=Path, nargs="?", default=FOLDER)
-    given = parser.parse_args()
+    options = parser.parse_args()
     disable_progress_bar()
-    if str(given.file) == "smollm2":
-        guarded(lambda: smollm2(given.folder))
+    if str(options.file) == "smollm2":
+        guarded(lambda: smollm2(options.folder))
     else:
-        guarded(lambda: convert(given.file, given.folder, {}))
-    print(f"written to {given.folder}: type model=hub model.name_or_path={given.folder}")
+        guarded(lambda: convert(options.file, options.folder, {}))
+    print(f"written to {options.folder}: type model=hub model.name_or_path={options.folder}")
 
 
 if __name__ == "__main__":

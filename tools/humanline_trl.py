@@ -83,9 +83,9 @@ class Humanline:
                 "log_epsilon_P < 0 < log_epsilon_R (nats) and sync_freq of at least 1"
             )
         self.bounds = (log_epsilon_P, log_epsilon_R)
-        for given in (*args, *kwargs.values()):
-            if isinstance(given, TrainingArguments):
-                refuse(given)
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, TrainingArguments):
+                refuse(argument)
         super().__init__(*args, **kwargs)
         self.policy = self.accelerator.unwrap_model(self.model)
         if is_peft_model(self.policy):
@@ -134,7 +134,7 @@ class HumanlineOffline(Humanline):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.asked: deque[Tensor] = deque()
+        self.policy_log_probs: deque[Tensor] = deque()
         for model in {self.policy, self.accelerator.unwrap_model(self.ref_model or self.policy)}:
             model.register_forward_hook(self._answered)
 
@@ -143,9 +143,9 @@ class HumanlineOffline(Humanline):
             return
         adapter = is_peft_model(model)
         if model.active_adapter == "ref" if adapter else model is not self.policy:
-            output.log_probs = self.reference_for(self.asked.popleft(), output.log_probs)
+            output.log_probs = self.reference_for(self.policy_log_probs.popleft(), output.log_probs)
         else:
-            self.asked.append(output.log_probs)
+            self.policy_log_probs.append(output.log_probs)
 
 
 class HumanlineDPOTrainer(HumanlineOffline, DPOTrainer):

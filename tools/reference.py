@@ -152,18 +152,18 @@ def once(key: str, by_file: dict[str, Setting], everywhere: bool) -> Setting:
     have it (``everywhere``) or its own name says it, and of those that share a default or a comment."""
 
     def parts(texts: dict[str, str]) -> str:
-        groups = {text: [name for name, own in texts.items() if own == text] for text in texts.values()}
+        groups = {text: [name for name, other in texts.items() if other == text] for text in texts.values()}
         if len(groups) == 1:
             return next(iter(groups))
         return "; ".join(f"{', '.join(names)}: {text}" for text, names in groups.items() if text)
 
     comments = {name: setting.comment for name, setting in by_file.items()}
     defaults = {name: setting.default for name, setting in by_file.items()}
-    said = parts(comments)
+    comment = parts(comments)
     if len(set(comments.values())) == 1 and not everywhere and f".{next(iter(by_file))}." not in key:
-        said = f"{', '.join(by_file)}: {said}"
-    own = len(set(defaults.values())) > MOST_DEFAULTS
-    return Setting(key, "" if own else parts(defaults), said)
+        comment = f"{', '.join(by_file)}: {comment}"
+    many = len(set(defaults.values())) > MOST_DEFAULTS
+    return Setting(key, "" if many else parts(defaults), comment)
 
 
 def guide_page() -> str:
@@ -210,8 +210,8 @@ def main() -> int:
     check = parser.parse_args().check
     stale = []
     pages = {"settings.md": settings_page, GUIDE: guide_page, TOUR: tour_page}
-    for name, made in pages.items():
-        text = made()
+    for name, page in pages.items():
+        text = page()
         path = ROOT / "docs" / name
         if not path.exists() or path.read_text() != text:
             stale.append(name)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from jobs.checks import without_signal
-from reports.outcome import outcome, symptoms, told
+from reports.outcome import outcome, symptoms, text_of
 from reports.report import final_table
 from tests.tiny import make_config
 
@@ -56,7 +56,7 @@ def test_a_round_without_a_signal_is_told_with_its_rewards_and_what_to_change(fe
 )
 def test_an_ending_says_what_every_update_came_to(steps, skipped, silent, why, said):
     summary = {"steps": steps} | outcome(steps, skipped, silent, why)
-    found = told(summary)
+    found = text_of(summary)
     assert bool(symptoms(summary)) == bool(skipped or silent)
     assert found is None if said is None else found is not None and found.startswith(said)
 
@@ -76,5 +76,5 @@ def test_a_run_that_has_gone_far_from_its_start_says_so(grown, kl, said):
         {"eval_length_sampled": 20.0 + grown, "eval_kl_initial": kl},
     )
     summary = {"before": before, "after": after} | outcome(8, 0, 0, None)
-    assert told(summary) == said
+    assert text_of(summary) == said
     assert said is None or said in final_table(summary)
