@@ -70,9 +70,9 @@ def check_keys(key: str, tree: Mapping[str, Any], takes: Mapping[str, inspect.Pa
     """Raise ConfigError for a setting of ``tree`` that the class ``_target_`` does not take, and for one that
     it needs and ``tree`` lacks. ``takes``: the class's parameters that settings may give."""
     anything = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    said = f"{tree['_target_']} does not take it; it takes {', '.join(takes) or 'no settings'}"
+    problem = f"{tree['_target_']} does not take it; it takes {', '.join(takes) or 'no settings'}"
     for word, value in tree.items():
-        require(word == "_target_" or word in takes or anything, f"{key}.{word}", value, said)
+        require(word == "_target_" or word in takes or anything, f"{key}.{word}", value, problem)
     for word, p in takes.items():
         needed = p.default is p.empty and p.kind is not p.VAR_KEYWORD
         require(not needed or word in tree, f"{key}.{word}", "???", "has no default; give it")
@@ -145,10 +145,10 @@ def written_signature(path: str) -> inspect.Signature | None:
     """Return the signature of the function ``path`` as the source of its module has it, annotations as texts,
     without an import of the module. None where the source has no such function, or only a decorated one."""
     module, _, name = path.rpartition(".")
-    made = [part for part in _source(module) if isinstance(part, ast.FunctionDef) and part.name == name]
-    if not made or made[-1].decorator_list:
+    functions = [part for part in _source(module) if isinstance(part, ast.FunctionDef) and part.name == name]
+    if not functions or functions[-1].decorator_list:
         return None
-    arguments, kinds = made[-1].args, inspect.Parameter
+    arguments, kinds = functions[-1].args, inspect.Parameter
     takes: list[tuple[ast.arg, Any, ast.expr | None]] = [
         (one, kinds.POSITIONAL_OR_KEYWORD, None) for one in arguments.posonlyargs + arguments.args
     ]

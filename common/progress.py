@@ -239,7 +239,7 @@ def progress(
     else:
         bar = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
         line = "{desc}: {n_fmt}/{total_fmt} " + unit + "s, {elapsed} so far, {remaining} to go{postfix}"
-    made = Bar(
+    progress_bar = Bar(
         iterable=None if isinstance(work, int) else work,
         total=work if isinstance(work, int) else None,
         desc=desc,
@@ -254,9 +254,9 @@ def progress(
         dynamic_ncols=terminal,
         delay=delay if terminal or not delay else max(delay, SECONDS_BETWEEN_LINES),
     )
-    if not made.disable:
-        Bar.opened.append(made)
-    return made
+    if not progress_bar.disable:
+        Bar.opened.append(progress_bar)
+    return progress_bar
 
 
 def phase(what: str, key: str | None = None) -> Bar:
@@ -292,25 +292,25 @@ def _beats() -> None:
 class Agreed(Protocol):
     """How ranks that compute together end their work at the same part of it."""
 
-    def __call__(self, asked: bool, now: bool = False) -> bool:
-        """Return on every rank whether one had ``asked`` at the call before, or ``now``."""
+    def __call__(self, requested: bool, now: bool = False) -> bool:
+        """Return on every rank whether one had ``requested`` at the call before, or ``now``."""
 
 
-_asked: Callable[[], bool] = bool
+_requested: Callable[[], bool] = bool
 _agreed: Agreed | None = None
 _by_itself = False
 
 
-def stops_if(asked: Callable[[], bool] | None, agreed: Agreed | None = None) -> None:
-    """Let long work end between its parts once ``asked`` returns true; None: never. ``agreed``: with several
-    ranks, how those that compute together end it together."""
-    global _asked, _agreed
-    _asked, _agreed = asked or bool, agreed
+def stops_if(requested: Callable[[], bool] | None, agreed: Agreed | None = None) -> None:
+    """Let long work end between its parts once ``requested`` returns true; None: never. ``agreed``: with
+    several ranks, how those that compute together end it together."""
+    global _requested, _agreed
+    _requested, _agreed = requested or bool, agreed
 
 
 def stopping() -> bool:
     """Return whether long work is to end, as the run was asked to stop."""
-    return _asked()
+    return _requested()
 
 
 @contextlib.contextmanager

@@ -134,7 +134,7 @@ def _assigned(word: str) -> tuple[str, str] | None:
     return (key, value) if secret else None
 
 
-def known_secrets() -> list[str]:
+def secret_values() -> list[str]:
     """Return what is remembered, and the values of the environment variables with the name of a secret,
     longest first, because one value may contain another."""
     named = {
@@ -146,10 +146,10 @@ def known_secrets() -> list[str]:
     return sorted(named | _remembered, key=lambda value: (-len(value), value))
 
 
-def scrub_text(text: str, known: list[str] | None = None) -> str:
-    """Return ``text`` without the values in ``known`` (default: ``known_secrets()``), without anything that
+def scrub_text(text: str, secrets: list[str] | None = None) -> str:
+    """Return ``text`` without the values in ``secrets`` (default: ``secret_values()``), without anything that
     has the format of a secret and without values that follow the name of one."""
-    for value in known_secrets() if known is None else known:
+    for value in secret_values() if secrets is None else secrets:
         text = text.replace(value, REMOVED)
     text = _FORMATS.sub(lambda match: f"{match['parameter'] or ''}{REMOVED}", text)
     text = _USER.sub(REMOVED, text)
@@ -194,32 +194,34 @@ def _is_prose(named: re.Match[str], value: re.Match[str]) -> bool:
     return one_word and named["sign"][-1:].isspace() and _PROSE.fullmatch(value[0]) is not None
 
 
-def scrub(tree: Any, known: list[str] | None = None, key: str = "") -> Any:
-    """Return a copy of nested plain data with secrets replaced. ``known`` is that of ``scrub_text``; ``key``:
-    the name of what is a secret as a whole, if it is one's.
+def scrub(tree: Any, secrets: list[str] | None = None, key: str = "") -> Any:
+    """Return a copy of nested plain data with secrets replaced. ``secrets`` is that of ``scrub_text``;
+    ``key``: the name of what is a secret as a whole, if it is one's.
 
     ``tokenizer_name_or_path``, ``max_tokens`` and revisions (40 hex digits) are not secrets and stay.
     """
-    known = known_secrets() if known is None else known
+    secrets = secret_values() if secrets is None else secrets
     if isinstance(tree, dict):
         return {
-            scrub_text(name, known) if isinstance(name, str) else name: scrub(
-                item, known, key if is_secret_name(key) else str(name)
+            scrub_text(name, secrets) if isinstance(name, str) else name: scrub(
+                item, secrets, key if is_secret_name(key) else str(name)
             )
             for name, item in tree.items()
         }
     if isinstance(tree, list | tuple):
-        return [scrub(value, known, key) for value in tree]
+        return [scrub(value, secrets, key) for value in tree]
     if is_secret(key, tree):
         return REMOVED
-    return scrub_text(tree, known) if isinstance(tree, str) else tree
+    return scrub_text(tree, secrets) if isinstance(tree, str) else tree
 
 
 def scrub_words(words: list[str]) -> list[str]:
     """Return the arguments of a command line without secrets."""
-    known = known_secrets()
+    secrets = secret_values()
     typed = {word: _assigned(word) for word in words}
-    return [f"{found[0]}={REMOVED}" if (found := typed[word]) else scrub_text(word, known) for word in words]
+    return [
+        f"{found[0]}={REMOVED}" if (found := typed[word]) else scrub_text(word, secrets) for word in words
+    ]
 
 
 def same_but_for_secrets(recorded: Any, now: Any) -> bool:

@@ -88,12 +88,12 @@ class WorkerProcess:
         The output is appended to the file ``log``. If ``log`` is None, it goes to an unnamed temporary file,
         which is deleted with the worker, until ``log_to`` is called."""
         self.module, self.log = module, log
-        self._asked: deque[int] = deque()
+        self._requested: deque[int] = deque()
         self._count = 0
         self._answer: tuple[bool, Any] | None = None
         """whether the oldest request succeeded, and its value; None before it is answered"""
         self._output, self._since = _opened(log)
-        self._said = ""
+        self._printed = ""
         ours, theirs = socket.socketpair()
         inherited = {
             key: value
@@ -130,7 +130,7 @@ class WorkerProcess:
             self._connection.send((self._count, method, arguments))
         except OSError as error:
             raise self._gone("died") from error
-        self._asked.append(self._count)
+        self._requested.append(self._count)
 
     def receive(self, timeout: float, begun: float | None = None) -> Any:
         """Return the reply to the oldest unanswered request. Partial results that the worker sends before it
@@ -146,7 +146,7 @@ class WorkerProcess:
                 raise self._gone(f"did not answer within {timeout:g} s and was killed", wait=0.0)
         assert self._answer is not None
         (succeeded, value), self._answer = self._answer, None
-        self._asked.popleft()
+        self._requested.popleft()
         if not succeeded:
             raise WorkerError(f"{self.module} raised an exception:\n{value}")
         return value
@@ -164,7 +164,7 @@ class WorkerProcess:
                     raise
                 except Exception as error:  # code in the worker may write into every descriptor that it finds
                     raise self._gone("wrote what is no reply and was killed", wait=0.0) from error
-                expected = self._asked[0] if self._asked else None
+                expected = self._requested[0] if self._requested else None
                 if number != expected:
                     how = f"answered request {number} in the place of {expected} and was killed"
                     raise self._gone(how, wait=0.0)
@@ -201,8 +201,8 @@ class WorkerProcess:
     def last_words(self, lines: int = _LOG_LINES) -> str:
         """Return the last ``lines`` non-empty lines that this worker printed. This also works after the
         worker has ended."""
-        said = self._said if self._output.closed else self._read()
-        return "\n".join([line for line in said.splitlines() if line.strip()][-lines:])
+        printed = self._printed if self._output.closed else self._read()
+        return "\n".join([line for line in printed.splitlines() if line.strip()][-lines:])
 
     def close(self, grace: float = _GRACE_S) -> None:
         """Ask the worker to leave, and kill it if it still runs after ``grace`` seconds. All processes that
@@ -217,7 +217,7 @@ class WorkerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
-        self._said = self._read()
+        self._printed = self._read()
         self._output.close()
 
     def _read(self) -> str:
@@ -236,8 +236,8 @@ class WorkerProcess:
         status = "" if code is None else f" (exit code {code})"
         if code is not None and code < 0:
             status = f" ({signal.Signals(-code).name})"
-        said = f"the end of {self.log}" if self.log is not None else "its last words"
-        return WorkerError(f"the process {self.module} {how}{status}; {said}:\n{self.last_words()}")
+        heading = f"the end of {self.log}" if self.log is not None else "its last words"
+        return WorkerError(f"the process {self.module} {how}{status}; {heading}:\n{self.last_words()}")
 
 
 def replies_of(
@@ -276,14 +276,14 @@ def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
     os.set_inheritable(descriptor, False)
     guard_output(_MOST_PRINTED)  # without a buffer, which keeps the last lines of a killed worker
     live_while(owner, _kill_group)
-    connection, own = Connection(descriptor), os.getpid()
+    connection, pid = Connection(descriptor), os.getpid()
     os.register_at_fork(after_in_child=connection.close)
-    known: dict[str, Callable[..., Any]] = {**handlers, _LOG_TO: _log_to}
+    all_handlers: dict[str, Callable[..., Any]] = {**handlers, _LOG_TO: _log_to}
     try:
         while (request := connection.recv())[1] != _LEAVE:
             number, method, arguments = request
-            for reply in _replies(number, known, method, arguments):
-                if os.getpid() != own:
+            for reply in _replies(number, all_handlers, method, arguments):
+                if os.getpid() != pid:
                     _end_child()
                 connection.send_bytes(reply)
     except (EOFError, ConnectionError):

@@ -87,11 +87,11 @@ def packs_rows(config: ModelConfig, hf_config: PretrainedConfig) -> tuple[bool, 
         "not to; use auto or false, which pads them",
     )
     if config.packing is not None:
-        said = f"model.packing={str(config.packing).lower()}"
+        setting = f"model.packing={str(config.packing).lower()}"
         flash = (
             config.packing and packable(hf_config, config.attn_implementation) and config.dtype != "float32"
         )
-        return config.packing, said + _by_kernel(config, hf_config) * flash
+        return config.packing, setting + _by_kernel(config, hf_config) * flash
     if not packable(hf_config, config.attn_implementation):
         return False, f"{hf_config.model_type} with {config.attn_implementation} has no packed attention here"
     if config.compile and not has_gpu():
@@ -135,7 +135,7 @@ def all_pack_rows(
     packs_rows(config, hf_config)
     used = gather(flash_kernel.in_use())
     if len(set(used)) > 1:
-        flash_kernel.use_torchs_own()
+        flash_kernel.use_default()
         ranks = [rank for rank, name in enumerate(used) if name == flash_kernel.in_use()]
         print(
             f"every rank uses {flash_kernel.in_use()}, as ranks {ranks} cannot use flash-attn-3", flush=True
@@ -160,17 +160,17 @@ def _flash_differs(in_use: str | None, heads: Heads, shared: bool, compiled: boo
     queries, keys, size = heads
     shape = 1, queries + 2 * keys, sum(rows.own), size
     drawn = torch.randn(shape, generator=generator).bfloat16().cuda()
-    given = row_limits(rows, drawn.device)
-    limits = given["cu_seq_lens_q"], given.get("cu_seq_lens_k", given["cu_seq_lens_q"])
-    longest = given["max_length_q"], given.get("max_length_k", given["max_length_q"])
+    arguments = row_limits(rows, drawn.device)
+    limits = arguments["cu_seq_lens_q"], arguments.get("cu_seq_lens_k", arguments["cu_seq_lens_q"])
+    longest = arguments["max_length_q"], arguments.get("max_length_k", arguments["max_length_q"])
     flash = torch.compile(_flash, dynamic=True, fullgraph=True) if compiled else _flash
     try:
         for kernel in (
             partial(flash, limits=limits, longest=longest),
-            partial(_row_by_row, lengths=given["row_lengths"]),
+            partial(_row_by_row, lengths=arguments["row_lengths"]),
         ):
             q, k, v = (part.clone().requires_grad_() for part in drawn.split((queries, keys, keys), 1))
-            read = (_Read.apply(x, given["key_places"]) for x in (k, v)) if shared else (k, v)
+            read = (_Read.apply(x, arguments["key_places"]) for x in (k, v)) if shared else (k, v)
             with sdpa_kernel(SDPBackend.MATH):  # FlashAttention-3 would serve sdpa too
                 out = kernel(q, *read, scaling=None)
                 results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
@@ -224,18 +224,18 @@ class RowLengths:
     """Number of tokens of each row, and of the keys that it reads. This is an object instead of a tuple
     because torch.compile would compile a layer again for every new tuple of numbers."""
 
-    def __init__(self, own: Seq[int], keys: Seq[int]) -> None:
-        self.own = tuple(own)
+    def __init__(self, queries: Seq[int], keys: Seq[int]) -> None:
+        self.own = tuple(queries)
         self.keys = tuple(keys)
         self._masks: dict[tuple[int, int], Tensor] = {}
 
-    def mask(self, own: int, keys: int, device: torch.device) -> Tensor:
-        """Return [own, keys] bool: a token reads all keys up to its own; the keys of the row's own tokens are
-        the last ones."""
-        if (own, keys) not in self._masks:
-            everything = torch.ones(own, keys, dtype=torch.bool, device=device)
-            self._masks[own, keys] = everything.tril(keys - own)
-        return self._masks[own, keys]
+    def mask(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        """Return [queries, keys] bool: a token reads all keys up to its own; the keys of the row's own tokens
+        are the last ones."""
+        if (queries, keys) not in self._masks:
+            everything = torch.ones(queries, keys, dtype=torch.bool, device=device)
+            self._masks[queries, keys] = everything.tril(keys - queries)
+        return self._masks[queries, keys]
 
 
 def row_limits(rows: PackedRows, device: torch.device) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def row_limits(rows: PackedRows, device: torch.device) -> dict[str, Any]:
     begins, the longest length, and all lengths. If a prompt is shared, they include the same for the keys
     that each row reads, and the places of these keys. The numbers are on the device and on the host, so that
     neither waits for the other."""
-    keys = [count + own for own, (_, count) in zip(rows.own, rows.prompts, strict=True)]
+    keys = [count + length for length, (_, count) in zip(rows.own, rows.prompts, strict=True)]
     limits = {
         "cu_seq_lens_q": to_device(_limits(rows.own), device),
         "max_length_q": max(rows.own),
@@ -265,9 +265,9 @@ def _limits(lengths: Seq[int]) -> Tensor:
 def _key_places(rows: PackedRows, device: torch.device) -> Tensor:
     """Return [sum of the rows' keys] int64, the places of the tokens that each row reads, row after row."""
     places, start = [], 0
-    for own, (first, count) in zip(rows.own, rows.prompts, strict=True):
-        places += [np.arange(first, first + count), np.arange(start, start + own)]
-        start += own
+    for length, (first, count) in zip(rows.own, rows.prompts, strict=True):
+        places += [np.arange(first, first + count), np.arange(start, start + length)]
+        start += length
     return to_device(torch.from_numpy(np.concatenate(places)), device)
 
 
@@ -309,10 +309,10 @@ class _Read(torch.autograd.Function):
     gets the sum of their gradients, added in float32 at least, whatever the number of rows."""
 
     @staticmethod
-    def forward(ctx: Any, given: Tensor, places: Tensor) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(places)
-        ctx.shape = given.shape
-        return given.index_select(2, places)
+        ctx.shape = tokens.shape
+        return tokens.index_select(2, places)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]

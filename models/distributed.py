@@ -415,10 +415,10 @@ class StopRequest:
                 self._number = int(self._store.get("signal")) if self._store.check(["signal"]) else 0
         return self._number
 
-    def agreed(self, asked: bool, now: bool = False) -> bool:
-        """Return on every rank whether one of them had ``asked`` at the call before; ``now``: at this one,
-        for which the ranks wait. Every rank calls it alike, and the flags travel until the next call."""
+    def agreed(self, requested: bool, now: bool = False) -> bool:
+        """Return on every rank whether one of them had ``requested`` at the call before; ``now``: at this
+        one, for which the ranks wait. Every rank calls it alike, and the flags travel until the next call."""
         if now:
-            return any_rank(asked)
-        before, self._before = self._before, any_rank_later(asked)
+            return any_rank(requested)
+        before, self._before = self._before, any_rank_later(requested)
         return before()

@@ -178,17 +178,17 @@ def _write_weights(state: dict[str, Tensor], model: PreTrainedModel, folder: Pat
 def _write_code(model: PreTrainedModel, folder: Path) -> None:
     """Write the code of a model whose classes came with it, and name it in the model's config."""
     config: Any = model.config
-    for own in (model, config):
-        if own._auto_class is not None:
-            custom_object_save(own, folder, config)
+    for instance in (model, config):
+        if instance._auto_class is not None:
+            custom_object_save(instance, folder, config)
 
 
 def _stopping(config: dict[str, Any], stops: tuple[int, ...]) -> dict[str, Any]:
     """Return the content of a config whose ``eos_token_id`` has these tokens too."""
     there = config.get("eos_token_id")
-    known = there if isinstance(there, list) else [] if there is None else [there]
-    every = list(dict.fromkeys([*known, *stops]))
-    return config if every == known else config | {"eos_token_id": every if every[1:] else every[0]}
+    existing = there if isinstance(there, list) else [] if there is None else [there]
+    every = list(dict.fromkeys([*existing, *stops]))
+    return config if every == existing else config | {"eos_token_id": every if every[1:] else every[0]}
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -257,8 +257,8 @@ def config_json(policy: Policy, dtype: torch.dtype) -> str:
 def _system_error(error: Exception) -> int | None:
     """Return the system's error number of ``error``, or None where it has none. safetensors and tokenizers
     give it only in their message."""
-    said = re.search(r"\(os error (\d+)\)", str(error))
-    return error.errno if isinstance(error, OSError) else int(said[1]) if said else None
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return error.errno if isinstance(error, OSError) else int(match[1]) if match else None
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -40,7 +40,7 @@ def weights_fingerprint(parameters: Iterable[tuple[str, Tensor]]) -> str:
     """
     named = list(parameters)
     sharded = [isinstance(tensor, DTensor) for _, tensor in named]
-    sums = torch.stack([_own_sum(tensor.detach()).cpu() for _, tensor in named]).tolist() if named else []
+    sums = torch.stack([_rank_sum(tensor.detach()).cpu() for _, tensor in named]).tolist() if named else []
     ranks = gather_objects(sums) if any(sharded) else [sums]
     digest = hashlib.sha256()
     for i, (name, tensor) in enumerate(named):
@@ -49,7 +49,7 @@ def weights_fingerprint(parameters: Iterable[tuple[str, Tensor]]) -> str:
     return digest.hexdigest()[:32]
 
 
-def _own_sum(tensor: Tensor) -> Tensor:
+def _rank_sum(tensor: Tensor) -> Tensor:
     """Return what this rank adds to the tensor's sum, [] int64. Of ranks that hold the same shard, the first
     adds it."""
     if not isinstance(tensor, DTensor):

@@ -48,10 +48,10 @@ def choose(fails: Callable[[], str | None]) -> str | None:
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     if why is None:
         return None
-    use_torchs_own()
+    use_default()
     return f"flash-attn-3 is installed but does not work here: {why}"
 
 
-def use_torchs_own() -> None:
+def use_default() -> None:
     """Make torch use its own flash kernel again, in the whole process."""
     restore_flash_attention_impl(_raise_warn=False)

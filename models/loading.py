@@ -13,7 +13,7 @@ from models.fingerprint import weights_fingerprint
 from models.policy import Policy, causal_lm, decoder_blocks
 from models.pretrained import empty_policy, load_policy
 from models.sharding import fill, shard
-from models.stored import check_finite, made_of_files, stored_alike
+from models.stored import check_finite, left_in_files, stored_alike
 
 
 def load_sharded(config: ModelConfig, world: World, seed: int = 0) -> tuple[Policy, str]:
@@ -44,7 +44,7 @@ def _load_sharded(config: ModelConfig, world: World, seed: int) -> tuple[Policy,
         whole.update(policy.state_dict())
         model = causal_lm(policy.model)
         untied = getattr(model.config.get_text_config(), "tie_word_embeddings", None) is False
-        return untied, stored is not None and made_of_files(model)
+        return untied, stored is not None and left_in_files(model)
 
     untied, lies_there = on_main(read)
     everywhere = all(on_every_rank(lambda: lies_there and stored_alike(config) is not None))

@@ -21,8 +21,8 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list
     """Add the texts that the tokenizer does not have as one token, and return them."""
     if not texts:
         return []  # a vocabulary is a large dictionary to ask for
-    known = tokenizer.get_vocab()
-    new = [text for text in texts if text not in known]
+    vocabulary = tokenizer.get_vocab()
+    new = [text for text in texts if text not in vocabulary]
     tokenizer.add_tokens(
         [AddedToken(text, special=True, normalized=False) for text in new], special_tokens=True
     )
@@ -31,9 +31,9 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list
 
 def with_rows(hf_config: PretrainedConfig, rows: int) -> PretrainedConfig:
     """Return the config with this many rows in the embedding."""
-    made: PretrainedConfig = copy.deepcopy(hf_config)
-    made.get_text_config().vocab_size = rows
-    return made
+    resized: PretrainedConfig = copy.deepcopy(hf_config)
+    resized.get_text_config().vocab_size = rows
+    return resized
 
 
 def rows_for(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:

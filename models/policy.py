@@ -81,18 +81,18 @@ class Policy(nn.Module):
 
     def hidden(self, sequences: Sequences) -> Tensor:
         """Return [B L, D], the last hidden state at every position, with B and L flattened."""
-        asked: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if sequences.position_ids is not None:  # a recurrent model takes no such argument, not even None
-            asked["position_ids"] = sequences.position_ids
+            arguments["position_ids"] = sequences.position_ids
             packed = sequences.packed
             assert packed is not None and (self.packs or not packed.shares), (
                 "a mask knows of no shared prompt"
             )
             if self.packs:
-                asked |= row_limits(packed, sequences.input_ids.device)
+                arguments |= row_limits(packed, sequences.input_ids.device)
         if self._routed is not None:
-            asked["output_router_logits"] = True
-        out = causal_lm(self.model).base_model(input_ids=sequences.input_ids, use_cache=False, **asked)
+            arguments["output_router_logits"] = True
+        out = causal_lm(self.model).base_model(input_ids=sequences.input_ids, use_cache=False, **arguments)
         if self._routed is not None:
             self._routed.append(out.router_logits)
         return out.last_hidden_state.flatten(0, 1)
@@ -123,11 +123,11 @@ class Policy(nn.Module):
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[None]:
         """Divide logits by ``temperature`` instead of the policy's own, for as long as the context lasts."""
-        own, self.temperature = self.temperature, temperature
+        previous, self.temperature = self.temperature, temperature
         try:
             yield
         finally:
-            self.temperature = own
+            self.temperature = previous
 
     def entropies(self, sequences: Sequences, before: Tensor) -> Tensor:
         """Return [R, T], the entropies in nats of the distributions that the hidden states [M, D] give."""
@@ -247,10 +247,10 @@ def _left_out(modules: list[nn.Module], output: object) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, own in zip(modules, before, strict=True):
+        for module, forward in zip(modules, before, strict=True):
             module.__dict__.pop("forward")
-            if own is not None:
-                module.__dict__["forward"] = own
+            if forward is not None:
+                module.__dict__["forward"] = forward
 
 
 def on_grid(sequences: Sequences, values: Tensor) -> Tensor:

@@ -96,11 +96,11 @@ def check_model(config: ModelConfig) -> PretrainedConfig:
     hf_config = model_config(config)
     check_embedded(config, hf_config)
     text, kernel = hf_config.get_text_config(), config.attn_implementation
-    known = type(hf_config) in AutoModelForCausalLM._model_mapping or "AutoModelForCausalLM" in (
+    causal = type(hf_config) in AutoModelForCausalLM._model_mapping or "AutoModelForCausalLM" in (
         getattr(hf_config, "auto_map", None) or {}
     )
     require(
-        known,
+        causal,
         KEY,
         config.name_or_path,
         f"is a {hf_config.model_type}, not a causal language model",
@@ -154,10 +154,10 @@ def check_embedded(config: ModelConfig, hf_config: PretrainedConfig) -> None:
     """Raise ConfigError for another model with the settings of the embedded one, which are made for that
     model's task."""
     embedded = section("model/adder.yaml:model")
-    own = Path(embedded["name_or_path"], "config.json")
-    if not config.name.startswith(embedded["name"]) or not own.is_file():
+    config_file = Path(embedded["name_or_path"], "config.json")
+    if not config.name.startswith(embedded["name"]) or not config_file.is_file():
         return
-    words = json.loads(own.read_text(encoding="utf-8"))["vocab_size"]
+    words = json.loads(config_file.read_text(encoding="utf-8"))["vocab_size"]
     require(
         hf_config.get_text_config().vocab_size == words,
         KEY,
@@ -215,14 +215,14 @@ def check_weights(config: ModelConfig, hf_config: PretrainedConfig) -> list[str]
     """
     if config.use_peft:
         check_adapters(_empty(config, hf_config), config)
-    said = about_new_tokens(config, hf_config)
+    notes = about_new_tokens(config, hf_config)
     if config.from_config:
-        return said
+        return notes
     hf_config = _as_stored(config, hf_config)
     refuse_quantised(KEY, config.name_or_path, hf_config.to_dict())
     stored = stored_tensors(config)
     if stored is None:
-        return said
+        return notes
     held = {
         name: torch.empty(tensor.shape, dtype=torch.float32, device="meta") for name, tensor in stored.items()
     }
@@ -234,7 +234,7 @@ def check_weights(config: ModelConfig, hf_config: PretrainedConfig) -> list[str]
             None, config=hf_config, state_dict=held, device_map={"": "meta"}, **_LOADS
         ),
     )
-    return [*said, *_notes(model, info, config, sorted(stored))]
+    return [*notes, *_notes(model, info, config, sorted(stored))]
 
 
 _LOADS: dict[str, Any] = {
@@ -366,27 +366,27 @@ def load_policy(
 @contextmanager
 def in_float32(module: nn.Module) -> Iterator[None]:
     """Give a module float32 weights within the context; its own are not touched."""
-    own = [(p, p.data) for p in module.parameters()]
-    for p, values in own:
+    originals = [(p, p.data) for p in module.parameters()]
+    for p, values in originals:
         p.data = values.float()
     try:
         yield
     finally:
-        for p, values in own:
+        for p, values in originals:
             p.data = values
 
 
 def about_new_tokens(config: ModelConfig, hf_config: PretrainedConfig) -> list[str]:
     """Return a sentence about ``model.new_tokens``, if there are any. ``hf_config``: from ``check_model``."""
-    rows, known = (
+    rows, old = (
         architecture.get_text_config().vocab_size
         for architecture in (hf_config, _as_stored(config, hf_config))
     )
     tokens = ", ".join(config.new_tokens)
-    said = (
-        f"{tokens}: tokens of their own (model.new_tokens); the embedding has {rows} rows, {rows - known} new"
+    note = (
+        f"{tokens}: tokens of their own (model.new_tokens); the embedding has {rows} rows, {rows - old} new"
     )
-    return [said] if config.new_tokens else []
+    return [note] if config.new_tokens else []
 
 
 def _as_stored(config: ModelConfig, hf_config: PretrainedConfig) -> PretrainedConfig:
@@ -410,16 +410,17 @@ def _read(config: ModelConfig, hf_config: PretrainedConfig, stored: torch.dtype 
         check_finite(model, config)
     if is_untied(model):
         say_untied(model.config)
-        said = "config.json ties head and embedding, but the files hold two matrices that differ: both"
+        cause = "config.json ties head and embedding, but the files hold two matrices that differ: both"
         if speaks(os.environ):
             print(
-                f"{config.name_or_path}: {said} are trained, and the exported config ties nothing", flush=True
+                f"{config.name_or_path}: {cause} are trained, and the exported config ties nothing",
+                flush=True,
             )
     if config.new_tokens:
         tokenizer = load_tokenizer(replace(config, new_tokens=[]))
         new = add_tokens(tokenizer, config.new_tokens)
-        known = tokenizer.get_vocab()
-        grow(model, hf_config.get_text_config().vocab_size, [known[text] for text in new])
+        ids = tokenizer.get_vocab()
+        grow(model, hf_config.get_text_config().vocab_size, [ids[text] for text in new])
     return model
 
 
@@ -489,10 +490,10 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     say which tokens count, and no embedding is resized. Raises ConfigError if the tokenizer cannot be loaded
     or has no end-of-sequence token.
     """
-    own = config.tokenizer_name_or_path is None
-    key = KEY if own else "model.tokenizer_name_or_path"
+    bundled = config.tokenizer_name_or_path is None
+    key = KEY if bundled else "model.tokenizer_name_or_path"
     name = config.tokenizer_name_or_path or config.name_or_path
-    revision = config.revision if own else None
+    revision = config.revision if bundled else None
     path = reachable(key, name, revision)
     try:
         tokenizer = AutoTokenizer.from_pretrained(

@@ -52,15 +52,15 @@ def _switches(text: PretrainedConfig) -> Iterator[int]:
     """Yield the length at which each LongRoPE of the model switches to its long factors."""
     for one in _ropes(text):
         if _kind(one) in LONGROPE:
-            own = getattr(text, "original_max_position_embeddings", None)
-            yield int(own or one.get("original_max_position_embeddings") or text.max_position_embeddings)
+            original = getattr(text, "original_max_position_embeddings", None)
+            yield int(original or one.get("original_max_position_embeddings") or text.max_position_embeddings)
 
 
 def _ropes(text: PretrainedConfig) -> list[dict[str, Any]]:
     """Return the parameters of the model's rotary embeddings, which may be several by kind of layer; [] where
     it has none."""
-    said = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    return [one for one in said.values() if isinstance(one, dict)] or [said] * bool(said)
+    parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    return [one for one in parameters.values() if isinstance(one, dict)] or [parameters] * bool(parameters)
 
 
 def _kind(rope: dict[str, Any]) -> str:

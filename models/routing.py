@@ -42,13 +42,13 @@ def routing_notice(config: ModelConfig, hf_config: PretrainedConfig) -> str | No
     """Return the message about a mixture of experts at the start of a run; None for another model."""
     if not is_mixture(hf_config):
         return None
-    own = hf_config.get_text_config().router_aux_loss_coef
+    default = hf_config.get_text_config().router_aux_loss_coef
     if config.router_aux_loss_coef is None:
         return (
             "a mixture of experts, trained without an auxiliary loss: nothing keeps its experts in use "
-            f"(model.router_aux_loss_coef; its own config says {own:g})"
+            f"(model.router_aux_loss_coef; its own config says {default:g})"
         )
     return (
         f"a mixture of experts, its routers' auxiliary loss times {config.router_aux_loss_coef:g} "
-        f"(its own config says {own:g})"
+        f"(its own config says {default:g})"
     )

@@ -169,8 +169,8 @@ class ScoreCache:
         except OSError as error:
             with contextlib.suppress(OSError):  # cache_dir, or a part of it, is no folder
                 part.unlink()
-            said = f"{self.folder}: scores cannot be written ({error}) {on_disk(self.folder)}; "
-            said += "make room, or name another cache_dir"
+            message = f"{self.folder}: scores cannot be written ({error}) {on_disk(self.folder)}; "
+            message += "make room, or name another cache_dir"
             if self.rank:
-                print(f"rank {self.rank}: {said}", flush=True)  # programs print only rank 0's errors
-            raise StoppedError(said) from error
+                print(f"rank {self.rank}: {message}", flush=True)  # programs print only rank 0's errors
+            raise StoppedError(message) from error

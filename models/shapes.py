@@ -32,12 +32,12 @@ def architecture(config: ModelConfig) -> PretrainedConfig:
     Raises ConfigError where it cannot be loaded.
     """
     path = resolve_model_path(config.name_or_path)
-    known = None if Path(path).is_dir() else known_shapes().get(path)
-    if known is None or isinstance(
+    shape = None if Path(path).is_dir() else known_shapes().get(path)
+    if shape is None or isinstance(
         try_to_load_from_cache(path, "config.json", revision=config.revision), str
     ):
         return model_config(config)
-    return AutoConfig.for_model(**known)
+    return AutoConfig.for_model(**shape)
 
 
 def parameters_of(hf_config: PretrainedConfig) -> int:

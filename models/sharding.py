@@ -138,10 +138,10 @@ def unlike_gathered(policy: nn.Module) -> list[str]:
             continue
         unit.unshard()
         for name, whole in cast(nn.Module, unit).named_parameters(prefix, remove_duplicate=False):
-            own = held[name]
-            if not isinstance(own, DTensor) or isinstance(whole, DTensor):
+            parameter = held[name]
+            if not isinstance(parameter, DTensor) or isinstance(whole, DTensor):
                 continue  # not sharded, or of another unit
-            if not torch.equal(whole[rows_of(own)], local_part(own).to(whole.dtype)):
+            if not torch.equal(whole[rows_of(parameter)], local_part(parameter).to(whole.dtype)):
                 names.append(name)
         unit.reshard()
     return names

@@ -24,9 +24,9 @@ class SoftReference(nn.Module):
     @classmethod
     def part_of(cls, policy: nn.Module) -> SoftReference:
         """Return a copy that is added to the policy's module."""
-        made = cls(policy)
-        policy.add_module("soft_reference", made)
-        return made
+        reference = cls(policy)
+        policy.add_module("soft_reference", reference)
+        return reference
 
     @torch.no_grad()
     def follow(self, policy: nn.Module, alpha: float) -> None:

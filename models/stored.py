@@ -51,7 +51,7 @@ def stored_alike(config: ModelConfig) -> torch.dtype | None:
     return None if config.use_peft and dtype != getattr(torch, config.dtype) else dtype
 
 
-def made_of_files(model: PreTrainedModel) -> bool:
+def left_in_files(model: PreTrainedModel) -> bool:
     """Return whether transformers left all weights in their files: it computed none of them from several."""
     return not any(
         isinstance(conversion, WeightConverter) for conversion in getattr(model, "_weight_conversions", ())

@@ -49,7 +49,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         process, tick = f"process {os.getpid()} on {socket.gethostname()}", time.monotonic()
-        last, since, named, told = list[str](), tick, set[int](), -math.inf
+        last, since, named, reported = list[str](), tick, set[int](), -math.inf
         while not self._stop.wait(self._interval):
             try:
                 self._exchange(process)
@@ -64,9 +64,9 @@ class Watchdog:
             ages = {rank: now - seen for rank, (*_, seen) in enumerate(self._signs)}
             silent = {r: self._signs[r][1] for r, age in ages.items() if age > 3 * self._interval}
             waited = now - since > (4 * self._interval if silent else self.seconds)
-            news = bool(silent.keys() - named) or now - told > self.seconds
+            news = bool(silent.keys() - named) or now - reported > self.seconds
             if waited and news and min(ages.keys() - silent.keys()) == self.world.rank:
-                named, told = set(silent), now
+                named, reported = set(silent), now
                 print(slow_ranks(marks, now - since, silent), flush=True)
 
     def _exchange(self, process: str) -> None:

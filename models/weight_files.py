@@ -66,9 +66,9 @@ def check_named(config: ModelConfig) -> None:
         folder = Path(resolve_model_path(config.name_or_path))
         tensors = check_files("model.name_or_path", config.name_or_path, folder)
         if tensors is not None:
-            told = read_object(folder / CONFIG)
+            fields = read_object(folder / CONFIG)
             check_positions(
-                config, {**told, **(told.get("text_config") or {})}.get("max_position_embeddings")
+                config, {**fields, **(fields.get("text_config") or {})}.get("max_position_embeddings")
             )
             check_targets(config, tensors)
 
@@ -238,14 +238,14 @@ def refuse_adapter(key: str, name: str, folder: Path, revision: str | None = Non
         f".save_pretrained('{to}'); "
         f"T.from_pretrained('{words}').save_pretrained('{to}')"
     )
-    own = (
+    note = (
         f"; {ADAPTER} lies beside a whole model, and transformers would load {base} in its place: move it "
         "away to train that model"
         if (folder / CONFIG).exists()
         else ""
     )
     raise ConfigError(
-        key, name, f'is an adapter of {base}: merge it with python -c "{line}" and give {to}{own}'
+        key, name, f'is an adapter of {base}: merge it with python -c "{line}" and give {to}{note}'
     )
 
 
@@ -258,11 +258,11 @@ def refuse_other_tensors(
 ) -> None:
     """Raise ConfigError for tensors that are ``missing`` from a model's files, ``unknown`` to the model or of
     other ``shapes`` (name, in the files, in the model)."""
-    said = [f"lack {named(missing)}, which would be drawn at random"] if missing else []
-    said += [f"hold {named(unknown)}, which the model does not have"] if unknown else []
+    problems = [f"lack {named(missing)}, which would be drawn at random"] if missing else []
+    problems += [f"hold {named(unknown)}, which the model does not have"] if unknown else []
     for tensor, there, here in sorted(shapes, key=lambda one: one[0])[:1]:
-        said.append(f"hold {tensor} of shape {list(there)}, and config.json makes it {list(here)}")
-    if not said:
+        problems.append(f"hold {tensor} of shape {list(there)}, and config.json makes it {list(here)}")
+    if not problems:
         return
     remedy = "copy or download the model again, with the config.json that was written with it"
     for extra in sorted({part for tensor in unknown for part in _WRAPPED if part in f".{tensor}"}):
@@ -277,7 +277,7 @@ def refuse_other_tensors(
         )
     if any(tensor.startswith("score.") for tensor in unknown):
         remedy = "they are a reward model's, whose head is a score: give the model that it was trained from"
-    raise ConfigError(key, name, f"its files {'; they '.join(said)}; {remedy}")
+    raise ConfigError(key, name, f"its files {'; they '.join(problems)}; {remedy}")
 
 
 _WRAPPED = ("._orig_mod.", ".module.", ".base_model.model.", ".base_layer.", ".modules_to_save.")

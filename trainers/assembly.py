@@ -46,7 +46,7 @@ def _try(loss: Loss, config: Config) -> None:
     A loss that needs inputs other than the ones known here is not tried."""
     zero, one = torch.zeros(1, 1), torch.ones(1)
     scores = TokenScores(zero, zero, zero, torch.ones(1, 1, dtype=torch.bool))
-    known = {
+    inputs = {
         "chosen": scores,
         "rejected": scores,
         "scores": scores,
@@ -60,9 +60,9 @@ def _try(loss: Loss, config: Config) -> None:
         for p in takes
         if p.kind is not inspect.Parameter.KEYWORD_ONLY and p.default is inspect.Parameter.empty
     ]
-    if set(needed) <= set(known):
+    if set(needed) <= set(inputs):
         try:
-            loss(*(known[name] for name in needed), **dict.fromkeys(config.data.numbers or (), one))
+            loss(*(inputs[name] for name in needed), **dict.fromkeys(config.data.numbers or (), one))
         except ValueError as error:
             for key, value in config.loss.items():
                 if str(error).startswith(start := f"{key}={value}: "):

@@ -38,7 +38,7 @@ class Behavior:
 
     logprobs: Tensor
     """[R, T] nats; 0 where not known"""
-    known: Tensor
+    recorded: Tensor
     """[R, T] bool: completion tokens whose log mu is known"""
 
     @classmethod
@@ -46,17 +46,17 @@ class Behavior:
         logprobs = micro.sequences.behavior_logprobs
         if logprobs is None:
             return cls(torch.zeros_like(mask, dtype=torch.float32), torch.zeros_like(mask))
-        known = mask & ~logprobs.isnan()
-        return cls(torch.where(known, logprobs, 0.0), known)
+        recorded = mask & ~logprobs.isnan()
+        return cls(torch.where(recorded, logprobs, 0.0), recorded)
 
     def metrics(self, scores: TokenScores) -> dict[str, Mean]:
         """Return ``engine_gap``, the mean of log pi_theta - log mu, and ``behavior_kl``, KL(mu || pi_theta)
         by the k3 estimator, r - 1 - log r with r = pi_theta / mu. Both are in nats per token, over the tokens
         whose mu is known."""
-        gap = torch.where(self.known, scores.policy.detach() - self.logprobs, 0.0)
+        gap = torch.where(self.recorded, scores.policy.detach() - self.logprobs, 0.0)
         return {
-            "engine_gap": mean_where(gap, self.known),
-            "behavior_kl": mean_where(torch.expm1(gap) - gap, self.known),
+            "engine_gap": mean_where(gap, self.recorded),
+            "behavior_kl": mean_where(torch.expm1(gap) - gap, self.recorded),
         }
 
 
@@ -66,7 +66,7 @@ Weigh = Callable[[CorrectionConfig, TokenScores, Behavior, Tensor], Tensor]
 
 def log_rho(scores: TokenScores, behavior: Behavior) -> Tensor:
     """Return [R, T], log pi_ref - log mu in nats; 0 where mu is not known."""
-    return torch.where(behavior.known, scores.reference - behavior.logprobs, 0.0)
+    return torch.where(behavior.recorded, scores.reference - behavior.logprobs, 0.0)
 
 
 def truncated(
@@ -74,14 +74,14 @@ def truncated(
 ) -> Tensor:
     """Return w [R, T]: rho clamped to [low, high]; 1 where mu is not known."""
     rho = log_rho(scores, behavior).exp()
-    return torch.where(behavior.known, rho.clamp(settings.low, settings.high), 1.0)
+    return torch.where(behavior.recorded, rho.clamp(settings.low, settings.high), 1.0)
 
 
 def masked(settings: CorrectionConfig, scores: TokenScores, behavior: Behavior, advantages: Tensor) -> Tensor:
     """Return w [R, T]: rho inside [low, high] and 0 outside; 1 where mu is not known."""
     rho = log_rho(scores, behavior).exp()
     inside = (settings.low <= rho) & (rho <= settings.high)
-    return torch.where(behavior.known, torch.where(inside, rho, 0.0), 1.0)
+    return torch.where(behavior.recorded, torch.where(inside, rho, 0.0), 1.0)
 
 
 def sequence_masked(
@@ -90,8 +90,8 @@ def sequence_masked(
     """Return w [R, T]: rho (1 where mu is not known), or 0 in rows whose geometric mean of rho is outside
     [low, high]."""
     logs = log_rho(scores, behavior)
-    mean = token_mean(logs, behavior.known).exp()
-    inside = ((settings.low <= mean) & (mean <= settings.high)) | ~behavior.known.any(dim=-1)
+    mean = token_mean(logs, behavior.recorded).exp()
+    inside = ((settings.low <= mean) & (mean <= settings.high)) | ~behavior.recorded.any(dim=-1)
     return torch.where(inside[:, None], logs.exp(), 0.0)
 
 
@@ -100,7 +100,7 @@ def negative_masked(
 ) -> Tensor:
     """Return w [R, T]: 0 in rows with a negative advantage whose mean of log mu - log pi_theta is above
     delta, else 1."""
-    away = token_mean(behavior.logprobs - scores.policy.detach(), behavior.known)
+    away = token_mean(behavior.logprobs - scores.policy.detach(), behavior.recorded)
     dropped = (advantages < 0) & (away > settings.delta)
     return (~dropped)[:, None].expand_as(scores.mask).float()
 
@@ -109,7 +109,7 @@ def trust_region_masked(
     settings: CorrectionConfig, scores: TokenScores, behavior: Behavior, advantages: Tensor
 ) -> Tensor:
     """Return w [R, T]: 0 in rows with a token whose |log pi_theta - log mu| is above delta, else 1."""
-    moved = torch.where(behavior.known, scores.policy.detach() - behavior.logprobs, 0.0).abs()
+    moved = torch.where(behavior.recorded, scores.policy.detach() - behavior.logprobs, 0.0).abs()
     inside = moved.amax(dim=-1) <= settings.delta
     return inside[:, None].expand_as(scores.mask).float()
 
@@ -142,7 +142,7 @@ class Correction:
         is not known."""
         if scores.weights is None:
             return {}
-        unknown = ~Behavior.of(micro, scores.mask).known
+        unknown = ~Behavior.of(micro, scores.mask).recorded
         return {
             "correction_weight": mean_where(scores.weights, scores.mask),
             "correction_weight_squared": mean_where(scores.weights.square(), scores.mask),

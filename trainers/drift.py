@@ -22,16 +22,16 @@ def change_since(
     rows = [before.get(row.key) for row in micro.sequences.rows]
     sums = [math.nan if row is None else float(row.sum()) for row in rows]
     old = to_device(torch.tensor(sums, dtype=torch.float32), scores.mask.device)
-    known = ~old.isnan() & scores.valid
-    return torch.where(scores.mask, scores.policy.detach(), 0.0).sum(dim=-1) - old, known
+    comparable = ~old.isnan() & scores.valid
+    return torch.where(scores.mask, scores.policy.detach(), 0.0).sum(dim=-1) - old, comparable
 
 
 def mean_log_ratio(micro: Microbatch, scores: TokenScores, before: Mapping[str, Tensor]) -> Mean:
     """Return the mean token log-ratio of the policy to ``before`` (row key -> [C], nats), over the rows
     that ``before`` has."""
-    change, known = change_since(micro, scores, before)
-    tokens = torch.where(known, scores.mask.sum(dim=-1), 0).sum()
-    return Mean(mean_where(change, known).sum, tokens)
+    change, comparable = change_since(micro, scores, before)
+    tokens = torch.where(comparable, scores.mask.sum(dim=-1), 0).sum()
+    return Mean(mean_where(change, comparable).sum, tokens)
 
 
 def reference_kl(scores: TokenScores) -> Mean:

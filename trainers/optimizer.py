@@ -41,12 +41,14 @@ def make_optimizer(policy: nn.Module, config: Config) -> torch.optim.Optimizer:
         "eps": config.eps,
     }
     takes = inspect.signature(cls).parameters
-    own = {"fused": True} if config.optimizer == "AdamW" else {}
+    options = {"fused": True} if config.optimizer == "AdamW" else {}
     try:
-        made: torch.optim.Optimizer = cls(params, **{k: n for k, n in numbers.items() if k in takes}, **own)
+        optimizer: torch.optim.Optimizer = cls(
+            params, **{k: n for k, n in numbers.items() if k in takes}, **options
+        )
     except (TypeError, ValueError) as error:
         raise ConfigError("optimizer", config.optimizer, f"cannot be built: {error}") from error
-    return made
+    return optimizer
 
 
 def lr_factor(begin: float, end: float, config: Config) -> float:

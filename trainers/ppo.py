@@ -86,16 +86,16 @@ class OfflinePPOTrainer(BasicTrainer[Targets]):
 
     def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: Targets) -> LossResult:
         assert isinstance(scores, ValueScores), "made by scorer_class"
-        given = (scores, scores.values, prepared.advantages, prepared.returns)
-        return self.loss(*given, **self.numbers(micro))
+        inputs = (scores, scores.values, prepared.advantages, prepared.returns)
+        return self.loss(*inputs, **self.numbers(micro))
 
 
 def moments(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Return ([] mean, [] standard deviation) over all ranks; ``parts`` are pairs of values and a mask that
     selects among them."""
-    own = [(values.double(), mask) for values, mask in parts]
-    sums = [torch.stack([mask.sum().double(), torch.where(mask, v, 0.0).sum()]) for v, mask in own]
+    doubles = [(values.double(), mask) for values, mask in parts]
+    sums = [torch.stack([mask.sum().double(), torch.where(mask, v, 0.0).sum()]) for v, mask in doubles]
     count, total = sum_over_ranks(torch.stack(sums).sum(0))
     mean = total / count
-    squares = [torch.where(mask, (v - mean).square(), 0.0).sum() for v, mask in own]
+    squares = [torch.where(mask, (v - mean).square(), 0.0).sum() for v, mask in doubles]
     return mean.float(), (sum_over_ranks(torch.stack(squares).sum()) / count).sqrt().float()

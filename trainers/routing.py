@@ -76,7 +76,7 @@ class RouterBalance:
     def _part(self, sequences: Sequences, routed: Routed, counts: Tensor | None) -> Tensor:
         """Return [] float32, the share of L that belongs to the microbatch of the first forward in
         ``routed``, with gradient. Over all microbatches and ranks the shares add up to L."""
-        layers, real = routed[0], own_tokens(sequences)
+        layers, real = routed[0], real_tokens(sequences)
         if counts is None:
             counts = sum_over_ranks(self._count(sequences, routed))
         likely = torch.stack(
@@ -89,7 +89,7 @@ class RouterBalance:
     def _count(self, sequences: Sequences, routed: Routed) -> Tensor:
         """Return [E + 1] float64: how often each expert was chosen, then the number of tokens times
         layers."""
-        layers, real = routed[0], own_tokens(sequences)
+        layers, real = routed[0], real_tokens(sequences)
         counts = torch.zeros(layers[0].shape[-1] + 1, dtype=torch.float64, device=real.device)
         weights = real.double().repeat_interleave(self.choices)
         for layer in layers:
@@ -98,7 +98,7 @@ class RouterBalance:
         return counts
 
 
-def own_tokens(sequences: Sequences) -> Tensor:
+def real_tokens(sequences: Sequences) -> Tensor:
     """Return [B L] bool, the tokens of rows, prompts included, without padding and without rows that only
     fill up the batch."""
     lengths = torch.tensor([len(row) if len(row.completion_ids) else 0 for row in sequences.rows])

@@ -39,13 +39,14 @@ def check_numbers(config: Config, signature: inspect.Signature) -> None:
     takes = {n: p for n, p in signature.parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
     numbers = loss_numbers(config.loss, config.accepts.loss_keys)
     file = f"loss/{config.loss['name']}.yaml"
-    own = section(f"{file}:loss") if (FOLDER / file).is_file() else numbers  # it may lie in another folder
+    # it may lie in another folder
+    defaults = section(f"{file}:loss") if (FOLDER / file).is_file() else numbers
     for key, value in numbers.items():
         others = ", ".join(takes) or "no numbers"
         require(key in takes, f"loss.{key}", value, f"{name} does not take it; it takes {others}")
         # beta elsewhere weighs a penalty, and 0 means no penalty
         scales = key in ("beta", "tau") and config.accepts.beta_scales_rewards
-        endless = own.get(key) == math.inf
+        endless = defaults.get(key) == math.inf
         _check_number(f"loss.{key}", value, str(takes[key].annotation), scales, endless)
     for column in from_data:
         require(
@@ -66,10 +67,10 @@ def _check_number(key: str, value: object, annotation: str, scales: bool, endles
     choices = [literal_eval(f"({literal},)") for literal in re.findall(r"Literal\[(.*?)\]", annotation)]
     if choices:
         one_of(key, value, (*((None,) if "None" in kinds else ()), *choices[0]))
-    types, said = next((TAKES[kind] for kind in kinds if kind in TAKES), (object, ""))
+    types, problem = next((TAKES[kind] for kind in kinds if kind in TAKES), (object, ""))
     if value is None and "None" in kinds:
         return
-    require(isinstance(value, types) and (types is bool or not isinstance(value, bool)), key, value, said)
+    require(isinstance(value, types) and (types is bool or not isinstance(value, bool)), key, value, problem)
     if "float" in kinds:
         assert isinstance(value, int | float)
         require(value >= 0, key, value, "must be 0 or more")

@@ -87,12 +87,12 @@ def gae(
     last = torch.arange(mask.shape[1], device=mask.device) == mask.sum(dim=-1, keepdim=True) - 1
     paid = torch.where(last, rewards.unsqueeze(-1), 0.0)
     paid = paid if penalty is None else paid - penalty.detach()
-    known = torch.where(mask, values.detach(), 0.0)
-    advantages, returns = torch.zeros_like(known), torch.zeros_like(known)
-    next_value, advantage, future = (torch.zeros_like(known[:, 0]) for _ in range(3))
+    estimates = torch.where(mask, values.detach(), 0.0)
+    advantages, returns = torch.zeros_like(estimates), torch.zeros_like(estimates)
+    next_value, advantage, future = (torch.zeros_like(estimates[:, 0]) for _ in range(3))
     for t in reversed(range(mask.shape[1])):
-        delta = paid[:, t] + gamma * next_value - known[:, t]
+        delta = paid[:, t] + gamma * next_value - estimates[:, t]
         advantage = delta + gamma * lam * advantage
         future = paid[:, t] + gamma * future
-        advantages[:, t], returns[:, t], next_value = advantage, future, known[:, t]
+        advantages[:, t], returns[:, t], next_value = advantage, future, estimates[:, t]
     return torch.where(mask, advantages, 0.0), torch.where(mask, returns, 0.0)
