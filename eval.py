@@ -29,20 +29,21 @@ from config.schema_stages import EvalStage
 from config.sections import typed
 
 
-def evaluate(cfg: DictConfig, given: list[str]) -> None:
+def evaluate(cfg: DictConfig, overridden: list[str]) -> None:
     """Evaluate everything that ``run`` names with the evaluation ``kind``.
 
-    ``given``: the dotted keys that the command line sets. Raises ConfigError, DataError, StoppedError."""
+    ``overridden``: the dotted keys that the command line sets. Raises ConfigError, DataError,
+    StoppedError."""
     composed = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(composed, dict)
-    own = {item.name: composed.pop(item.name) for item in fields(EvalStage)}
-    own |= {key: [own[key]] for key in ("run", "against") if isinstance(own[key], str)}
-    stage = typed(OmegaConf.create(own), EvalStage)
+    options = {item.name: composed.pop(item.name) for item in fields(EvalStage)}
+    options |= {key: [options[key]] for key in ("run", "against") if isinstance(options[key], str)}
+    stage = typed(OmegaConf.create(options), EvalStage)
 
     from evals.early import check_early
     from evals.targets import expanded, refuse_unread, run_of, targets_of
 
-    refuse_unread(given, list(own), bool(stage.run), composed)
+    refuse_unread(overridden, list(options), bool(stage.run), composed)
     settings = {str(key): value for key, value in composed.items()}
     checkpoints = [
         checkpoint for path in expanded(stage.run) if (checkpoint := run_of(path, stage.step))[1] is not None
@@ -61,7 +62,7 @@ def evaluate(cfg: DictConfig, given: list[str]) -> None:
             from export import export_run
 
             exported[run] = export_run(run, step, folder / "model")
-        targets = targets_of(stage, settings, given, exported)
+        targets = targets_of(stage, settings, overridden, exported)
         check_early(targets, stage)
         with importing("torch"):
             from transformers.utils.logging import disable_progress_bar
@@ -79,8 +80,8 @@ def evaluate(cfg: DictConfig, given: list[str]) -> None:
 
 @hydra.main(version_base="1.3", config_path="config", config_name="eval")
 def main(cfg: DictConfig) -> None:
-    given = [word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task]
-    guarded(lambda: evaluate(cfg, given))
+    overridden = [word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task]
+    guarded(lambda: evaluate(cfg, overridden))
 
 
 if __name__ == "__main__":

@@ -80,8 +80,8 @@ def push_run(run: Path, exported: Path | None, repository: str, private: bool) -
     folder = exported or run / "model"
     if not (folder / "README.md").is_file():
         summary = run / "summary.json"
-        told = json.loads(summary.read_text()) if summary.is_file() and exported is None else {}
-        write_model_card(folder, settings_of((run / "config.yaml").read_text("utf-8")), told)
+        outcome = json.loads(summary.read_text()) if summary.is_file() and exported is None else {}
+        write_model_card(folder, settings_of((run / "config.yaml").read_text("utf-8")), outcome)
     return push(folder, repository, private)
 
 
@@ -101,19 +101,21 @@ def main(words: Sequence[str] | None = None) -> None:
         "--push-to-hub", metavar="ORG/NAME", help="upload it; a model/ that is there is taken as it is"
     )
     parser.add_argument("--public", action="store_true", help="a new repository on the hub is public")
-    given = parser.parse_args(words)
+    options = parser.parse_args(words)
 
     def work() -> None:
-        pushed = given.push_to_hub is not None
-        require(pushed or not given.public, "--public", True, "is a part of --push-to-hub")
-        done = given.step is None and given.to is None and (given.run / "model" / "config.json").is_file()
+        pushed = options.push_to_hub is not None
+        require(pushed or not options.public, "--public", True, "is a part of --push-to-hub")
+        done = (
+            options.step is None and options.to is None and (options.run / "model" / "config.json").is_file()
+        )
         exported = None
-        if given.push_to_hub is None or not done:
-            exported = export_run(given.run, given.step, given.to, given.trust_remote_code)
+        if options.push_to_hub is None or not done:
+            exported = export_run(options.run, options.step, options.to, options.trust_remote_code)
             kind = json.loads((exported / "config.json").read_text())["architectures"][0].partition("For")[2]
             print(f'{exported}: AutoModelFor{kind}.from_pretrained("{exported}")')
-        if given.push_to_hub is not None:
-            print(push_run(given.run, exported, given.push_to_hub, not given.public))
+        if options.push_to_hub is not None:
+            print(push_run(options.run, exported, options.push_to_hub, not options.public))
 
     guarded(work)
 

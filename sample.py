@@ -26,10 +26,10 @@ from config.schema import Config
 from config.schema_stages import SampleStage
 
 
-def sample(cfg: DictConfig, given: list[str]) -> None:
-    """Write one file of samples. ``given``: the dotted keys that the command line sets."""
+def sample(cfg: DictConfig, overridden: list[str]) -> None:
+    """Write one file of samples. ``overridden``: the dotted keys that the command line sets."""
     stage, rest = split_settings(cfg, SampleStage)
-    config = settings(rest, stage)[0] if stage.run is None else of_run(stage.run, rest, given)
+    config = settings(rest, stage)[0] if stage.run is None else of_run(stage.run, rest, overridden)
     key, value = ("run", stage.run) if stage.run else ("model.head", config.model.head)
     require(config.model.head != "reward", key, value, "is a reward model: it answers nothing")
     config.check_room()
@@ -56,22 +56,22 @@ def sample(cfg: DictConfig, given: list[str]) -> None:
         stop()
 
 
-def of_run(run: str, rest: DictConfig, given: list[str]) -> Config:
+def of_run(run: str, rest: DictConfig, overridden: list[str]) -> Config:
     """Return the settings of a finished run with the changes of the command line. Raises ConfigError."""
     from evals.targets import refuse_unread, run_of, settings_of_run
 
-    own = [item.name for item in fields(SampleStage)]
+    stage_keys = [item.name for item in fields(SampleStage)]
     tree = OmegaConf.to_container(rest, resolve=True)
     assert isinstance(tree, dict)
-    refuse_unread([key for key in given if key.split(".")[0] != "rounds"], own, True, tree)
+    refuse_unread([key for key in overridden if key.split(".")[0] != "rounds"], stage_keys, True, tree)
     composed = {str(key): value for key, value in tree.items()}
-    return settings_of_run(run_of(Path(run), None)[0], composed, given)
+    return settings_of_run(run_of(Path(run), None)[0], composed, overridden)
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="sample")
 def main(cfg: DictConfig) -> None:
-    given = [word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task]
-    guarded(lambda: sample(cfg, given))
+    overridden = [word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task]
+    guarded(lambda: sample(cfg, overridden))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ class Checked:
     verdicts: list[float | None]
 
     @property
-    def known(self) -> list[float]:
+    def decided(self) -> list[float]:
         return [v for v in self.verdicts if v is not None]
 
 
@@ -81,30 +81,32 @@ def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
 
     Raises StoppedError for verdicts that are neither 0 nor 1, and if there is no verdict at all."""
     renderer = check_answering(target)
-    asked, left_out = checkable(target, stage, renderer)
-    own, drawn = stage.accuracy, SamplingSettings.from_config(target.config)
-    requests = {"greedy": Request("greedy answers", 1, replace(drawn, temperature=0.0))} if own.greedy else {}
-    if own.samples:
-        requests["sampled"] = Request(f"{own.samples} samples each", own.samples, drawn)
-    made = answers.sample(target, renderer, asked, list(requests.values()), world)
+    prompts, left_out = checkable(target, stage, renderer)
+    options, drawn = stage.accuracy, SamplingSettings.from_config(target.config)
+    requests = (
+        {"greedy": Request("greedy answers", 1, replace(drawn, temperature=0.0))} if options.greedy else {}
+    )
+    if options.samples:
+        requests["sampled"] = Request(f"{options.samples} samples each", options.samples, drawn)
+    by_request = answers.sample(target, renderer, prompts, list(requests.values()), world)
     path = verifier_path(target.config.data, stage)
 
     def checked() -> dict[str, list[Checked]]:
         verifier: Verifier = import_function("accuracy.verifier", path)
         return {
-            kind: verified(asked, of_kind, verifier, renderer)
-            for kind, of_kind in zip(requests, made, strict=True)
+            kind: verified(prompts, of_kind, verifier, renderer)
+            for kind, of_kind in zip(requests, by_request, strict=True)
         }
 
     by_kind = on_main(checked)
-    items, summaries = items_of(by_kind, own.k), {kind: summary(every) for kind, every in by_kind.items()}
+    items, summaries = items_of(by_kind, options.k), {kind: summary(every) for kind, every in by_kind.items()}
     counts = {
-        "prompts": len(asked),
-        "answers": sum(request.n for request in requests.values()) * len(asked),
+        "prompts": len(prompts),
+        "answers": sum(request.n for request in requests.values()) * len(prompts),
         "left_out": dict(left_out),
     }
-    settings = described(target, stage) | {"samples": own.samples, "k": own.k, "verifier": path}
-    title = f"{target.config.data.name}, {stage.split}, {len(asked)} prompts"
+    settings = described(target, stage) | {"samples": options.samples, "k": options.k, "verifier": path}
+    title = f"{target.config.data.name}, {stage.split}, {len(prompts)} prompts"
     return result(
         [items],
         summaries,
@@ -113,29 +115,31 @@ def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
         counts=counts,
         rows=list(rows_of(by_kind)),
         settings=settings,
-        fingerprints=fingerprints(target, asked, text=renderer.fingerprint) if world.is_main else {},
+        fingerprints=fingerprints(target, prompts, text=renderer.fingerprint) if world.is_main else {},
     )
 
 
 def verified(
-    asked: list[Prompt], of_prompt: list[list[Sample]], verifier: Verifier, renderer: Renderer
+    prompts: list[Prompt], of_prompt: list[list[Sample]], verifier: Verifier, renderer: Renderer
 ) -> list[Checked]:
     """Return every answer with its verdict. Raises StoppedError for a verdict that is neither 0 nor 1."""
     texts = [
         [text_of(sample, renderer) for sample in samples]
-        for prompt, samples in zip(asked, of_prompt, strict=True)
+        for prompt, samples in zip(prompts, of_prompt, strict=True)
     ]
     flat = [
-        (text, prompt.reference_answer) for prompt, each in zip(asked, texts, strict=True) for text in each
+        (text, prompt.reference_answer) for prompt, each in zip(prompts, texts, strict=True) for text in each
     ]
-    given, reasons = verdicts_of(verifier, [text for text, _ in flat], [reference for _, reference in flat])
+    verdicts, reasons = verdicts_of(
+        verifier, [text for text, _ in flat], [reference for _, reference in flat]
+    )
     say_failures(reasons, len(flat), "answers")
-    verdicts = iter(given)
+    remaining = iter(verdicts)
     checked_prompts = [
-        Checked(prompt, samples, each, [next(verdicts) for _ in each])
-        for prompt, samples, each in zip(asked, of_prompt, texts, strict=True)
+        Checked(prompt, samples, each, [next(remaining) for _ in each])
+        for prompt, samples, each in zip(prompts, of_prompt, texts, strict=True)
     ]
-    partly = next((v for one in checked_prompts for v in one.known if v not in (0.0, 1.0)), None)
+    partly = next((v for one in checked_prompts for v in one.decided if v not in (0.0, 1.0)), None)
     if partly is not None:
         raise StoppedError(
             f"the verifier gave {partly}: pass@k counts answers that are right (1.0) or wrong (0.0)"
@@ -149,12 +153,12 @@ def items_of(by_kind: Mapping[str, list[Checked]], ks: Iterable[int]) -> Items:
     A prompt with fewer verdicts than k has no pass@k."""
     items: Items = {}
     if "greedy" in by_kind:
-        items["greedy.accuracy"] = {one.prompt.id: one.known[0] for one in by_kind["greedy"] if one.known}
+        items["greedy.accuracy"] = {one.prompt.id: one.decided[0] for one in by_kind["greedy"] if one.decided}
     for k in sorted(set(ks)) if "sampled" in by_kind else []:
         items[f"sampled.pass@{k}"] = {
-            one.prompt.id: statistics.pass_at_k(len(one.known), int(sum(one.known)), k)
+            one.prompt.id: statistics.pass_at_k(len(one.decided), int(sum(one.decided)), k)
             for one in by_kind["sampled"]
-            if len(one.known) >= k
+            if len(one.decided) >= k
         }
     return items
 
@@ -169,7 +173,7 @@ def summary(every: list[Checked]) -> dict[str, float]:
     metrics = {
         "length": fmean(len(s.token_ids) for s in samples),
         "finished": fmean(s.finished for s in samples),
-        "no_verdict": 1 - sum(len(one.known) for one in every) / len(samples),
+        "no_verdict": 1 - sum(len(one.decided) for one in every) / len(samples),
     }
     if len(every[0].samples) > 1:
         metrics["distinct"] = fmean(len(set(one.texts)) / len(one.texts) for one in every)
@@ -180,13 +184,13 @@ def rows_of(by_kind: Mapping[str, list[Checked]]) -> Iterable[dict[str, Any]]:
     """Yield one record per answer."""
     for kind, every in by_kind.items():
         for one in every:
-            asked = [turn.message for turn in one.prompt.turns]
+            messages = [turn.message for turn in one.prompt.turns]
             for i, (sample, text, verdict) in enumerate(
                 zip(one.samples, one.texts, one.verdicts, strict=True)
             ):
                 yield {
                     "prompt_id": one.prompt.id,
-                    "prompt": asked,
+                    "prompt": messages,
                     "reference": one.prompt.reference_answer,
                     "drawn": kind,
                     "sample_id": i,

@@ -41,13 +41,13 @@ def read_rows(key: str, path: Path, texts: Sequence[str], of_one: Sequence[str])
         raise DataError(f"{key}={path}: must be a list of objects with {', '.join(texts)}, and has none")
     bad = [f"row {i}: {problem}" for i, row in enumerate(rows) if (problem := _problem(row, texts))]
     if bad:
-        said = "; ".join(bad[:3])
-        raise DataError(f"{key}={path}: {len(bad)} of {len(rows)} rows cannot be used; {said}")
+        why = "; ".join(bad[:3])
+        raise DataError(f"{key}={path}: {len(bad)} of {len(rows)} rows cannot be used; {why}")
     for name in of_one:
         every = sorted({str(row.get(name)) for row in rows})
         if len(every) > 1:
-            said = f"one model against one baseline is rated; {name} is {', '.join(every[:3])}"
-            raise DataError(f"{key}={path}: {said}{' …' * (len(every) > 3)}")
+            why = f"one model against one baseline is rated; {name} is {', '.join(every[:3])}"
+            raise DataError(f"{key}={path}: {why}{' …' * (len(every) > 3)}")
     return rows
 
 
@@ -70,11 +70,11 @@ def read_annotations(path: Path) -> list[Row]:
     failed. Raises ConfigError, DataError."""
     key, texts = "alpacaeval.annotations", ("instruction", "output_1", "output_2")
     rows = read_rows(key, path, texts, ("generator_1", "generator_2"))
-    given = [row.get("preference", "") for row in rows]
-    wrong = [f"row {i}: {p!r}" for i, p in enumerate(given) if type(p) not in (int, float, type(None))]
+    preferences = [row.get("preference", "") for row in rows]
+    wrong = [f"row {i}: {p!r}" for i, p in enumerate(preferences) if type(p) not in (int, float, type(None))]
     if wrong:
-        said = f"have no preference that is a number or null; {'; '.join(wrong[:3])}"
-        raise DataError(f"{key}={path}: {len(wrong)} of {len(rows)} rows {said}")
+        why = f"have no preference that is a number or null; {'; '.join(wrong[:3])}"
+        raise DataError(f"{key}={path}: {len(wrong)} of {len(rows)} rows {why}")
     return rows
 
 
@@ -115,14 +115,14 @@ def annotator_settings(name: str) -> dict[str, Any]:
     return settings | {"prompt_template": str(folder / settings["prompt_template"])}
 
 
-def ask_judge(outputs: list[Row], reference: list[Row], own: AlpacaEvalConfig, place: Path) -> list[Row]:
+def ask_judge(outputs: list[Row], reference: list[Row], options: AlpacaEvalConfig, place: Path) -> list[Row]:
     """Return the library's judgements of ``outputs`` in the order of ``reference``; a failed one has
     preference None. The library writes them to the folder ``place`` with its cache of judgements, which are
     not asked for again. Raises StoppedError."""
-    settings = annotator_settings(own.annotator)
-    settings["completions_kwargs"] |= {"model_name": own.model, "requires_chatml": True}
+    settings = annotator_settings(options.annotator)
+    settings["completions_kwargs"] |= {"model_name": options.model, "requires_chatml": True}
     annotator = (place / "annotator.yaml").absolute()  # a relative path would be of the library's folder
-    write_whole(annotator, yaml.safe_dump({f"{own.annotator}-{own.model}": settings}))
+    write_whole(annotator, yaml.safe_dump({f"{options.annotator}-{options.model}": settings}))
     with library() as alpaca_eval:
         try:
             _, rows = alpaca_eval.evaluate(
@@ -137,8 +137,8 @@ def ask_judge(outputs: list[Row], reference: list[Row], own: AlpacaEvalConfig, p
                 is_return_instead_of_print=True,
             )
         except Exception as error:  # the endpoint's client and the library raise many kinds
-            said = scrub_text(" ".join(str(error).split()))
-            raise StoppedError(f"the judge {own.model}: {type(error).__name__}: {said}") from None
+            message = scrub_text(" ".join(str(error).split()))
+            raise StoppedError(f"the judge {options.model}: {type(error).__name__}: {message}") from None
     return [{key: None if value != value else value for key, value in row.items()} for row in rows]
 
 
@@ -154,9 +154,9 @@ def win_rates(rows: Sequence[Row]) -> tuple[dict[str, Any], str | None]:
         gamed = hub_file(GAMED)
         if isinstance(gamed, str):
             return rates, gamed
-        known = pd.read_csv(gamed)["index"].nunique()
-        if len(rows) != known:
-            return rates, f"is for all {known} instructions of the set, and there are {len(rows)} judgements"
+        total = pd.read_csv(gamed)["index"].nunique()
+        if len(rows) != total:
+            return rates, f"is for all {total} instructions of the set, and there are {len(rows)} judgements"
         try:
             rates |= alpaca_eval.metrics.get_length_controlled_winrate(frame, save_weights_dir=None)
         except Exception as error:  # it may raise anything for rows it cannot fit; the plain rate is right

@@ -37,64 +37,70 @@ KEYS = ("OPENAI_API_KEY", "OPENAI_API_KEYS", "OPENAI_CLIENT_CONFIG_PATH")
 def check(target: Target, stage: EvalStage) -> None:
     """Raise ConfigError or DataError for a file, key or annotator that is missing, a file with the wrong
     contents, and a model that cannot answer every instruction."""
-    own = stage.alpacaeval
-    given = own.annotations or own.outputs
-    require(stage.limit is None or not given, "limit", stage.limit, f"chooses prompts; {given} is answered")
-    if own.annotations is not None:
+    options = stage.alpacaeval
+    file = options.annotations or options.outputs
+    require(stage.limit is None or not file, "limit", stage.limit, f"chooses prompts; {file} is answered")
+    if options.annotations is not None:
         annotations_of(stage)
         return
-    alpaca.annotator_settings(own.annotator)
-    said = "is asked with the key in OPENAI_API_KEY, which is not set (any word will do without a key)"
-    require(any(map(os.environ.get, KEYS)), "alpacaeval.model", own.model, said)
+    alpaca.annotator_settings(options.annotator)
+    why = "is asked with the key in OPENAI_API_KEY, which is not set (any word will do without a key)"
+    require(any(map(os.environ.get, KEYS)), "alpacaeval.model", options.model, why)
     reference, _ = reference_of(stage)
-    if own.outputs is not None:
+    if options.outputs is not None:
         outputs_of(stage, reference)
         return
     renderer, model = answers.check_answering(target), target.config.model
     rendered = renderer.prompts([prompt_of(row) for row in reference])
     refused = sorted({reason for reason in rendered if isinstance(reason, str)})
-    said = f"cannot render all of AlpacaEval's instructions: {'; '.join(refused[:3])}"
-    require(not refused, "model.chat_template", model.chat_template, said)
+    why = f"cannot render all of AlpacaEval's instructions: {'; '.join(refused[:3])}"
+    require(not refused, "model.chat_template", model.chat_template, why)
     cut = renderer.cuts.total()  # a win rate over instructions that are cut would not be comparable
-    said = f"would cut {cut} of AlpacaEval's {len(reference)} instructions: raise it, with model.max_length"
-    require(cut == 0, "model.max_prompt_length", model.max_prompt_length, said)
+    why = f"would cut {cut} of AlpacaEval's {len(reference)} instructions: raise it, with model.max_length"
+    require(cut == 0, "model.max_prompt_length", model.max_prompt_length, why)
 
 
 def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
     """Make the answers, judgements and win rates, as far as no file has them. All ranks answer; then rank 0
     alone judges, and the others return an empty result. Raises StoppedError where the judge fails."""
-    own, place = stage.alpacaeval, result_path(target, stage).with_suffix("")
-    if own.annotations is not None:
-        digest = {"annotations": files_digest([Path(own.annotations)])}
-        return rated(annotations_of(stage), {"annotations": own.annotations}, digest)
+    options, place = stage.alpacaeval, result_path(target, stage).with_suffix("")
+    if options.annotations is not None:
+        digest = {"annotations": files_digest([Path(options.annotations)])}
+        return rated(annotations_of(stage), {"annotations": options.annotations}, digest)
     reference, source = reference_of(stage)
-    settings: dict[str, Any] = {"outputs": own.outputs}
-    if own.outputs is None:
+    settings: dict[str, Any] = {"outputs": options.outputs}
+    if options.outputs is None:
         settings = answers.described(target, stage)
-        made = fingerprints(target, reference=files_digest([source]))
-        outputs = sampled(target, reference, made["weights"], world)
+        digests = fingerprints(target, reference=files_digest([source]))
+        outputs = sampled(target, reference, digests["weights"], world)
     else:
         outputs = outputs_of(stage, reference)
-        made = fingerprints(replace(target, answers=Path(own.outputs)), reference=files_digest([source]))
+        digests = fingerprints(
+            replace(target, answers=Path(options.outputs)), reference=files_digest([source])
+        )
     if not world.is_main:
         return Evaluation({})
     write_whole(place / "outputs.json", json.dumps(outputs, indent=1, ensure_ascii=False) + "\n")
-    rows = alpaca.ask_judge(outputs, reference, own, place)
-    judge = {"model": own.model, "annotator": own.annotator, "base_url": os.environ.get("OPENAI_API_BASE")}
-    return rated(rows, settings | {"reference": str(source), "judge": judge}, made)
+    rows = alpaca.ask_judge(outputs, reference, options, place)
+    judge = {
+        "model": options.model,
+        "annotator": options.annotator,
+        "base_url": os.environ.get("OPENAI_API_BASE"),
+    }
+    return rated(rows, settings | {"reference": str(source), "judge": judge}, digests)
 
 
 def reference_of(stage: EvalStage) -> tuple[list[alpaca.Row], Path]:
     """Return (the baseline's answers to the instructions that are asked, in the set's order; their file).
     Raises ConfigError, DataError."""
-    given = stage.alpacaeval.reference
-    path = Path(given) if given is not None else alpaca.hub_file(alpaca.BASELINE)
+    reference = stage.alpacaeval.reference
+    path = Path(reference) if reference is not None else alpaca.hub_file(alpaca.BASELINE)
     if isinstance(path, str):
-        said = f"{path}; fetch it where there is a network and give its path"
-        raise ConfigError("alpacaeval.reference", None, said)
+        why = f"{path}; fetch it where there is a network and give its path"
+        raise ConfigError("alpacaeval.reference", None, why)
     rows = alpaca.read_outputs("alpacaeval.reference", path)
-    asked = answers.limited([prompt_of(row) for row in rows], stage.limit)
-    wanted = {prompt.turns[-1].content for prompt in asked}
+    prompts = answers.limited([prompt_of(row) for row in rows], stage.limit)
+    wanted = {prompt.turns[-1].content for prompt in prompts}
     return [row for row in rows if row["instruction"] in wanted], path
 
 
@@ -105,9 +111,9 @@ def outputs_of(stage: EvalStage, reference: Sequence[alpaca.Row]) -> list[alpaca
 
 def annotations_of(stage: EvalStage) -> list[alpaca.Row]:
     """Return the given judgements, in the order of ``alpacaeval.reference`` if that is given too."""
-    own = stage.alpacaeval
-    rows = alpaca.read_annotations(Path(own.annotations or ""))
-    return in_order("alpacaeval.annotations", rows, reference_of(stage)[0]) if own.reference else rows
+    options = stage.alpacaeval
+    rows = alpaca.read_annotations(Path(options.annotations or ""))
+    return in_order("alpacaeval.annotations", rows, reference_of(stage)[0]) if options.reference else rows
 
 
 def in_order(key: str, rows: Sequence[alpaca.Row], reference: Sequence[alpaca.Row]) -> list[alpaca.Row]:
@@ -115,8 +121,8 @@ def in_order(key: str, rows: Sequence[alpaca.Row], reference: Sequence[alpaca.Ro
     character for character: the library would drop it."""
     place = {row["instruction"]: i for i, row in enumerate(reference)}
     strange = [row["instruction"] for row in rows if row["instruction"] not in place]
-    said = f"{len(strange)} of {len(rows)} instructions are none of alpacaeval.reference's, as {strange[:1]}"
-    require(not strange, key, "…", f"{said}: answer its instructions as they are")
+    why = f"{len(strange)} of {len(rows)} instructions are none of alpacaeval.reference's, as {strange[:1]}"
+    require(not strange, key, "…", f"{why}: answer its instructions as they are")
     return sorted(rows, key=lambda row: place[row["instruction"]])
 
 
@@ -133,15 +139,15 @@ def sampled(target: Target, reference: list[alpaca.Row], weights: str, world: Wo
     [drawn] = answers.sample(target, renderer, prompts, [request], world)
     texts = [text_of(sample, renderer).strip() for [sample] in drawn]
     kept = [{key: row[key] for key in ("dataset", "instruction") if key in row} for row in reference]
-    made = {"generator": f"{target.name}-{weights[:8]}"}
-    return [row | {"output": text} | made for row, text in zip(kept, texts, strict=True)]
+    generator = {"generator": f"{target.name}-{weights[:8]}"}
+    return [row | {"output": text} | generator for row, text in zip(kept, texts, strict=True)]
 
 
-def rated(rows: list[alpaca.Row], settings: dict[str, Any], made: dict[str, Any]) -> Evaluation:
+def rated(rows: list[alpaca.Row], settings: dict[str, Any], digests: dict[str, Any]) -> Evaluation:
     """Return the library's win rates of the judgements, in percent; ``rows`` get their length-controlled
     preferences. Raises StoppedError if no judgement counts."""
-    given = [row.get("preference") for row in rows]  # 0 is an old way to write a tie
-    bad = [i for i, p in enumerate(given) if p is None or not (p == 0 or 1 <= p <= 2)]
+    preferences = [row.get("preference") for row in rows]  # 0 is an old way to write a tie
+    bad = [i for i, p in enumerate(preferences) if p is None or not (p == 0 or 1 <= p <= 2)]
     if len(bad) == len(rows):
         raise StoppedError(f"none of the {len(rows)} judgements counts: there is nothing to rate")
     rates, missing = alpaca.win_rates(rows)
@@ -163,4 +169,4 @@ def rated(rows: list[alpaca.Row], settings: dict[str, Any], made: dict[str, Any]
     if bad:
         print(f"left out, without a judgement: {len(bad)} rows, the first {bad[0]}", flush=True)
     lines = [{key: value for key, value in row.items() if not key.startswith("preference_")} for row in rows]
-    return Evaluation(values, table, lines, settings | {"alpaca_eval": version("alpaca_eval")}, made)
+    return Evaluation(values, table, lines, settings | {"alpaca_eval": version("alpaca_eval")}, digests)

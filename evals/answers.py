@@ -65,7 +65,7 @@ def limited(every: list[Prompt], limit: int | None) -> list[Prompt]:
 
 
 def sample(
-    target: Target, renderer: Renderer, asked: list[Prompt], requests: list[Request], world: World
+    target: Target, renderer: Renderer, usable: list[Prompt], requests: list[Request], world: World
 ) -> list[list[list[Sample]]]:
     """Return the answers as [requests][prompts][n], drawn with the target's seed.
 
@@ -73,7 +73,7 @@ def sample(
     be loaded.
     """
     return generate_answers(
-        target.config, renderer, asked, requests, world, (target.run or target.out) / "logs", target.name
+        target.config, renderer, usable, requests, world, (target.run or target.out) / "logs", target.name
     )
 
 

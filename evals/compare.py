@@ -41,8 +41,8 @@ class Judged:
     @property
     def means(self) -> tuple[float, float] | None:
         """Each side's mean reward over its answers with a reward; None if a side has no such answer."""
-        known = [[score for score in side if score is not None] for side in self.scores]
-        return (fmean(known[0]), fmean(known[1])) if all(known) else None
+        rewards = [[score for score in side if score is not None] for side in self.scores]
+        return (fmean(rewards[0]), fmean(rewards[1])) if all(rewards) else None
 
 
 def check(target: Target, stage: EvalStage) -> None:
@@ -52,18 +52,18 @@ def check(target: Target, stage: EvalStage) -> None:
     reward = target.config.reward
     assert reward is not None and target.other is not None
     sides = (target, target.other)
-    asked: list[Prompt] | None = None
+    prompts: list[Prompt] | None = None
     if all(side.answers is None for side in sides):
         for side in sides:
             check_answering(side)
-        asked, _ = answers.prompts(target, stage, check_answering(target))
+        prompts, _ = answers.prompts(target, stage, check_answering(target))
     read = [answers_in(side.answers) for side in sides if side.answers is not None]
     if len(read) == 2:
         in_common(read[0], read[1])
-    if asked is not None:
+    if prompts is not None:
         require(
             not target.config.reward_config.needs_reference
-            or any(p.reference_answer is not None for p in asked),
+            or any(p.reference_answer is not None for p in prompts),
             "reward",
             reward["name"],
             f"compares with reference answers, of which data={target.config.data.name} has none; choose "
@@ -139,20 +139,20 @@ def judge(
     finally:
         reward.close()
     judged = [Judged(pair, (scores[2 * i], scores[2 * i + 1])) for i, pair in enumerate(pairs)]
-    known = {one.sampled[0].prompt.id: one.means for one in judged if one.means is not None}
-    if not known:
+    means = {one.sampled[0].prompt.id: one.means for one in judged if one.means is not None}
+    if not means:
         raise StoppedError(
             f"reward {target.config.reward_config.name} gave no verdict on any prompt's both sides"
         )
     items = {
-        "reward": {i: a for i, (a, _) in known.items()},
-        "reward_against": {i: b for i, (_, b) in known.items()},
-        "mean_difference": {i: a - b for i, (a, b) in known.items()},
+        "reward": {i: a for i, (a, _) in means.items()},
+        "reward_against": {i: b for i, (_, b) in means.items()},
+        "mean_difference": {i: a - b for i, (a, b) in means.items()},
     }
     counts = {
-        "prompts": len(known),
+        "prompts": len(means),
         "only_one_side": len(ours) + len(theirs) - 2 * len(pairs),
-        "no_verdict": len(pairs) - len(known),
+        "no_verdict": len(pairs) - len(means),
     }
     settings = described(target, stage) | {
         "against": target.other.name,
@@ -194,10 +194,10 @@ def _sampled(side: Target, prompts: list[Any], stage: EvalStage, world: World) -
     usable, _ = answers.usable_prompts(answers.limited(prompts, stage.limit), renderer)
     n, settings = stage.compare.samples, SamplingSettings.from_config(side.config)
     request = Request(f"{n} answers each", n, settings)
-    (made,) = answers.sample(side, renderer, usable, [request], world)
+    (drawn,) = answers.sample(side, renderer, usable, [request], world)
     return [
         SampledPrompt(prompt, tuple(s.completion(renderer) for s in samples))
-        for prompt, samples in zip(usable, made, strict=True)
+        for prompt, samples in zip(usable, drawn, strict=True)
     ]
 
 

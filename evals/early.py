@@ -29,21 +29,21 @@ def check_early(targets: Sequence[Target], stage: EvalStage) -> None:
     if package := PACKAGES.get(stage.kind):
         needs = f"needs the package {package}: make eval-tools, or pip install -r requirements/eval.txt"
         require(find_spec(package) is not None, "kind", stage.kind, needs)
-    own = getattr(stage, stage.kind)
+    options = getattr(stage, stage.kind)
     for key in FILES:
-        given = getattr(own, key, None)
-        there = given is None or Path(given).is_file()
-        require(there, f"{stage.kind}.{key}", given, f"no such file (the working directory is {Path.cwd()})")
+        value = getattr(options, key, None)
+        there = value is None or Path(value).is_file()
+        require(there, f"{stage.kind}.{key}", value, f"no such file (the working directory is {Path.cwd()})")
     for target in targets:
         path = result_path(target, stage)
         for file in (path, path.with_suffix(".jsonl")):  # the result, its answers
             refuse_existing(file, stage.overwrite_out)
-        asked = {"data", "sampler"} if stage.kind in ("accuracy", "compare") else set()
+        inputs = {"data", "sampler"} if stage.kind in ("accuracy", "compare") else set()
         for side in (target, target.other):
             if side is not None and side.answers is None:
                 silent = side.config.model.head == "reward"
                 require(not silent, "run", side.run or side.name, "is a reward model: it answers nothing")
-                check_inputs(side.config, {"model"} | asked)
+                check_inputs(side.config, {"model"} | inputs)
         if stage.kind == "accuracy":
             check_importable("accuracy.verifier", verifier_path(target.config.data, stage))
         chosen = stage.kind != "compare" or target.config.reward is not None

@@ -27,17 +27,17 @@ PUNKT = Path(".venv/punkt/llama_index/core/_static/nltk_cache")
 def check(target: Target, stage: EvalStage) -> None:
     """Raise ConfigError for a target that is no language model, and for a task that is unknown, has no data
     here, or runs what the model wrote without ``unsafe_code``."""
-    own, head = stage.lm_eval, target.config.model.head
+    options, head = stage.lm_eval, target.config.model.head
     require(head is None, "run", target.run or target.name, "has a head: the harness asks language models")
     check_model(target.config.model)
     try:
-        tasks = _manager(own.include_path, tuple(own.tasks)).load(list(own.tasks))["tasks"]
+        tasks = _manager(options.include_path, tuple(options.tasks)).load(list(options.tasks))["tasks"]
     except Exception as error:  # a task is a program of its own and may raise anything
-        said = f"cannot be loaded ({type(error).__name__}: {error}); data come from the hub, or its cache"
-        raise ConfigError("lm_eval.tasks", own.tasks, said) from error
+        why = f"cannot be loaded ({type(error).__name__}: {error}); data come from the hub, or its cache"
+        raise ConfigError("lm_eval.tasks", options.tasks, why) from error
     unsafe = ", ".join(name for name, task in tasks.items() if getattr(task, "UNSAFE_CODE", False))
-    said = f"{unsafe} runs what the model wrote on this machine; set it to true where that may be"
-    require(own.unsafe_code or not unsafe, "lm_eval.unsafe_code", False, said)
+    why = f"{unsafe} runs what the model wrote on this machine; set it to true where that may be"
+    require(options.unsafe_code or not unsafe, "lm_eval.unsafe_code", False, why)
 
 
 def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
@@ -46,8 +46,8 @@ def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
     require(world.size == 1, "kind", "lm_eval", "runs on one process: start eval.py without a launcher")
     from lm_eval import simple_evaluate
 
-    own, config, model = stage.lm_eval, target.config, target.config.model
-    chat = config.data.apply_chat_template if own.chat_template is None else own.chat_template
+    options, config, model = stage.lm_eval, target.config, target.config.model
+    chat = config.data.apply_chat_template if options.chat_template is None else options.chat_template
     tokenizer: Any = load_tokenizer(model)
     tokenizer.chat_template = load_template(tokenizer)
     tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **DATE)
@@ -57,26 +57,26 @@ def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
         found: Any = simple_evaluate(
             "hf",
             loaded,
-            list(own.tasks),
-            own.num_fewshot,
-            own.batch_size,
+            list(options.tasks),
+            options.num_fewshot,
+            options.batch_size,
             device=str(world.device),
             limit=stage.limit,
             apply_chat_template=chat,
-            task_manager=_manager(own.include_path, tuple(own.tasks)),
-            confirm_run_unsafe_code=own.unsafe_code,
+            task_manager=_manager(options.include_path, tuple(options.tasks)),
+            confirm_run_unsafe_code=options.unsafe_code,
             **{f"{name}random_seed": config.seed for name in ("", "numpy_", "torch_")},
         )
     except Exception as error:  # as above
-        said = f"lm_eval.tasks={own.tasks}: the harness failed ({type(error).__name__}: {error})"
-        raise StoppedError(said) from error
+        why = f"lm_eval.tasks={options.tasks}: the harness failed ({type(error).__name__}: {error})"
+        raise StoppedError(why) from error
     by_task = found["results"] | found.get("groups", {})
     values: dict[str, Any] = {name: metrics_of(result) for name, result in by_task.items()}
     table = [[task, name, f"{value:.4f}"] for task, of in values.items() for name, value in of.items()]
     rows = [{"task": task} | one for task, every in found["samples"].items() for one in every]
     counts = {"prompts": {name: number["effective"] for name, number in found["n-samples"].items()}}
     settings = {"target": target.name, "step": target.step, "dtype": model.dtype, "seed": config.seed}
-    settings |= asdict(own) | {"limit": stage.limit, "chat_template": chat, "lm_eval": version("lm_eval")}
+    settings |= asdict(options) | {"limit": stage.limit, "chat_template": chat, "lm_eval": version("lm_eval")}
     return Evaluation(values | {"counts": counts}, table, rows, settings, fingerprints(target))
 
 
@@ -95,5 +95,5 @@ def _manager(include_path: str | None, tasks: tuple[str, ...]) -> Any:
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     mine = TaskManager(include_path=include_path, include_defaults=False)
-    known = all(name in mine.all_tasks for name in tasks)
-    return mine if known else TaskManager(include_path=include_path)
+    has_all = all(name in mine.all_tasks for name in tasks)
+    return mine if has_all else TaskManager(include_path=include_path)

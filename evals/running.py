@@ -77,8 +77,8 @@ def report(target: Target, stage: EvalStage, evaluation: Evaluation) -> None:
     path = result_path(target, stage)
     write_result(path, evaluation)
     if target.run is not None:
-        settings, own = asdict(target.config), target.config.wandb
-        mirror_evaluation(target.run, settings, own, path.stem, evaluation.values, evaluation.rows[:SHOWN])
+        settings, wandb = asdict(target.config), target.config.wandb
+        mirror_evaluation(target.run, settings, wandb, path.stem, evaluation.values, evaluation.rows[:SHOWN])
     answers = f", its answers to {path.with_suffix('.jsonl').name}" if evaluation.rows else ""
     print(f"\n{target.name}\n{text_table(evaluation.table)}\nwritten to {path}{answers}", flush=True)
 

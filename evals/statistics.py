@@ -80,9 +80,9 @@ def _means(values: np.ndarray, runs: np.ndarray, problems: np.ndarray) -> np.nda
     """Return [resamples] weighted means of ``values`` [runs, problems], nan left out.
 
     The weights are ``runs`` [resamples, runs] times ``problems`` [resamples, problems]."""
-    known = np.isfinite(values)
-    sums = np.einsum("br,br->b", runs, problems @ np.where(known, values, 0.0).T)
-    totals = np.einsum("br,br->b", runs, problems @ known.astype(np.float64).T)
+    finite = np.isfinite(values)
+    sums = np.einsum("br,br->b", runs, problems @ np.where(finite, values, 0.0).T)
+    totals = np.einsum("br,br->b", runs, problems @ finite.astype(np.float64).T)
     return np.divide(sums, totals, out=np.full_like(sums, np.nan), where=totals > 0)
 
 

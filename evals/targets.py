@@ -24,24 +24,24 @@ Settings = dict[str, Any]
 ANSWERS = (".json", ".jsonl")
 
 
-def refuse_unread(given: Sequence[str], own: Sequence[str], runs: bool, tree: Any) -> None:
+def refuse_unread(overridden: Sequence[str], stage_keys: Sequence[str], runs: bool, tree: Any) -> None:
     """Raise ConfigError for a key of the command line that an evaluation does not read.
 
-    ``given``: the dotted keys of the command line; ``own``: eval.py's own keys; ``runs``: whether ``run`` is
-    given, which already names the model; ``tree``: the composed settings."""
-    for key in given:
+    ``overridden``: the dotted keys of the command line; ``stage_keys``: eval.py's own keys; ``runs``: whether
+    ``run`` is given, which already names the model; ``tree``: the composed settings."""
+    for key in overridden:
         top, value = key.split(".")[0], reduce(_within, key.split("."), tree)
-        said = "…" if isinstance(value, dict) else value  # a file's whole content says nothing
+        shown = "…" if isinstance(value, dict) else value  # a file's whole content says nothing
         require(
-            top in (*READ, *own, "hydra"),
+            top in (*READ, *stage_keys, "hydra"),
             key,
-            said,
-            f"is not read by an evaluation: it reads {', '.join((*own, *READ))}",
+            shown,
+            f"is not read by an evaluation: it reads {', '.join((*stage_keys, *READ))}",
         )
         require(
             not runs or key not in ("model", "model.name_or_path", "model.revision"),
             key,
-            said,
+            shown,
             "run= says which model; leave one of them out",
         )
 
@@ -110,18 +110,19 @@ def _steps(checkpoints: Path) -> list[int]:
     return sorted(step for path in checkpoints.glob("step_*") if (step := _step(path)) is not None)
 
 
-def over_run(saved: Settings, composed: Settings, given: Sequence[str]) -> Settings:
+def over_run(saved: Settings, composed: Settings, overridden: Sequence[str]) -> Settings:
     """Return a run's own settings with the command line's changes: whole groups (``data=gsm8k``) or keys.
 
     ``sampler.temperature`` and ``sampler.top_p`` always come from the evaluation, never from the run. The
     length limit of answers comes from the run, whichever sampler draws them."""
     out: Settings = {**saved, "reward": saved.get("reward") or composed.get("reward")}
-    for key in given:
+    for key in overridden:
         if key in READ:
             out[key] = composed.get(key)
-    if "sampler" in given:  # the length limit belongs to the model; the command line has the default model's
+    if "sampler" in overridden:
+        # the length limit belongs to the model; the command line has the default model's
         out["sampler"] = _with(out["sampler"], ["max_tokens"], _at(saved, "sampler.max_tokens"))
-    for key in (*given, "sampler.temperature", "sampler.top_p"):
+    for key in (*overridden, "sampler.temperature", "sampler.top_p"):
         first, *rest = key.split(".")
         if rest and first in (*READ, "rounds"):
             out[first] = _with(out.get(first) or {}, rest, _at(composed, key))
@@ -141,15 +142,15 @@ def _with(section: Settings, path: Sequence[str], value: Any) -> Settings:
 
 
 def targets_of(
-    stage: EvalStage, composed: Settings, given: Sequence[str], exported: Mapping[Path, Path]
+    stage: EvalStage, composed: Settings, overridden: Sequence[str], exported: Mapping[Path, Path]
 ) -> list[Target]:
     """Return the targets to evaluate.
 
-    ``composed``: a run's settings as the command line alone gives them; ``given``: the dotted keys that it
-    sets; ``exported``: run folder -> folder to which its checkpoint was exported. Raises ConfigError."""
+    ``composed``: a run's settings as the command line alone gives them; ``overridden``: the dotted keys that
+    it sets; ``exported``: run folder -> folder to which its checkpoint was exported. Raises ConfigError."""
     if stage.run:
         targets = [
-            _of_run(*run_of(path, stage.step), stage, composed, given, exported)
+            _of_run(*run_of(path, stage.step), stage, composed, overridden, exported)
             for path in expanded(stage.run)
         ]
     else:
@@ -163,8 +164,8 @@ def targets_of(
         assert stage.out is not None
         answers = _answers("answers", stage.answers) if stage.answers else None
         files = (stage.alpacaeval.annotations, stage.alpacaeval.outputs) if stage.kind == "alpacaeval" else ()
-        given_file = next(filter(None, files), None)  # no model answers then
-        name = given_file or (answers.stem if answers else _named(Path(config.model.name_or_path)))
+        file = next(filter(None, files), None)  # no model answers then
+        name = file or (answers.stem if answers else _named(Path(config.model.name_or_path)))
         targets = [Target(name, config, Path(stage.out), answers=answers)]
     seen = [target.out for target in targets]
     require(
@@ -175,7 +176,8 @@ def targets_of(
     )
     against = stage.against * len(targets) if len(stage.against) == 1 else stage.against
     others = [
-        _other(path, target, stage, composed, given) for path, target in zip(against, targets, strict=False)
+        _other(path, target, stage, composed, overridden)
+        for path, target in zip(against, targets, strict=False)
     ]
     if not others:
         return targets
@@ -187,10 +189,10 @@ def _of_run(
     step: int | None,
     stage: EvalStage,
     composed: Settings,
-    given: Sequence[str],
+    overridden: Sequence[str],
     exported: Mapping[Path, Path],
 ) -> Target:
-    config = settings_of_run(run, composed, given, exported.get(run))
+    config = settings_of_run(run, composed, overridden, exported.get(run))
     one = len(expanded(stage.run)) == 1
     out = run / "evals" if stage.out is None else Path(stage.out) if one else Path(stage.out) / run.name
     name = run.resolve().name
@@ -198,14 +200,14 @@ def _of_run(
 
 
 def settings_of_run(
-    run: Path, composed: Settings, given: Sequence[str], exported: Path | None = None
+    run: Path, composed: Settings, overridden: Sequence[str], exported: Path | None = None
 ) -> Config:
     """Return a run's settings with the command line's changes, for its model, or one ``exported`` elsewhere.
     Raises ConfigError."""
     text = (run / RECORD).read_text(encoding="utf-8", errors="replace")
     check_version(text, run)
     saved = settings_of(text)
-    trusted = "model.trust_remote_code" in given or not _at(saved, "model.trust_remote_code")
+    trusted = "model.trust_remote_code" in overridden or not _at(saved, "model.trust_remote_code")
     require(
         trusted,
         "model.trust_remote_code",
@@ -214,10 +216,12 @@ def settings_of_run(
         "model.trust_remote_code=true",
     )
     answering = saved | {"online": False}  # what training asks of its samples does not hold for answers
-    return _as_exported(_checked(over_run(answering, composed, given)), exported or run / "model")
+    return _as_exported(_checked(over_run(answering, composed, overridden)), exported or run / "model")
 
 
-def _other(path: str, target: Target, stage: EvalStage, composed: Settings, given: Sequence[str]) -> Target:
+def _other(
+    path: str, target: Target, stage: EvalStage, composed: Settings, overridden: Sequence[str]
+) -> Target:
     """Return the other side of a comparison, which answers ``target``'s prompts and is scored by its reward.
 
     ``path``: a file of answers, a run's folder, or a model."""
@@ -234,7 +238,7 @@ def _other(path: str, target: Target, stage: EvalStage, composed: Settings, give
             f"is a checkpoint: python export.py {quote(str(run))} --step {step} --to DIR first, "
             "then against=DIR",
         )
-        theirs = _of_run(run, None, stage, composed, given, {})
+        theirs = _of_run(run, None, stage, composed, overridden, {})
         sampler = replace(mine.sampler, max_tokens=mine.max_tokens)  # the same length limit on both sides
         config = replace(theirs.config, data=mine.data, sampler=sampler, reward=mine.reward, seed=mine.seed)
         return replace(theirs, config=config, out=target.out, run=None)

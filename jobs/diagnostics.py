@@ -61,9 +61,9 @@ class Diagnostics:
 
     def observe(self, micro: Microbatch, scores: TokenScores) -> None:
         """Add a microbatch of a step, without waiting for the device."""
-        moved, known = change_since(micro, scores, self.trainer.initial_logprobs)
+        moved, comparable = change_since(micro, scores, self.trainer.initial_logprobs)
         raw = (scores.policy - scores.reference).detach()
-        self.tally.add(sides(micro), raw, scores.mask, moved, known)
+        self.tally.add(sides(micro), raw, scores.mask, moved, comparable)
 
     def mark(self) -> Callable[[], None]:
         """Return a function that forgets what is observed from now on. The host does not wait for it."""

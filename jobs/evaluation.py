@@ -231,7 +231,7 @@ def make_evaluator(
     accuracy = make_accuracy(config, policy, renderer, held_out, world, stops=stops)
     initial_kl = shown = None
     if held_out and config.model.head != "reward":
-        prompts, tokens = on_main(lambda: _own_counts(config, folder, world))
+        prompts, tokens = on_main(lambda: _initial_counts(config, folder, world))
         tokens = min(tokens, config.model.max_length - config.model.max_prompt_length)
         sampler_arguments = (config, policy, renderer, world)
         if config.retention.kl:
@@ -254,7 +254,7 @@ def make_evaluator(
     return Evaluator(trainer, plan.held_out, accuracy, dtype, initial_kl, named, shown)
 
 
-def _own_counts(config: Config, folder: Path, world: World) -> tuple[int, int]:
+def _initial_counts(config: Config, folder: Path, world: World) -> tuple[int, int]:
     """Return how many prompts the initial weights answer, and by how many tokens, at most: as the run was
     started, if it is resumed elsewhere. Called on rank 0 alone."""
     typed = asdict(config.retention)
@@ -270,8 +270,8 @@ def _own_counts(config: Config, folder: Path, world: World) -> tuple[int, int]:
 def arranged(trainer: BasicTrainer, held_out: Segment) -> list[list[Example]]:
     """Return the batches of ``held_out``, arranged by the trainer as one global batch in the data's order."""
     examples = [example for group in held_out.groups for example in group]
-    made = dict(zip(examples, trainer.arrange(examples), strict=True))
-    return [[made[example] for example in held_out.batch(i)] for i in range(held_out.steps)]
+    of_example = dict(zip(examples, trainer.arrange(examples), strict=True))
+    return [[of_example[example] for example in held_out.batch(i)] for i in range(held_out.steps)]
 
 
 def reward_scale(config: Config) -> float:

@@ -100,7 +100,7 @@ def _tokenised(
         ),
     )
     shared = len(np.intersect1d(prompt_ids(loaded.groups), seen))
-    said = [
+    facts = [
         f"{examples.count} {trainer.counts}" if examples.count else "no row that the loss can use",
         *([f"{len(prompts_of(checkable))} prompts whose answers are checked"] if checkable else []),
         *([f"{len(loaded.dropped)} of {loaded.read} rows dropped"] if loaded.dropped else []),
@@ -115,7 +115,7 @@ def _tokenised(
         if examples.count
         else None,
         checkable,
-        about=f"{key}: {', '.join(said)} ({shortened(origin)})",
+        about=f"{key}: {', '.join(facts)} ({shortened(origin)})",
     )
 
 

@@ -41,7 +41,7 @@ def push(model_dir: Path, repository: str, private: bool) -> str:
     api = HfApi()
     try:
         api.create_repo(repository, private=private, exist_ok=True)
-        said = api.upload_folder(
+        commit = api.upload_folder(
             repo_id=repository,
             folder_path=model_dir,
             commit_message=f"Trained with humanline {git_commit(ROOT) or ''}".strip(),
@@ -49,7 +49,7 @@ def push(model_dir: Path, repository: str, private: bool) -> str:
     except Exception as error:  # the client's libraries raise many kinds of errors
         text = " ".join(str(error).split()) or type(error).__name__
         raise StoppedError(scrub_text(f"the model could not be uploaded to {repository} ({text})")) from error
-    return str(said.repo_url)
+    return str(commit.repo_url)
 
 
 def push_or_say(run_dir: Path, repository: str, private: bool) -> None:

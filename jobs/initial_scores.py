@@ -93,8 +93,8 @@ def initial_scores(
         }
         parts["rows"] = hashlib.sha256(b"\n".join(wanted.tolist())).hexdigest()
     cache = ScoreCache(Path(trainer.config.cache_dir), parts, trainer.world.rank)
-    known = _on_every_rank(cache)
-    missing = wanted[known.missing(wanted)]
+    table = _on_every_rank(cache)
+    missing = wanted[table.missing(wanted)]
     work, forwards = _work(trainer, batches, missing, size, reference)
     new: dict[str, Tensor] = {}
     written = time.monotonic()
@@ -110,13 +110,13 @@ def initial_scores(
         cache.write(new)
     barrier()
     if len(missing):
-        known = _on_every_rank(cache)
-    if known.missing(wanted).any():
+        table = _on_every_rank(cache)
+    if table.missing(wanted).any():
         raise StoppedError(
             f"{cache.folder}: scores that were just written are not there; is cache_dir a folder that every "
             "rank sees?"
         )
-    return known
+    return table
 
 
 def _counted(micros: list[Microbatch], bar: Bar) -> Iterator[Microbatch]:

@@ -49,20 +49,22 @@ class Observers:
         self._stop: tuple[int, str] | None = None
 
     @classmethod
-    def of(cls, callbacks: Mapping[str, Any], given: Sequence[Any], world: World) -> Observers:
-        """Return the observers that the settings name, which rank 0 creates, and those that are ``given``.
+    def of(cls, callbacks: Mapping[str, Any], further: Sequence[Any], world: World) -> Observers:
+        """Return the observers that the settings name, which rank 0 creates, and the ``further`` ones.
         Raises ConfigError on every rank."""
-        objects = {f"observers[{i}]": observer for i, observer in enumerate(given)}
-        made: dict[str, Any] = {}
-        on_main(lambda: made.update({f"callbacks.{name}": _made(name, t) for name, t in callbacks.items()}))
-        return cls(made | (objects if world.is_main else {}), bool(callbacks) or len(given) > 0)
+        objects = {f"observers[{i}]": observer for i, observer in enumerate(further)}
+        created: dict[str, Any] = {}
+        on_main(
+            lambda: created.update({f"callbacks.{name}": _create(name, t) for name, t in callbacks.items()})
+        )
+        return cls(created | (objects if world.is_main else {}), bool(callbacks) or len(further) > 0)
 
     def stops(self, step: int) -> str | None:
         """Return the reason why the run is to end before ``step``; None where it continues.
 
         All ranks agree on whether to end, but only rank 0 has the words; the others return ""."""
-        asked = self._stop is not None and self._stop[0] <= step
-        if not self.present or not any_rank(asked):
+        due = self._stop is not None and self._stop[0] <= step
+        if not self.present or not any_rank(due):
             return None
         return "" if self._stop is None else self._stop[1]
 
@@ -80,7 +82,7 @@ class Observers:
         before step ``stop_at``."""
         for name, observer in list(self._members.items()):
             try:
-                with _own_random_numbers():
+                with _keeping_random_states():
                     answer = getattr(observer, method, lambda *_: None)(*copy.deepcopy(arguments))
                 if not isinstance(answer, str | bool | np.bool_ | None):
                     raise TypeError(
@@ -112,13 +114,13 @@ def check_observer(key: str, observer: Any) -> None:
     """Raise ConfigError for an object or class that is not a valid observer: none of the methods, an ``on_``
     method that nothing would call, or a method that does not accept its arguments."""
     value = observer.__qualname__ if inspect.isclass(observer) else type(observer).__qualname__
-    own = [word for word in dir(observer) if word.startswith("on_")]
-    known = f"an observer has some of {', '.join(METHODS)} (docs/extend.md)"
-    require(own != [], key, value, f"is no observer: {known}")
-    for word in own:
-        require(word in METHODS, key, value, f"nothing calls its {word}; {known}")
+    hooks = [word for word in dir(observer) if word.startswith("on_")]
+    hint = f"an observer has some of {', '.join(METHODS)} (docs/extend.md)"
+    require(hooks != [], key, value, f"is no observer: {hint}")
+    for word in hooks:
+        require(word in METHODS, key, value, f"nothing calls its {word}; {hint}")
         method, wanted = getattr(observer, word), METHODS[word]
-        require(callable(method), key, value, f"its {word} is not a method; {known}")
+        require(callable(method), key, value, f"its {word} is not a method; {hint}")
         bound = isinstance(inspect.getattr_static(observer, word), staticmethod | classmethod)
         unbound = inspect.isclass(observer) and not bound  # such a method still takes ``self``
         try:
@@ -127,11 +129,11 @@ def check_observer(key: str, observer: Any) -> None:
             raise ConfigError(key, value, f"its {word} takes ({', '.join(wanted)}): {error}") from error
 
 
-def _made(name: str, tree: Mapping[str, Any]) -> Any:
+def _create(name: str, tree: Mapping[str, Any]) -> Any:
     key = f"callbacks.{name}"
     make: Callable[..., Any] = import_function(f"{key}._target_", tree["_target_"])
     try:
-        with _own_random_numbers():
+        with _keeping_random_states():
             observer = make(**{word: value for word, value in tree.items() if word != "_target_"})
     except UserError:
         raise
@@ -150,7 +152,7 @@ def _where(error: Exception) -> str:
 
 
 @contextmanager
-def _own_random_numbers() -> Iterator[None]:
+def _keeping_random_states() -> Iterator[None]:
     """Restore the run's random states afterwards, so that an observer's random draws do not change them."""
     ours = (torch.get_rng_state(), random.getstate(), np.random.get_state())
     try:

@@ -165,9 +165,10 @@ class Online:
         whys: Counter[str] = Counter()
         for record in records:
             whys += Counter(record.get("dropped", {})) + Counter(record.get("untrainable", {}))
-        told = "; ".join(f"{count} prompts: {why}" for why, count in whys.most_common())
+        reasons = "; ".join(f"{count} prompts: {why}" for why, count in whys.most_common())
         return (
-            f", as none of {len(records)} rounds gave anything to train on ({told or 'nothing was sampled'})"
+            f", as none of {len(records)} rounds gave anything to train on "
+            f"({reasons or 'nothing was sampled'})"
         )
 
     def close(self) -> None:

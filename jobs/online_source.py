@@ -110,7 +110,7 @@ class OnlineSource:
                 self.watch.saver.stop_with(error)
 
         self.sampler.ranks.on_main(tried)
-        self.watch.saver.stop_if_asked()
+        self.watch.saver.stop_if_requested()
 
     def _first(self, index: int) -> int:
         """Return the round's first context, which is where the previous round ended.
@@ -186,13 +186,13 @@ class OnlineSource:
     def _examples(self, index: int) -> list[Examples]:
         """Return the round's training examples by source: earlier rounds that are replayed, then itself."""
         earlier = [self._kept_prompts(i) for i in range(index if self.config.rounds.replay else 0)]
-        made = []
+        by_source = []
         chosen = replayed(earlier, self.config.rounds.replayed(index), index, self.config.seed)
         for i, prompts in enumerate(map(set, chosen)):
             if prompts:
                 groups = [group for group in self.round(i).groups() if group.prompt.id in prompts]
-                made.append(self._made(i, groups))
-        return [*made, self._made(index, self.round(index).groups())]
+                by_source.append(self._round_examples(i, groups))
+        return [*by_source, self._round_examples(index, self.round(index).groups())]
 
     def _kept_prompts(self, index: int) -> list[str]:
         """Return the prompt ids of the contexts that round ``index`` kept.
@@ -202,12 +202,12 @@ class OnlineSource:
             self._kept[index] = list(dict.fromkeys(group.prompt.id for group in self.round(index).groups()))
         return self._kept[index]
 
-    def _made(self, index: int, groups: list[Group]) -> Examples:
+    def _round_examples(self, index: int, groups: list[Group]) -> Examples:
         """Return the examples of groups of round ``index``, with the step at which they were sampled."""
-        made = make_examples(groups, self.view, self.renderer)
+        examples = make_examples(groups, self.view, self.renderer)
         step = self.round(index).record["sampled_step"]
-        sampled = [tuple(replace(e, sampled_step=step) for e in group) for group in made.groups]
-        return replace(made, groups=sampled)
+        sampled = [tuple(replace(e, sampled_step=step) for e in group) for group in examples.groups]
+        return replace(examples, groups=sampled)
 
     def _close(self, index: int) -> None:
         """Record the outcome of training on the round: time, KL, staleness, and the devices' idle shares."""
@@ -220,11 +220,11 @@ class OnlineSource:
         record = folder.record
         lines = [line for line in read_metrics(self.folder / "metrics.jsonl") if line.get("round") == index]
         before = self.round(index + self.config.rounds.lag).record  # the round that was made before it
-        made = before.get("metrics", {})
+        metrics = before.get("metrics", {})
         seconds = {
             "publish": before.get("publish_seconds", 0.0),
-            "sample": made.get("sample_seconds", 0.0),
-            "score": made.get("score_seconds", 0.0),
+            "sample": metrics.get("sample_seconds", 0.0),
+            "score": metrics.get("score_seconds", 0.0),
             "train": trained - record["trained_seconds"],
         }
         # The seconds follow each other; an embedded sampler counts as the trainer.

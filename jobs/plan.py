@@ -77,8 +77,8 @@ def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer, d
         )
         expected = examples.groups[: last - first]
     held_out = make_examples(evaluation.groups[: config.n_eval_examples], trainer.view_of(config), renderer)
-    for made, source in ((examples, loaded), (held_out, evaluation)):
-        check_vocabulary(renderer.tokenizer, token_ids(made.groups), source.origin.partition(";")[0])
+    for tokenised, source in ((examples, loaded), (held_out, evaluation)):
+        check_vocabulary(renderer.tokenizer, token_ids(tokenised.groups), source.origin.partition(";")[0])
     return Plan(
         train=training_segment(config, expected),
         held_out=Segment(held_out.groups, config.model.eval_batch_size, held_out.count, seed=0)
@@ -191,6 +191,6 @@ def _tokenised(config: Config, groups: Groups, trainer: type[BasicTrainer], rend
     Rank 0 makes them on all of the machine's cores, and the other ranks read the files that it wrote. A rank
     that cannot see these files makes its own examples, and so does a dry run, which writes no files."""
     cache = TokenCache(Path(config.cache_dir), write=not config.dry_run)
-    made: list[Examples] = []
-    on_main(lambda: made.append(make_examples(groups, trainer.view_of(config), renderer, cache)))
-    return made[0] if made else make_examples(groups, trainer.view_of(config), renderer, cache)
+    examples: list[Examples] = []
+    on_main(lambda: examples.append(make_examples(groups, trainer.view_of(config), renderer, cache)))
+    return examples[0] if examples else make_examples(groups, trainer.view_of(config), renderer, cache)

@@ -142,8 +142,8 @@ class RunFolder:
 
     def _entries(self) -> set[str]:
         """Return the names of the folder's entries, except the lock and a partly written marker."""
-        own = {LOCK, part_of(self.path / MARKER).name}
-        return {entry.name for entry in self.path.iterdir()} - own if self.path.exists() else set()
+        ignored = {LOCK, part_of(self.path / MARKER).name}
+        return {entry.name for entry in self.path.iterdir()} - ignored if self.path.exists() else set()
 
     def _check_folder(self) -> None:
         """Raise ConfigError unless the folder may be used as the settings say. Writes nothing."""
@@ -269,9 +269,9 @@ def note(folder: Path, key: str, value: Any) -> None:
     """Add ``value`` to the list ``key`` of the run's run.json. Raises OSError."""
     path = folder / MARKER
     about = read_sealed(path)
-    known = about.get(key, [])
-    if known[-1:] != [value]:
-        write_whole(path, sealed(about | {key: [*known, value]}))
+    noted = about.get(key, [])
+    if noted[-1:] != [value]:
+        write_whole(path, sealed(about | {key: [*noted, value]}))
 
 
 def _goes_on(refused: list[Change]) -> str:

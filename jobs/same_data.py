@@ -89,9 +89,11 @@ def code_files(config: Config) -> dict[str, str]:
 def reward_code(config: Config) -> list[str]:
     """Return the settings that name code which gives rewards and is not the project's."""
     code = {key: name for key, name in _code(config).items() if _source(name) is not None}
-    own = [key for key, name in code.items() if key.startswith("reward.") and not name.startswith(_REWARDS)]
+    custom = [
+        key for key, name in code.items() if key.startswith("reward.") and not name.startswith(_REWARDS)
+    ]
     verifies = any(name.startswith(f"{_REWARDS}verifier.") for name in code.values())
-    return own + [key for key in ("data.verifier",) if verifies and key in code]
+    return custom + [key for key in ("data.verifier",) if verifies and key in code]
 
 
 def _code(config: Config) -> dict[str, str]:
@@ -119,10 +121,10 @@ def _source(name: str) -> str | None:
 
 def _models(config: Config) -> Iterator[tuple[str, str, str | None]]:
     """Yield (setting, name, revision) of the models that give rewards."""
-    given = dict(texts(asdict(config)["reward"] if config.online else None, "reward"))
-    for key, name in given.items():
+    settings = dict(texts(asdict(config)["reward"] if config.online else None, "reward"))
+    for key, name in settings.items():
         if key.endswith(".name_or_path"):
-            yield key, name, given.get(f"{key.removesuffix('name_or_path')}revision")
+            yield key, name, settings.get(f"{key.removesuffix('name_or_path')}revision")
 
 
 def _commit(name: str, kind: str, revision: str | None) -> str | None:
@@ -200,8 +202,8 @@ def _recorded(folder: Path) -> dict[str, str]:
     return {}
 
 
-def check_names(config: Config, known: Mapping[str, str]) -> None:
+def check_names(config: Config, inputs: Mapping[str, str]) -> None:
     """Raise ConfigError for a name in ``resume_with_other`` that no input has."""
     for name in config.resume_with_other:
-        there = ", ".join(sorted(known))
-        require(name in known, "resume_with_other", name, f"names no input of this run; there are {there}")
+        there = ", ".join(sorted(inputs))
+        require(name in inputs, "resume_with_other", name, f"names no input of this run; there are {there}")

@@ -152,9 +152,9 @@ class Saver:
     def stop_with(self, error: Exception) -> None:
         self._failed = error
 
-    def stop_if_asked(self) -> None:
+    def stop_if_requested(self) -> None:
         """Save and raise Requeue, or the error of ``stop_with``, on every rank if it is so on any."""
-        if any_rank(self.signals.asked or self._failed is not None):
+        if any_rank(self.signals.stop_requested or self._failed is not None):
             self.close()  # if the disk is full, the run resumes from the checkpoint before
             if (failed := from_main(self._failed)) is not None:
                 raise failed
@@ -168,7 +168,7 @@ class Saver:
 
     def between_stages(self) -> None:
         """Exit if asked to, between the stages of a round on rank 0. Its finished stages are on disk."""
-        if self.signals.asked:
+        if self.signals.stop_requested:
             print("asked to stop: the same command with resume=true goes on with this round", flush=True)
             raise Requeue
 

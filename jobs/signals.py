@@ -29,12 +29,12 @@ class Signals:
 
     def __init__(self, interrupts: bool = False) -> None:
         """``interrupts``: Ctrl-C too, which is otherwise Python's KeyboardInterrupt."""
-        self.asked = False
+        self.stop_requested = False
         self._armed = False
         self._request: StopRequest | None = None
         self.kept: Callable[[], str] | None = None
         """What is kept if the run ends at once, in words; None: nothing was trained."""
-        self._told: set[bool] = set()
+        self._announced: set[bool] = set()
         numbers: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGUSR1)
         if threading.current_thread() is not threading.main_thread():
             self._before, self._pipe = {}, None
@@ -60,7 +60,7 @@ class Signals:
         stops_if(None)
 
     def arm(self, request: StopRequest | None = None) -> None:
-        """From now on, let the first signal only set ``asked``, because there is something to save.
+        """From now on, let the first signal only set ``stop_requested``, because there is something to save.
         ``request``: that of several ranks, which they agree on; None: no other rank waits for this one."""
         self._armed, self._request = True, request
         stops_if(self._stops, None if request is None else request.agreed)
@@ -68,10 +68,10 @@ class Signals:
     def _stops(self) -> bool:
         if threading.current_thread() is not threading.main_thread():
             return False
-        if not self.asked and self._request is not None and (number := self._request.heard()):
+        if not self.stop_requested and self._request is not None and (number := self._request.heard()):
             self._tell(number)
-            self.asked = True
-        return self.asked
+            self.stop_requested = True
+        return self.stop_requested
 
     def _listen(self, end: int) -> None:
         """Answer signals that the main thread, maybe within a long computation, has not handled yet."""
@@ -85,26 +85,26 @@ class Signals:
     def _tell(self, number: int) -> None:
         """Say once what a request leads to. The text goes past Python's streams, within whose locks a signal
         may have come."""
-        if self._armed in self._told or not speaks(os.environ):
+        if self._armed in self._announced or not speaks(os.environ):
             return
-        self._told.add(self._armed)
+        self._announced.add(self._armed)
         kept = "nothing was trained by this start" if self.kept is None else self.kept()
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        told = f"{name}, in: {doing()}. "
+        message = f"{name}, in: {doing()}. "
         if self._armed:
-            told += (
+            message += (
                 "The run ends at the next point that it can go on from, and saves; the same command with "
                 f"resume=true goes on. A second {name} ends it at once: {kept}."
             )
         else:
-            told += f"The run ends: {kept}. The same command begins again; cache_dir keeps scores."
+            message += f"The run ends: {kept}. The same command begins again; cache_dir keeps scores."
         with contextlib.suppress(OSError):
-            os.write(2, f"{chr(13) + chr(27) + '[K' if os.isatty(2) else ''}{told}\n".encode())
+            os.write(2, f"{chr(13) + chr(27) + '[K' if os.isatty(2) else ''}{message}\n".encode())
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self.stop_requested:
             os._exit(128 + number)
         self._tell(number)
         if not self._armed:
             os._exit(REQUEUE)
-        self.asked = True
+        self.stop_requested = True

@@ -56,11 +56,13 @@ def sample(config: Config, stage: SampleStage, world: World) -> None:
     )
     if world.is_main:
         at = config.model.logit_temperature
-        made = [
+        sampled = [
             SampledPrompt(prompt, tuple(s.completion(renderer, at) for s in samples))
             for prompt, samples in zip(prompts, drawn, strict=True)
         ]
-        write_samples(out, made, stage.format, config.model.name_or_path, f"{config.data.name}_{stage.split}")
+        write_samples(
+            out, sampled, stage.format, config.model.name_or_path, f"{config.data.name}_{stage.split}"
+        )
         print(
             f"{out}: {config.rounds.samples} samples of each of {len(prompts)} prompts"
             + (f"; {refused.total()} prompts cannot be rendered" if refused else ""),
@@ -112,10 +114,10 @@ def _label(config: Config, stage: LabelStage, reward: Reward | None) -> None:
         raise StoppedError(str(error)) from error
     check_leaves_something(stage, config.rounds, samples, scores, config.seed)
     entries = write_feedback(out, samples, scores, stage.format, config.rounds, config.seed)
-    given = sum(score is not None for values in scores for score in values)
-    told = f"{given} scored samples of {len(samples)} prompts"
+    n_scored = sum(score is not None for values in scores for score in values)
+    summary = f"{n_scored} scored samples of {len(samples)} prompts"
     means = "".join(f"; {name} {value:.3f}" for name, value in parts.items())
-    print(f"{out}: {entries} entries from {told}{means}", flush=True)
+    print(f"{out}: {entries} entries from {summary}{means}", flush=True)
 
 
 def check_leaves_something(
@@ -124,9 +126,9 @@ def check_leaves_something(
     """Raise ConfigError if the feedback of all samples would be an empty file, with the reasons and the
     settings that leave something."""
 
-    given = sum(score is not None for values in scores for score in values)
+    n_scored = sum(score is not None for values in scores for score in values)
     if stage.format in ("binary", "scalar"):
-        require(given > 0, "out", stage.out, "would be empty: no sample has a score")
+        require(n_scored > 0, "out", stage.out, "would be empty: no sample has a score")
         return
 
     def outcomes(kind: Any) -> list[object]:
@@ -141,9 +143,9 @@ def check_leaves_something(
     counts = Counter(map(str, outcomes(rounds.feedback))).most_common()
     why = "; ".join(f"{count} prompts: {reason}" for reason, count in counts)
     others = [f"rounds.feedback={kind}" for kind in ("pair", "group", "threshold") if leaves(kind)]
-    remedy = f"use {' or '.join(others)}, or format=binary or scalar" if given else "look at the reward"
+    remedy = f"use {' or '.join(others)}, or format=binary or scalar" if n_scored else "look at the reward"
     raise ConfigError(
         "rounds.feedback",
         rounds.feedback,
-        f"leaves nothing of {given} scored samples of {len(samples)} prompts ({why}): {remedy}",
+        f"leaves nothing of {n_scored} scored samples of {len(samples)} prompts ({why}): {remedy}",
     )

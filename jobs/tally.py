@@ -89,12 +89,12 @@ class Tally:
         pieces = flat.split([math.prod(shape) for shape in SUMS.values()])
         return {name: piece.view(shape) for (name, shape), piece in zip(SUMS.items(), pieces, strict=True)}
 
-    def add(self, side: Tensor, raw: Tensor, mask: Tensor, moved: Tensor, known: Tensor) -> None:
+    def add(self, side: Tensor, raw: Tensor, mask: Tensor, moved: Tensor, comparable: Tensor) -> None:
         """Add R rows.
 
         ``side``: [R] index in SIDES. ``raw``: [R, T] unclipped log-ratios, nats. ``mask``: [R, T] completion
         tokens. ``moved``: [R] the rows' log-probabilities now minus those under the initial weights, nats,
-        valid where ``known`` [R] is true."""
+        valid where ``comparable`` [R] is true."""
         parts = self.parts
         counts = mask.double().flatten()
         bins = side[:, None] * BINS + torch.bucketize(raw, self._edges)
@@ -113,8 +113,8 @@ class Tally:
                 tokens,
                 token_sum(exact, mask),
                 token_sum(exact.square(), mask),
-                torch.where(known, tokens, 0),
-                torch.where(known, moved, 0.0),
+                torch.where(comparable, tokens, 0),
+                torch.where(comparable, moved, 0.0),
             ],
             dim=1,
         ).double()
@@ -125,7 +125,7 @@ class Tally:
         parts = self.named(torch.tensor(total, dtype=torch.float64))
         out: dict[str, dict[str, Any]] = {}
         for s, name in enumerate(SIDES):
-            rows, tokens, log_ratio, square, known, moved = parts["sums"][s].tolist()
+            rows, tokens, log_ratio, square, compared, moved = parts["sums"][s].tolist()
             if rows:
                 out[name] = {
                     "rows": int(rows),
@@ -133,7 +133,7 @@ class Tally:
                     "length": rounded(tokens / rows),
                     "log_ratio": rounded(log_ratio / tokens),
                     "spread": rounded(math.sqrt(max(square, 0.0) / tokens)),
-                    "drift": rounded(moved / known) if known else None,
+                    "drift": rounded(moved / compared) if compared else None,
                     "histogram": [int(n) for n in parts["histogram"][s].tolist()],
                     "positions": [
                         [int(n) for n in place] for place in parts["positions"][s].tolist() if place[0]

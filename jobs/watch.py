@@ -69,7 +69,7 @@ class RunWatch:
         step, first = self.trainer.progress.step, self.trainer.progress.step == 0
         self.signals.arm(self.saver.request)
         self.watchdog.mark(f"step {step}, ready")
-        self.saver.stop_if_asked()
+        self.saver.stop_if_requested()
         self.watchdog.mark(f"step {step}, under way")
         marks = dict(self.state.marks)
         self._diagnose(first)
@@ -79,7 +79,7 @@ class RunWatch:
                 self.state.evaluated = self._evaluate(first)
             except Requeue:
                 self.state.marks = marks  # the evaluation is due again
-                self.saver.stop_if_asked()
+                self.saver.stop_if_requested()
                 raise
             if self.trainer.world.is_main and self.state.evaluated:
                 for line in evaluation_lines(step, self.state.evaluated):
@@ -114,7 +114,7 @@ class RunWatch:
                 pause_together()
         except Requeue:
             self._undo()
-            self.saver.stop_if_asked()
+            self.saver.stop_if_requested()
             raise
         self._micro += 1
         if n_microbatches > 1:
@@ -132,7 +132,7 @@ class RunWatch:
         try:
             self.after = self._evaluate(last=True)
         except Requeue:
-            self.saver.stop_if_asked()
+            self.saver.stop_if_requested()
             raise
         self.saver.close()
 
@@ -194,7 +194,7 @@ class RunWatch:
 
         Without it, a killed run resumes from an earlier round, repeats the training since then, and reuses
         the rounds' files that it finds on disk."""
-        self.saver.stop_if_asked()
+        self.saver.stop_if_requested()
         first, every = self.trainer.progress.step == 0, self.config.save_every
         if first or every is None or self._due("save", every):
             self.saver.save_or_warn(first)

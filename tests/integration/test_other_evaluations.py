@@ -43,7 +43,7 @@ def test_evaluations_at_other_steps_change_nothing_that_is_trained(tmp_path, mon
     real = RunWatch.before_step
 
     def ask(self, segment):
-        self.signals.asked = self.trainer.progress.step == 4
+        self.signals.stop_requested = self.trainer.progress.step == 4
         real(self, segment)
 
     go("whole")
