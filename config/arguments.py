@@ -90,7 +90,7 @@ def wrong_choices(arguments: Sequence[str]) -> dict[str, ConfigError]:
     folder: null, a number, nothing, or the name of none. Hydra ends with a traceback for the first two
     and silently leaves out an optional file that does not exist. Raises ConfigError for a ``--config-dir``
     that is no folder."""
-    folders = [FOLDER, *folders_given(arguments)]
+    folders = [FOLDER, *further_folders(arguments)]
     overrides = ((word, override) for word in arguments if (override := override_in(word)) is not None)
     return {word: error for word, override in overrides if (error := _refusal(override, folders)) is not None}
 
@@ -145,14 +145,14 @@ def _choices(override: Override) -> list[object]:
     return [] if isinstance(value, dict) else list(value) if isinstance(value, list) else [value]
 
 
-def folders_given(arguments: Sequence[str]) -> list[Path]:
+def further_folders(arguments: Sequence[str]) -> list[Path]:
     """Return the further folders of settings that ``--config-dir`` gives to Hydra. Raises ConfigError."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd", type=Path)
-    given = parser.parse_known_args(list(arguments))[0].config_dir
+    folder = parser.parse_known_args(list(arguments))[0].config_dir
     says = "is no folder; give one with folders such as experiment or loss in it"
-    require(given is None or given.is_dir(), "--config-dir", given, says)
-    return [] if given is None else [given]
+    require(folder is None or folder.is_dir(), "--config-dir", folder, says)
+    return [] if folder is None else [folder]
 
 
 def _if_path(key: str, value: str) -> str | None:

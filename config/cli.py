@@ -30,7 +30,7 @@ from common.errors import ConfigError, StoppedError, UserError, require
 from common.files import LINK, on_disk
 from common.progress import guard_output, no_room, phase, pulse
 from common.secrets import remember, scrub_text
-from config.arguments import apart, as_settings, folders_given, override_in, wrong_choices
+from config.arguments import apart, as_settings, further_folders, override_in, wrong_choices
 from config.composing import check_jobs, check_loss_file, composed
 from config.files import FOLDER, not_utf8, walk, wrong_line
 from config.load import load, run_name
@@ -123,13 +123,13 @@ def answered(work: Callable[[], int | None]) -> int:
         if error.strerror == LINK:
             return complain(f"{error.filename} {LINK}", REFUSED)
         if error.errno in OTHER_THING and isinstance(error.filename, str | Path):
-            said = f"{error.filename}: {error.strerror}; put back what was there, or move it away"
-            return complain(said, REFUSED)
+            message = f"{error.filename}: {error.strerror}; put back what was there, or move it away"
+            return complain(message, REFUSED)
         if not no_room(error):
             raise
         disk = f" {on_disk(error.filename)}" if isinstance(error.filename, str | Path) else ""
-        said = f"{error}{disk}; make room and start the same command again (a run with resume=true)"
-        return complain(said, STOPPED)
+        message = f"{error}{disk}; make room and start the same command again (a run with resume=true)"
+        return complain(message, STOPPED)
 
 
 def guarded(work: Callable[[], object]) -> None:
@@ -207,7 +207,7 @@ def in_our_words(error: Exception, overrides: Sequence[str]) -> str:
     if isinstance(error, YAMLError):
         return wrong_line(error)
     if isinstance(error, UnicodeDecodeError):
-        if not (files := not_utf8((FOLDER, *folders_given(overrides)))):
+        if not (files := not_utf8((FOLDER, *further_folders(overrides)))):
             raise error  # of something else that the program read
         return f"{', '.join(files)}: {error}; save it as UTF-8"
     if isinstance(error, OverrideParseException):
@@ -220,9 +220,9 @@ def in_our_words(error: Exception, overrides: Sequence[str]) -> str:
         several = f"several values need -m, and a list brackets: [{value}]"
         return str(ConfigError(key, value, decimal + several))
     if match := re.match(r"Could not override '([^']+)'", text):
-        value = dict(_given(overrides)).get(match[1], "?")
-        said = remedy(match[1], value, _settings_there(overrides))
-        return str(all_unknown(ConfigError(match[1], value, said), overrides))
+        value = dict(_typed_settings(overrides)).get(match[1], "?")
+        message = remedy(match[1], value, _settings_there(overrides))
+        return str(all_unknown(ConfigError(match[1], value, message), overrides))
     if match := re.search(r"Could not append to config\. An item is already at '([^']+)'", text):
         return f"+{match[1]}: is a setting already; write {match[1]}=value, without the +"
     if match := re.search(r"Could not find '(\w+)/([^']+)'", text):
@@ -237,8 +237,8 @@ def _unparsed(error: OverrideParseException) -> str:
     if not sign:
         return f"{key}: settings are written as lr=1e-6; python {program()}.py --help shows the options"
     if value.startswith("~/"):
-        said = f"the shell leaves ~ as it is here; type {key}=$HOME{value[1:]}"
-        return str(ConfigError(key, value, said))
+        advice = f"the shell leaves ~ as it is here; type {key}=$HOME{value[1:]}"
+        return str(ConfigError(key, value, advice))
     why = re.split(r"\n| expecting", error.message)[0]
     why = "cannot be read" if "Exception" in why or "override" in why else why
     signs = "a space, a letter outside ASCII or one of = , ( ) [ ] { } ~ # !"
@@ -258,19 +258,19 @@ def _unknown(overrides: Sequence[str], but: Collection[str]) -> dict[str, str]:
     there = _settings_there(overrides)
     folders = {path.name for path in FOLDER.iterdir() if path.is_dir()}
     lines = {}
-    for key, value in _given(overrides):
+    for key, value in _typed_settings(overrides):
         # trainer is typed by who comes from HALOs; here it is a section
         if key.split(".")[0] not in but and (key == "trainer" or key not in {*there, *folders}):
-            said = remedy(key, value, there)
-            shows = f"; python {program()}.py --cfg job shows all of them" if said == NOTHING else ""
-            lines[key] = str(ConfigError(key, value, said + shows))
+            message = remedy(key, value, there)
+            shows = f"; python {program()}.py --cfg job shows all of them" if message == NOTHING else ""
+            lines[key] = str(ConfigError(key, value, message + shows))
     return lines
 
 
 def refuse_foreign(overrides: Sequence[str]) -> None:
     """Raise UserError, a ConfigError if one setting alone is to blame, for what is gone and for choices of
     files that do not exist; with these it names the keys that are no settings."""
-    refuse_removed(_given(overrides))
+    refuse_removed(_typed_settings(overrides))
     if wrong := wrong_choices(overrides):
         right = [word for word in overrides if word not in wrong]
         lines = _unknown(right, [*OPEN, *(error.key for error in wrong.values())])
@@ -279,7 +279,7 @@ def refuse_foreign(overrides: Sequence[str]) -> None:
         raise UserError(LINES.join([*map(str, wrong.values()), *lines.values()]))
 
 
-def _given(overrides: Sequence[str]) -> list[tuple[str, str]]:
+def _typed_settings(overrides: Sequence[str]) -> list[tuple[str, str]]:
     """Return (key, value) of each setting that is typed."""
     words = (word.lstrip("+").partition("=") for word in apart(overrides)[1] if word[:1] not in ("-", "~"))
     return [(key, value) for key, _, value in words]

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from common.errors import ConfigError, require
 from common.secrets import IN_FILES, REMOVED, scrub_words
-from config.arguments import apart, folders_given, in_quotes, override_in
+from config.arguments import apart, further_folders, in_quotes, override_in
 from config.files import FOLDER
 from config.load import load, run_name
 
@@ -26,7 +26,7 @@ def composed(words: Sequence[str], program: str = "train") -> DictConfig:
     """Return the settings of ``program`` ("train", "sample" …) with arguments ``words``, those of Hydra's
     ``--config-dir`` too. Raises what Hydra raises for words and files that it cannot compose, and ConfigError
     as ``check_loss_file`` does."""
-    places = ",".join(in_quotes(f"file://{folder.absolute()}") for folder in folders_given(words))
+    places = ",".join(in_quotes(f"file://{folder.absolute()}") for folder in further_folders(words))
     overrides = [*([f"hydra.searchpath=[{places}]"] if places else ()), *apart(words)[1]]
     with initialize_config_dir(str(FOLDER), version_base="1.3"):
         name = "config" if program == "train" else program
@@ -43,7 +43,7 @@ def check_loss_file(cfg: DictConfig, choices: Mapping[str, str]) -> None:
     if "loss" not in choices:
         return
     chosen, loss = choices["loss"], cfg.get("loss") or {}
-    own = chosen.rpartition("/")[2]
+    file_name = chosen.rpartition("/")[2]
     require(
         cfg.get("trainer") is not None and not any(map(OmegaConf.is_dict, map(loss.get, SECTIONS))),
         "loss",
@@ -51,8 +51,8 @@ def check_loss_file(cfg: DictConfig, choices: Mapping[str, str]) -> None:
         f"its file loss/{chosen}.yaml must begin with the line '# @package _global_' and name its trainer, "
         "as in 'trainer: {_target_: trainers.paired.PairedPreferenceTrainer}'",
     )
-    said = f"must be {own}, as its file loss/{chosen}.yaml is called"
-    require(loss.get("name") == own, "loss.name", loss.get("name"), said)
+    message = f"must be {file_name}, as its file loss/{chosen}.yaml is called"
+    require(loss.get("name") == file_name, "loss.name", loss.get("name"), message)
 
 
 def check_jobs(words: Sequence[str], program: str) -> None:
@@ -66,16 +66,18 @@ def check_jobs(words: Sequence[str], program: str) -> None:
     if not {"-m", "--multirun"} & {*words} or SHOWS & {*words} or any("hydra/sweeper=" in w for w in words):
         return
     for word in words:
-        said = IN_FILES.format("Hydra writes the command of a multirun")
-        require(scrub_words([word]) == [word], word.partition("=")[0].lstrip("+"), REMOVED, said)
+        message = IN_FILES.format("Hydra writes the command of a multirun")
+        require(scrub_words([word]) == [word], word.partition("=")[0].lstrip("+"), REMOVED, message)
     places: dict[str, tuple[str, ...]] = {}
     options, settings = apart(words)
     for job in _jobs(settings):
         key, place = _place(job, program, options)
         if place is not None and (other := places.setdefault(place, job)) != job:
-            said = " and ".join(" ".join(w for w in a if w not in b) for a, b in ((other, job), (job, other)))
-            said = f"two jobs of this multirun ({said}) would both write to {place}; name each by what "
-            raise ConfigError(key, Path(place).name, f"{said}differs, as in '{key}=mine-s${{seed}}'")
+            message = " and ".join(
+                " ".join(w for w in a if w not in b) for a, b in ((other, job), (job, other))
+            )
+            message = f"two jobs of this multirun ({message}) would both write to {place}; name each by what "
+            raise ConfigError(key, Path(place).name, f"{message}differs, as in '{key}=mine-s${{seed}}'")
 
 
 def _jobs(words: Sequence[str]) -> list[tuple[str, ...]]:

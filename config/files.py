@@ -39,8 +39,8 @@ class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mis
         keys: set[str] = set()
         for key, _ in node.value:
             if str(key.value) in keys:
-                said = f"found duplicate key {key.value}"
-                raise yaml.MarkedYAMLError(problem=said, problem_mark=key.start_mark)
+                fault = f"found duplicate key {key.value}"
+                raise yaml.MarkedYAMLError(problem=fault, problem_mark=key.start_mark)
             keys.add(str(key.value))
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
@@ -107,14 +107,14 @@ def group_file(group: str, key: str, name: str) -> dict[str, Any]:
     Raises ConfigError about the setting ``key``."""
     path = FOLDER / group / f"{name}.yaml"
     if not path.is_file():
-        said = f"there is no such file in config/{group}; there are {', '.join(files_of(group))}"
-        raise ConfigError(key, name, said)
-    own_settings: dict[str, Any] = _content(path)
+        message = f"there is no such file in config/{group}; there are {', '.join(files_of(group))}"
+        raise ConfigError(key, name, message)
+    file_settings: dict[str, Any] = _content(path)
     settings: dict[str, Any] = {}
-    for base in own_settings.pop("defaults", []):
+    for base in file_settings.pop("defaults", []):
         if base != "_self_":
             settings |= group_file(group, key, base)
-    return settings | own_settings
+    return settings | file_settings
 
 
 @cache

@@ -68,9 +68,9 @@ def split_settings(cfg: DictConfig, schema: type[T]) -> tuple[T, DictConfig]:
     rest = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=False)
     assert isinstance(rest, dict)
     keys = {item.name: str(item.metadata.get("key", item.name)) for item in fields(schema)}  # type: ignore[arg-type]
-    own = {name: rest.pop(key) for name, key in keys.items()}
+    program_settings = {name: rest.pop(key) for name, key in keys.items()}
     try:
-        return typed(OmegaConf.create(own), schema), OmegaConf.create(rest)
+        return typed(OmegaConf.create(program_settings), schema), OmegaConf.create(rest)
     except ConfigError as error:
         raise ConfigError(keys.get(error.key, error.key), error.value, error.remedy) from error
 
@@ -86,8 +86,8 @@ def check_version(text: str, run: Path) -> None:
     wrote = re.match(r"# humanline (\S+)\n", text)
     version = wrote[1] if wrote else "0.1.0"
     same = version.split(".")[:2] == VERSION.split(".")[:2]
-    said = f"was made by humanline {version}, whose runs {VERSION} does not read; the last commit that does"
-    require(same, "run", run, f"{said} is {LAST}")
+    fault = f"was made by humanline {version}, whose runs {VERSION} does not read; the last commit that does"
+    require(same, "run", run, f"{fault} is {LAST}")
 
 
 def load_run(run: Path, trust_remote_code: bool) -> Config:
@@ -160,13 +160,13 @@ def changed(before: dict[str, Any], now: Config) -> list[Change]:
     what is computed, sorted by name. A secret that ``dump`` removed equals any other."""
     old, new = flat(before), flat(asdict(now))
     return [
-        Change(key, *(_said(key, tree.get(key, ABSENT)) for tree in (old, new)))
+        Change(key, *(_in_words(key, tree.get(key, ABSENT)) for tree in (old, new)))
         for key in sorted(old | new)
         if not _operational(key) and not same_but_for_secrets(old.get(key, ABSENT), new.get(key, ABSENT))
     ]
 
 
-def _said(key: str, value: Any) -> Any:
+def _in_words(key: str, value: Any) -> Any:
     return value if value is not None else word_of(Config, key) or "null"
 
 

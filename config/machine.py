@@ -41,11 +41,11 @@ def refuse_left_over(env: Mapping[str, str]) -> None:
     left = {name: env[name] for name, alone in ALONE.items() if (env.get(name) or alone) != alone}
     if not left or launched(env):
         return
-    said = ", ".join(f"{name}={value}" for name, value in left.items())
+    variables = ", ".join(f"{name}={value}" for name, value in left.items())
     unset = " ".join(f"-u {name}" for name in (*ALONE, "MASTER_ADDR", "MASTER_PORT") if name in env)
     where = f" at {env['MASTER_ADDR']}:{env.get('MASTER_PORT', '?')}" if "MASTER_ADDR" in env else ""
     raise UserError(
-        f"{said}: the environment says that this process is one of several{where}, but no launcher has "
+        f"{variables}: the environment says that this process is one of several{where}, but no launcher has "
         f"started it, so it would hang. To run alone: env {unset} python …; on "
         f"several ranks: torchrun --nproc-per-node {env.get('WORLD_SIZE') or 'N'} …; for ranks that you "
         f"start yourself, set {MARK} to any name in each"
@@ -66,25 +66,25 @@ def speaks(env: Mapping[str, str]) -> bool:
 def with_environment(config: Config, env: Mapping[str, str]) -> tuple[Config, list[str]]:
     """Return the settings with wandb's variables where the settings of ``wandb`` were not given, and a
     sentence for each variable that decides something."""
-    said = [f"{name}={env[name]} decides {what}" for name, what in DECIDES.items() if env.get(name)]
-    given = {
+    notes = [f"{name}={env[name]} decides {what}" for name, what in DECIDES.items() if env.get(name)]
+    found = {
         key: env[name]
         for key, name in WANDB.items()
         if env.get(name) and not getattr(config.wandb, key) and (key != "name" or config.exp_name is None)
     }
     if not config.wandb.enabled:
-        return config, [sentence for sentence in said if not sentence.startswith("WANDB")]
-    said += [f"wandb.{key}={value}, from {WANDB[key]}" for key, value in given.items()]
+        return config, [sentence for sentence in notes if not sentence.startswith("WANDB")]
+    notes += [f"wandb.{key}={value}, from {WANDB[key]}" for key, value in found.items()]
     values: dict[str, Any] = {
-        key: value.split(",") if key == "tags" else value for key, value in given.items()
+        key: value.split(",") if key == "tags" else value for key, value in found.items()
     }
-    return replace(config, wandb=replace(config.wandb, **values)), said
+    return replace(config, wandb=replace(config.wandb, **values)), notes
 
 
 def memory_here() -> float:
     """Return the bytes of this machine's memory, or of its container's if that may have less."""
     size = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     limit = Path("/sys/fs/cgroup/memory.max")  # "max" without one
-    if limit.is_file() and (said := limit.read_text().strip()).isdigit():
-        size = min(size, float(said))
+    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+        size = min(size, float(text))
     return size

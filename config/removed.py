@@ -41,8 +41,8 @@ def why_removed(key: str, value: object = "") -> str | None:
 def refuse_removed(settings: Iterable[tuple[str, object]]) -> None:
     """Raise ConfigError for the first of these (key, value) that is gone."""
     for key, value in settings:
-        if (said := why_removed(key, value)) is not None:
-            raise ConfigError(key, value, said)
+        if (remedy := why_removed(key, value)) is not None:
+            raise ConfigError(key, value, remedy)
 
 
 def refuse_command(name: str | None = None) -> None:
@@ -51,10 +51,10 @@ def refuse_command(name: str | None = None) -> None:
     before it looks for the module."""
     argv = sys.orig_argv
     name = name or (argv[argv.index("-m") + 1] if "-m" in argv[:-1] else "")
-    said = next((removed()[part] for part in _prefixes(name) if part in removed()), None) if name else None
-    if said is not None:
+    remedy = next((removed()[part] for part in _prefixes(name) if part in removed()), None) if name else None
+    if remedy is not None:
         command = name if " " in name else f"python -m {name}"
-        print(f"error: {command} {said}", file=sys.stderr)
+        print(f"error: {command} {remedy}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -61,7 +61,7 @@ def evaluation_sets(evaluations: Mapping[str, Any], own: DataConfig) -> dict[str
     """
     for name in evaluations:
         _check_name(name)
-    return {name: _settings(name, given, own) for name, given in evaluations.items()}
+    return {name: _settings(name, settings, own) for name, settings in evaluations.items()}
 
 
 def _check_name(name: str) -> None:
@@ -81,16 +81,16 @@ def _check_name(name: str) -> None:
     )
 
 
-def _settings(name: str, given: Any, own: DataConfig) -> DataConfig:
+def _settings(name: str, settings: Any, own: DataConfig) -> DataConfig:
     key = f"evaluations.{name}"
     mapping = f"is a mapping, as in {key}.path=hard.jsonl"
-    require(isinstance(given, dict) and bool(given), key, given, mapping)
-    one = typed(given, SetConfig, f"{key}.")
-    require(one != SetConfig(), key, given, "names the run's own held-out rows; give path or split")
+    require(isinstance(settings, dict) and bool(settings), key, settings, mapping)
+    one = typed(settings, SetConfig, f"{key}.")
+    require(one != SetConfig(), key, settings, "names the run's own held-out rows; give path or split")
     files = own.source in _OF_FILES
     no_splits = f"data={own.name} has no splits to choose from; give a path"
     require(one.split is None or one.path is not None or files, f"{key}.split", one.split, no_splits)
-    changes: dict[str, Any] = {"verifier": one.verifier} if "verifier" in given else {}
+    changes: dict[str, Any] = {"verifier": one.verifier} if "verifier" in settings else {}
     if one.path is not None:
         changes |= {"path": one.path, "eval_path": one.path, "eval_split": None, "mix": None}
         if not files:  # the settings of a task for its own files do not apply to another file

@@ -211,7 +211,7 @@ class RewardConfig:
     def from_tree(cls, tree: dict[str, Any]) -> RewardConfig:
         """Return the reward that the keys of a yaml describe. In addition to the keys below, the yaml has one
         section, whose name is the reward's kind. Raises ConfigError."""
-        own = typed({key: tree[key] for key in OWN_KEYS if key in tree}, _Keys, "reward.")
+        general = typed({key: tree[key] for key in OWN_KEYS if key in tree}, _Keys, "reward.")
         kinds = [key for key in tree if key not in OWN_KEYS]
         require(
             len(kinds) == 1 and isinstance(tree[kinds[0]], dict),
@@ -219,14 +219,14 @@ class RewardConfig:
             " and ".join(map(str, kinds)) or None,
             "has exactly one section, the settings of its kind: choose a file of config/reward",
         )
-        typing = written_type(own._target_)
+        typing = written_type(general._target_)
         says = "must be a function whose first parameter is annotated with the dataclass of its settings"
-        require(typing is not None, "reward._target_", own._target_, says)
+        require(typing is not None, "reward._target_", general._target_, says)
         schema = import_function("reward._target_", str(typing))
-        require(is_dataclass(schema), "reward._target_", own._target_, says)
+        require(is_dataclass(schema), "reward._target_", general._target_, says)
         settings = typed(tree[kinds[0]], schema, f"reward.{kinds[0]}.")
-        needs = own.needs_reference or _compares(settings)
-        return cls(own.name, own.max_missing, needs, own._target_, kinds[0], settings)
+        needs = general.needs_reference or _compares(settings)
+        return cls(general.name, general.max_missing, needs, general._target_, kinds[0], settings)
 
     @property
     def needs_every_reference(self) -> bool:
@@ -311,9 +311,9 @@ class WeightedConfig:
         try:
             yield
         except ConfigError as error:
-            known = error.key.startswith("reward.")
+            of_reward = error.key.startswith("reward.")
             key = error.key.rpartition(".")[2]
-            remedy = error.remedy if known else f"{error.key}: {error.remedy}"
+            remedy = error.remedy if of_reward else f"{error.key}: {error.remedy}"
             raise ConfigError(f"{KEY}.{name}.{key}", error.value, remedy) from error
 
     def _part(self, name: str, settings: dict[str, Any]) -> Part:

@@ -120,8 +120,8 @@ class EvalStage:
         need(self, self.step is None or bool(self.run), "step", "is a checkpoint of a run: give run=")
         need(self, not self.answers or not self.run, "answers", "is instead of run=: give one of them")
         need(self, compares or not self.against, "against", "is for kind=compare")
-        own = "is for kind=compare; other kinds sample their own"
-        need(self, compares or not self.answers, "answers", own)
+        compare_only = "is for kind=compare; other kinds sample their own"
+        need(self, compares or not self.answers, "answers", compare_only)
         other = "kind=compare needs a run, a model or a file of answers, as in against=runs/y"
         require(bool(self.against) or not compares, "against", None, other)
         counted = not compares or len(self.against) in (1, max(1, len(self.run)))
@@ -166,5 +166,5 @@ def _check_suffix(stage: SampleStage | LabelStage) -> None:
     """Raise ConfigError unless the file's name has the suffix of the format. Readers tell JSON lines from a
     single JSON list by it."""
     suffix = ".jsonl" if stage.format == "groups" else ".json"
-    said = f"with format={stage.format} the file's name must end with {suffix}"
-    need(stage, stage.out.endswith(suffix), "out", said)
+    message = f"with format={stage.format} the file's name must end with {suffix}"
+    need(stage, stage.out.endswith(suffix), "out", message)

@@ -58,8 +58,8 @@ def accepted_by(path: str) -> Accepts:
     says = written_attributes(path)
     if not says.keys() >= {*names}:
         says = {name: getattr(import_function("trainer._target_", path), name, None) for name in names}
-    said = "is not a subclass of trainers.basic.BasicTrainer"
-    require(None not in says.values(), "trainer._target_", path, said)
+    message = "is not a subclass of trainers.basic.BasicTrainer"
+    require(None not in says.values(), "trainer._target_", path, message)
     return Accepts(**{name: says[name] for name in names})
 
 

@@ -129,21 +129,21 @@ def yaml_defaults(*places: str, name: str | None = None) -> Callable[[type[T]], 
 def _checked(cls: type[T], frozen: bool = True) -> type[T]:
     """Make a section of ``cls``: a frozen dataclass whose fields are given by name and checked, also in
     ``dataclasses.replace``. Making one raises ConfigError, and so may its ``__post_init__``."""
-    made: Any = pydantic_dataclass(cls, config=STRICT, frozen=frozen, kw_only=True)
-    made.__get_pydantic_core_schema__ = classmethod(_from_mapping)
-    checks = made.__init__
+    section: Any = pydantic_dataclass(cls, config=STRICT, frozen=frozen, kw_only=True)
+    section.__get_pydantic_core_schema__ = classmethod(_from_mapping)
+    checks = section.__init__
 
     @wraps(checks)
     def init(self: Any, **values: Any) -> None:
-        _build(made)
+        _build(section)
         try:
             checks(self, **values)
         except ValidationError as error:
-            raise config_error(error, made, place_of(made)) from error
+            raise config_error(error, section, place_of(section)) from error
 
     init.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # within another section it is not called
-    made.__init__ = init
-    return cast(type[T], made)
+    section.__init__ = init
+    return cast(type[T], section)
 
 
 def _build(section: Any) -> None:
@@ -196,10 +196,10 @@ def typed(cfg: DictConfig | dict[str, Any], schema: type[T], prefix: str = "") -
     remember(raw)
     _build(schema)
     try:
-        made = schema.__pydantic_validator__.validate_python(_read(raw, prefix))  # type: ignore[attr-defined]
+        section = schema.__pydantic_validator__.validate_python(_read(raw, prefix))  # type: ignore[attr-defined]
     except ValidationError as error:
         raise config_error(error, schema, prefix) from error
-    return cast(T, made)
+    return cast(T, section)
 
 
 @cache
@@ -243,8 +243,10 @@ def _remedy(error: Any, key: str, schema: Any, place: str) -> str:
     start = f"{place.rstrip('.')}.".lstrip(".")
     section, name = _holder(schema, [part for part in error["loc"] if isinstance(part, str)])
     if kind == "unexpected_keyword_argument":
-        said = remedy(key, str(value), names(schema, start))
-        return said + (f"; known here: {', '.join(sorted(type_hints(section)))}" if said == NOTHING else "")
+        message = remedy(key, str(value), names(schema, start))
+        return message + (
+            f"; known here: {', '.join(sorted(type_hints(section)))}" if message == NOTHING else ""
+        )
     if kind == "dataclass_type":
         listed = f"is one of {name}: a mapping, as in {{name: hh, weight: 0.7}}"
         alone = f"is a section, not a setting; {section_says(key, names(schema, start))}"
@@ -252,17 +254,17 @@ def _remedy(error: Any, key: str, schema: Any, place: str) -> str:
     parts = list(_parts(type_hints(section, extras=True)[name]))
     word = word_of(section, name)
     blank = word or ("null" if NoneType in parts else None)
-    *base, said = ["", *(part for part in parts if isinstance(part, str))]
+    *base, message = ["", *(part for part in parts if isinstance(part, str))]
     if kind.startswith(("greater", "less")):
-        limit = said if "must " in said else f"{said}: {base[-1]}"
+        limit = message if "must " in message else f"{message}: {base[-1]}"
         return f"{limit}, or {blank}" if blank and f"or {blank}" not in limit else limit
     if kind == "literal_error":
         choices = (choice for part in parts if get_origin(part) is Literal for choice in get_args(part))
         return f"use one of {', '.join(map(str, [*filter(None, [blank]), *choices]))}"
     if kind == "finite_number":
-        return NAN if math.isnan(value) else said if "finite" in said else "must be finite"
+        return NAN if math.isnan(value) else message if "finite" in message else "must be finite"
     if kind == "dict_type":
-        return f"is a mapping{said or f': give its settings, as in {key}.name=value'}"
+        return f"is a mapping{message or f': give its settings, as in {key}.name=value'}"
     default = getattr(section, name, None)
     whole = isinstance(value, float) and value.is_integer()
     number = str(int(value) if whole else default if isinstance(default, int | float) else 1)

@@ -32,11 +32,13 @@ def conditions() -> dict[str, str]:
 
 def why_idle(config: Settings, key: str, program: str = "train") -> str | None:
     """Return what would have to hold for setting ``key`` to be read by ``program``; None if it is read."""
-    own = section("reads.yaml")["programs"].get(program, {}).get("reads", {})
-    known = any(_within(place, key.partition(".")[0]) for place in conditions())  # not the program's own
-    if own and known and not any(_within(key, place) for place in own):
+    reads = section("reads.yaml")["programs"].get(program, {}).get("reads", {})
+    listed = any(_within(place, key.partition(".")[0]) for place in conditions())  # not the program's own
+    if reads and listed and not any(_within(key, place) for place in reads):
         return ELSEWHERE
-    rules = {p: rule for p, rule in conditions().items() if not any(_within(place, p) for place in own)} | own
+    rules = {
+        p: rule for p, rule in conditions().items() if not any(_within(place, p) for place in reads)
+    } | reads
     for place, condition in rules.items():
         if condition and _within(key, place) and not _holds(config, condition):
             return condition
@@ -56,19 +58,29 @@ def check_idle(
     facts = config if stage is None else vars(config) | vars(stage) | {"program": program}
     typed = dict(_typed(overrides))
     idle = [
-        (key, value, said) for key, value in typed.items() if (said := _said(facts, key, program)) is not None
+        (key, value, requires)
+        for key, value in typed.items()
+        if (requires := _in_words(facts, key, program)) is not None
     ]
     carried = section("reads.yaml")["programs"].get(program, {}).get("carries", ())
     refused = [one for one in idle if not any(_within(one[0], place) for place in carried)]
     if crossed or config.idle_settings == NOTE:
         refused = []
-    recipes = ((key, None, _said(facts, key)) for key in _recipes(overrides) if stage is None)
+    recipes = ((key, None, _in_words(facts, key)) for key in _recipes(overrides) if stage is None)
     notes = [
-        f"{key} has no effect: {said}" for key, _, said in idle if key not in {one[0] for one in refused}
-    ] + [f"{key} has no effect: {said}" for key, _, said in recipes if said is not None and key not in typed]
+        f"{key} has no effect: {requires}"
+        for key, _, requires in idle
+        if key not in {one[0] for one in refused}
+    ] + [
+        f"{key} has no effect: {requires}"
+        for key, _, requires in recipes
+        if requires is not None and key not in typed
+    ]
     if refused:
-        (key, value, said), *others = refused
-        first = ConfigError(key, value, f"nothing would read it: {said}; leave it out, or idle_settings=note")
+        (key, value, requires), *others = refused
+        first = ConfigError(
+            key, value, f"nothing would read it: {requires}; leave it out, or idle_settings=note"
+        )
         more = [str(ConfigError(key, value, f"the same: {why}")) for key, value, why in others]
         raise UserError("\n       ".join([str(first), *more]))
     return notes
@@ -80,14 +92,14 @@ def say(notes: Iterable[str]) -> None:
         print(f"note: {scrub_text(note)}", file=sys.stderr, flush=True)
 
 
-def _said(config: Settings, key: str, program: str = "train") -> str | None:
+def _in_words(config: Settings, key: str, program: str = "train") -> str | None:
     """Return what a setting that nothing reads would need, and what is there instead; None if it is read."""
     condition = why_idle(config, key, program)
     if condition is None:
         return None
     if condition == ELSEWHERE:
-        own = section("reads.yaml")["programs"][program]["reads"]
-        return f"{program}.py reads {', '.join(place for place in own if own[place] != ELSEWHERE)}"
+        reads = section("reads.yaml")["programs"][program]["reads"]
+        return f"{program}.py reads {', '.join(place for place in reads if reads[place] != ELSEWHERE)}"
     terms = [term for way in condition.split(" or ") for term in way.split(" and ")]
     needs = condition.replace(" and ", " with ").replace(" or ", ", or ").replace("|", "/")
     here = dict.fromkeys(_shown(config, term) for term in terms if not _term_holds(config, term))

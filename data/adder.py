@@ -153,10 +153,12 @@ def adder_sft(config: DataConfig, split: str) -> Loaded:
             None,
             "name the demonstrations, as in data.subset=policy: each name is its own seed",
         )
-    made = list(
+    groups = list(
         demonstrations(split, config.subset, DEMONSTRATIONS_PER_PROMPT if split == "train" else 1, Noise())
     )
-    return Loaded(made, len(made), origin=f"noisy demonstrations {config.subset!r} of the {split} prompts")
+    return Loaded(
+        groups, len(groups), origin=f"noisy demonstrations {config.subset!r} of the {split} prompts"
+    )
 
 
 def adder_pairs(config: DataConfig, split: str) -> Loaded:

@@ -102,13 +102,13 @@ class ArrowFile:
             raise self._damaged(f" ({error})") from error
 
     def _damaged(self, why: str = "") -> DamagedError:
-        said = (
+        message = (
             f"{self.path}: is not what was written there{why}; nobody may change it while a run reads it. "
             "Start the same command again (a run with resume=true): what is damaged is made again"
         )
         if not speaks(os.environ):
-            print(f"rank {os.environ['RANK']}: {said}", flush=True)  # programs print only rank 0's errors
-        return DamagedError(said)
+            print(f"rank {os.environ['RANK']}: {message}", flush=True)  # programs print only rank 0's errors
+        return DamagedError(message)
 
 
 def _digest(content: bytes | pa.Buffer) -> bytes:

@@ -83,8 +83,8 @@ class Work:
         cost = 0.0
         for r, (row, owner) in enumerate(zip(rows, owners, strict=True)):
             n, c = max(len(row), 1), len(row.completion_ids)
-            known = 0 if owner == r else n - c
-            cost += n - known + self.square * (n * n - known * known) + self.head * c
+            reused = 0 if owner == r else n - c
+            cost += n - reused + self.square * (n * n - reused * reused) + self.head * c
         return cost
 
     def part(self, part: Seq[Example], shared: bool = False) -> int:
@@ -284,8 +284,8 @@ def _best_exchange(
     others = np.sort(others)
     theirs, load = weights[others], loads[others, None]
     for mine, cost in enumerate(weights[heaviest]):
-        given = cost - theirs
-        after = np.maximum(loads[heaviest] - given, load + given)
+        shift = cost - theirs
+        after = np.maximum(loads[heaviest] - shift, load + shift)
         if tokens is not None:
             moved, taken = tokens[heaviest, mine] - tokens[others], tokens.sum(axis=1)
             too_many = (taken[heaviest] - moved > most) | (taken[others, None] + moved > most)
@@ -357,8 +357,8 @@ def deal_together(
             if len(pieces) == tried:
                 continue
             tried = len(pieces)
-            if (made := _dealt(pieces, slots, ranks, cost, measure, most)) is not None:
-                candidates.append((_longest(made, cost), made))
+            if (dealt := _dealt(pieces, slots, ranks, cost, measure, most)) is not None:
+                candidates.append((_longest(dealt, cost), dealt))
                 if candidates[-1][0] * ranks <= NEAR * least:
                     break
         if len(candidates) > bool(apart) or slots >= len(apart) > 0:

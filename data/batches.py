@@ -210,9 +210,9 @@ def _padded(batch: Seq[Example], ranks: int, size: Size) -> list[list[list[Examp
         return _slices(batch, ranks, size)
     slots = max(1, -(-sum(map(row_tokens, batch)) // (ranks * size.most)))
     while slots <= len(batch):
-        made = _slices(batch, ranks, -(-len(batch) // (slots * ranks)))
-        if max(share_tokens(share, packed=False) for slot in made for share in slot) <= size.most:
-            return made
+        dealt = _slices(batch, ranks, -(-len(batch) // (slots * ranks)))
+        if max(share_tokens(share, packed=False) for slot in dealt for share in slot) <= size.most:
+            return dealt
         slots += 1
     most = longest([tuple(batch)], packed=False)
     raise ConfigError(
@@ -306,7 +306,7 @@ def collate(rows: Seq[Sequence], device: torch.device, pack: bool = False, share
         targets=put(np.concatenate(targets)),
         cells=put(np.concatenate(cells)),
         mask=put(mask),
-        behavior_logprobs=None if (known := _behavior(rows, longest)) is None else put(known),
+        behavior_logprobs=None if (logprobs := _behavior(rows, longest)) is None else put(logprobs),
     )
 
 

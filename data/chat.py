@@ -187,11 +187,11 @@ class Renderer:
     def said(self, ids: Iterable[int]) -> str:
         """Return the text of sampled ids without the tokens that close a turn. Special tokens within it are
         part of what was said."""
-        own = list(ids)
-        while own and own[-1] in self._closing:
-            own.pop()
+        kept = list(ids)
+        while kept and kept[-1] in self._closing:
+            kept.pop()
         # transformers looks at each id of a list in turn, and at an array as a whole
-        return str(self.tokenizer.decode(np.asarray(own, dtype=np.int64), skip_special_tokens=False))
+        return str(self.tokenizer.decode(np.asarray(kept, dtype=np.int64), skip_special_tokens=False))
 
     # Rendering
 
@@ -431,9 +431,9 @@ def chat_fingerprint(
         key: machine[key] for key in machine if key not in ("padding", "truncation")
     }  # padding and truncation are remnants of the last call
     today = DATE["date_string"]
-    known = [state, tokenizer.special_tokens_map, template, max_length, max_prompt_length, today, *how]
+    parts = [state, tokenizer.special_tokens_map, template, max_length, max_prompt_length, today, *how]
     return hashlib.blake2b(
-        json.dumps(known, sort_keys=True, default=str).encode(), digest_size=16
+        json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16
     ).hexdigest()
 
 

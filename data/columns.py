@@ -344,15 +344,15 @@ class Columns:
         where = f"{row.file} row {row.number}"
         for kind, why in (SEEN, "which no text model reads"), (MADE, "made elsewhere; here a run makes them"):
             if read := [name for name in names if name.lower() in kind]:
-                said = f"{where} has {', '.join(read)}, {why}: type {ignore} to train on the texts alone"
-                raise ConfigError("data.path", row.file, said)
+                text = f"{where} has {', '.join(read)}, {why}: type {ignore} to train on the texts alone"
+                raise ConfigError("data.path", row.file, text)
         if OF_TEMPLATE in names:
-            said = json.dumps(row.values[OF_TEMPLATE], ensure_ascii=False).replace('"', "")
+            text = json.dumps(row.values[OF_TEMPLATE], ensure_ascii=False).replace('"', "")
             raise ConfigError(
                 "data.columns",
                 columns,
                 f"{where} has {OF_TEMPLATE}, which are settings here: for all rows alike they are "
-                f"'model.{OF_TEMPLATE}={said}'; with it, or without any, type {ignore}",
+                f"'model.{OF_TEMPLATE}={text}'; with it, or without any, type {ignore}",
             )
         they, them = ("it", "it") if len(names) == 1 else ("they", "them")
         others = () if self.answers else (c for c in row.values if c not in {*names, *shape.read})
@@ -380,11 +380,11 @@ def _lost(values: Values, read: set[str], strict: bool, answers: bool) -> list[s
     names = [name for name in unread if name.lower() in SEEN or (strict and _decides(name, answers))]
     if not names:
         return []
-    said = {piece for name in read if name in values for piece in _pieces(values[name])} - {NO_TEXT}
-    text = "\n".join(said)
+    snippets = {piece for name in read if name in values for piece in _pieces(values[name])} - {NO_TEXT}
+    text = "\n".join(snippets)
 
     def repeated(piece: str) -> bool:  # a short text may be part of a longer one by chance
-        return piece in said or (len(piece) > 20 and piece in text)
+        return piece in snippets or (len(piece) > 20 and piece in text)
 
     return [name for name in names if not all(map(repeated, _pieces(unread[name])))]
 
@@ -406,8 +406,8 @@ def _pieces(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value.strip()
     elif isinstance(value, Mapping):
-        said = [value[key] for key in ("content", "value") if key in value]
-        for inner in said or value.values():
+        contents = [value[key] for key in ("content", "value") if key in value]
+        for inner in contents or value.values():
             yield from _pieces(inner)
     elif isinstance(value, list | tuple):
         for inner in value:

@@ -119,12 +119,12 @@ def prompts(split: str) -> tuple[Prompt, ...]:
     """Return the prompts of ``train``, ``validation`` or ``test``, in a fixed order. No topic is in two
     splits."""
     topics = yaml.safe_load(TOPICS.read_text(encoding="utf-8"))[split]
-    made: dict[str, Prompt] = {}
+    drawn: dict[str, Prompt] = {}
     rng = random.Random(f"constraints/{split}")
-    while len(made) < PROMPTS[split]:
+    while len(drawn) < PROMPTS[split]:
         one = prompt(rng.choice(topics), rng)
-        made.setdefault(one.id, one)
-    return tuple(made.values())
+        drawn.setdefault(one.id, one)
+    return tuple(drawn.values())
 
 
 def prompt(topic: str, rng: random.Random) -> Prompt:
@@ -133,11 +133,11 @@ def prompt(topic: str, rng: random.Random) -> Prompt:
     while KINDS[first].about == KINDS[second].about:
         second = rng.choice(sorted(KINDS))
     wanted = {name: rng.choice(KINDS[name].values) for name in (first, second)}
-    asked = [
+    sentences = [
         rng.choice(ASKS).format(topic),
         *(KINDS[name].words.format(value) for name, value in wanted.items()),
     ]
-    return Prompt((Turn("user", " ".join(asked)),), reference_answer=json.dumps(wanted))
+    return Prompt((Turn("user", " ".join(sentences)),), reference_answer=json.dumps(wanted))
 
 
 # What answers are worth
@@ -186,13 +186,15 @@ def constrained(config: DataConfig, split: str) -> Loaded:
         part in (None, "validation", "test"), "data.eval_split", part, "must be validation or test, or null"
     )
     splits = ["train"] if split == "train" else [part] if part else ["validation", "test"]
-    asked = [one for name in splits for one in prompts(name)]
+    split_prompts = [one for name in splits for one in prompts(name)]
     if path is None:
         return Loaded(
-            [Group(one) for one in asked], len(asked), origin=f"prompts under constraints ({split})"
+            [Group(one) for one in split_prompts],
+            len(split_prompts),
+            origin=f"prompts under constraints ({split})",
         )
-    known = {group.prompt.id: group for group in read_groups(Path(path))}
-    groups = [known.get(one.id, Group(one)) for one in asked]
+    by_id = {group.prompt.id: group for group in read_groups(Path(path))}
+    groups = [by_id.get(one.id, Group(one)) for one in split_prompts]
     if split == "train":
         groups = [group for group in groups if group.completions]
     return Loaded(groups, len(groups), origin=path)

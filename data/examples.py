@@ -100,10 +100,10 @@ class ExampleTable(Seq[tuple[Example, ...]]):
             return self.pick(np.arange(len(self))[at])
         block, group = self.file.place(int(self._groups[at]))
         end = int(self._ends[at])
-        own = slice(end - int(self.columns.sizes[at]), end)
+        span = slice(end - int(self.columns.sizes[at]), end)
         return examples_of(
             self._prompt_ids[at].decode(),
-            zip(self.columns.labels[own].tolist(), self.columns.counts[own].tolist(), strict=True),
+            zip(self.columns.labels[span].tolist(), self.columns.counts[span].tolist(), strict=True),
             block.rows(group),
             tuple(self._numbers[at].tolist()),
         )
@@ -118,9 +118,9 @@ def examples_of(
     prompt_id: str, specs: Iterable[tuple[float, int]], rows: Rows, numbers: tuple[float, ...]
 ) -> tuple[Example, ...]:
     """Return the examples of a group by (label, number of rows) of each. ``numbers``: ``Group.numbers``"""
-    own = iter(rows)
+    pending = iter(rows)
     return tuple(
-        Example(prompt_id, tuple(itertools.islice(own, count)), label, numbers=numbers)
+        Example(prompt_id, tuple(itertools.islice(pending, count)), label, numbers=numbers)
         for label, count in specs
     )
 
@@ -214,8 +214,8 @@ class _Wanted:
 
     def specs(self, group: int) -> Iterator[tuple[float, int]]:
         """Yield (label, number of rows) of each example of a group."""
-        own = slice(*self._starts[group : group + 2].tolist())
-        return zip(self.labels[own].tolist(), self.counts[own].tolist(), strict=True)
+        span = slice(*self._starts[group : group + 2].tolist())
+        return zip(self.labels[span].tolist(), self.counts[span].tolist(), strict=True)
 
     def table(self, file: TokenFile) -> ExampleTable:
         """Return the examples of the groups that ``file``, which has the rows of all, gives a row for."""
@@ -249,10 +249,10 @@ class _Wanted:
 
 
 def _tokenised(renderer: Renderer, groups: list[list[tuple[Prompt, Completion]]]) -> Iterator[Rows | str]:
-    made = iter(renderer.sequences(row for group in groups for row in group))
+    sequences = iter(renderer.sequences(row for group in groups for row in group))
     for group in groups:
         completions = [completion for _, completion in group]
-        yield _of_group([with_tokens(next(made), completion) for completion in completions], completions)
+        yield _of_group([with_tokens(next(sequences), completion) for completion in completions], completions)
 
 
 def _of_group(rows: list[Sequence | str], completions: list[Completion]) -> Rows | str:
@@ -274,9 +274,9 @@ def with_tokens(row: Sequence | str, completion: Completion) -> Sequence | str:
         return row
     size = len(row.completion_ids)
 
-    def filled(known: Seq[float], rest: float, kind: Any) -> np.ndarray:
+    def filled(values: Seq[float], rest: float, kind: Any) -> np.ndarray:
         padded = np.full(size, rest, kind)
-        padded[: len(known)] = known[:size]
+        padded[: len(values)] = values[:size]
         return padded
 
     if completion.behavior_logprobs is not None:
@@ -289,9 +289,9 @@ def with_tokens(row: Sequence | str, completion: Completion) -> Sequence | str:
 
 def _words(prompt: Prompt, completion: Completion) -> bytes:
     """Return everything of a row that its tokens depend on. No two lists of rows give the same bytes."""
-    known = (completion.behavior_logprobs, completion.loss_mask)
-    said = (completion.text, completion.token_ids, completion.finished, completion.keys, *known)
-    return f"\n{prompt.id}{said!r}{completion.stopped and repr(completion.stopped)}".encode()
+    per_token = (completion.behavior_logprobs, completion.loss_mask)
+    content = (completion.text, completion.token_ids, completion.finished, completion.keys, *per_token)
+    return f"\n{prompt.id}{content!r}{completion.stopped and repr(completion.stopped)}".encode()
 
 
 def make_examples(
@@ -302,11 +302,11 @@ def make_examples(
     left), the whole group is dropped, so that every loss drops the same groups."""
     wanted = _Wanted(groups if isinstance(groups, Seq) else list(groups), view)
     rows = len(wanted.completions)
-    made: ExampleGroups
+    example_groups: ExampleGroups
     if cache is None or rows < cache.worth:  # kept, and not made again for every batch
         held = [tokenised for part in wanted.parts(rows + 1) for tokenised in _tokenised(renderer, part)]
         why = {g: tokenised for g, tokenised in enumerate(held) if isinstance(tokenised, str)}
-        made = tuple(
+        example_groups = tuple(
             examples_of(
                 wanted.prompt_ids[g].decode(), wanted.specs(g), tokenised, tuple(wanted.numbers[g].tolist())
             )
@@ -315,7 +315,7 @@ def make_examples(
         )
     else:
         file = cache.get(renderer, wanted.words, lambda: wanted.tokenised(renderer))
-        why, made = file.reasons, wanted.table(file)
+        why, example_groups = file.reasons, wanted.table(file)
     dropped: dict[str, int] = {}
     first: dict[str, str] = {}
     for group, reason in why.items():
@@ -323,7 +323,7 @@ def make_examples(
             place = first.setdefault(reason, wanted.groups[group].place)
             reason += f" (first: {place})" if place else ""
         dropped[reason] = dropped.get(reason, 0) + 1
-    return Examples(made, dropped)
+    return Examples(example_groups, dropped)
 
 
 # Digests, which tell whether a resumed run was given the same data. They depend on the content and its order

@@ -101,12 +101,12 @@ def number(values: Values, column: str) -> float:
     else."""
     cell = value(values, column)
     try:
-        made: Any = float(cell) if isinstance(cell, str) else cell
+        converted: Any = float(cell) if isinstance(cell, str) else cell
     except ValueError:
-        made = None
-    if isinstance(made, bool) or not are_finite([made]):
+        converted = None
+    if isinstance(converted, bool) or not are_finite([converted]):
         raise RowError(f"{column!r} is {shown(cell)}, not a finite number")
-    return float(made)
+    return float(converted)
 
 
 def are_finite(numbers: list[Any], most: float = LARGEST) -> bool:
@@ -129,10 +129,10 @@ _TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.
 def truth(values: Values, column: str) -> bool:
     """Return a boolean, 0 or 1 (also −1 for false), or the text of one; raises RowError for anything else."""
     cell = value(values, column)
-    said = _TRUTHS.get(str(cell).strip().lower()) if isinstance(cell, bool | int | float | str) else None
-    if said is None:
+    found = _TRUTHS.get(str(cell).strip().lower()) if isinstance(cell, bool | int | float | str) else None
+    if found is None:
         raise RowError(f"{column!r} is {shown(cell)}, not true or false: write true and false, or 1 and 0")
-    return said
+    return found
 
 
 def listed(values: Values, column: str) -> list[Any]:
@@ -155,11 +155,11 @@ def unpacked(cell: Any, column: str = "") -> Any:
     for read in (str, lambda text: json.dumps(ast.literal_eval(text))):
         try:
             text = read(cell.strip())
-            made, end, fault = parsed(text, 0)
+            entries, end, fault = parsed(text, 0)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             continue
         if fault is None:
-            return made if end == len(text) else cell
+            return entries if end == len(text) else cell
     if _IS_MESSAGE.match(cell):
         raise RowError(f"{column!r} is the text of messages, but not JSON; write it with json.dumps")
     return cell
@@ -169,13 +169,15 @@ def messages_in(cell: Any, column: str) -> Any:
     """Return the messages that a text holds, or the value as it is."""
     if not isinstance(cell, str) or not _IS_OBJECT.match(cell):
         return cell
-    made = unpacked(cell, column)
-    messages = made if isinstance(made, list) else [made]
-    return made if _IS_MESSAGE.match(cell) or all(map(_is_message, messages)) else cell
+    entries = unpacked(cell, column)
+    messages = entries if isinstance(entries, list) else [entries]
+    return entries if _IS_MESSAGE.match(cell) or all(map(_is_message, messages)) else cell
 
 
-def _is_message(made: Any) -> bool:
-    return isinstance(made, Mapping) and ({"role", "content"} <= set(made) or {"from", "value"} <= set(made))
+def _is_message(entry: Any) -> bool:
+    return isinstance(entry, Mapping) and (
+        {"role", "content"} <= set(entry) or {"from", "value"} <= set(entry)
+    )
 
 
 def turns(messages: Any, column: str) -> tuple[Turn, ...]:
@@ -210,9 +212,9 @@ def _turn(message: Any, column: str, calling: bool) -> Turn:
     """Return one message as a turn. ``calling`` says whether the conversation has tool calls."""
     if not isinstance(message, Mapping):
         raise RowError(f"a message of {column!r} is a {type(message).__name__}, not an object")
-    said, content = message.get("role"), message.get("content")
-    if "from" in message and said is None:
-        said, content = message["from"], message.get("value")
+    speaker, content = message.get("role"), message.get("content")
+    if "from" in message and speaker is None:
+        speaker, content = message["from"], message.get("value")
     keys = keys_of(message, column, calling)
     if content is None and message.get("tool_calls"):
         content = ""
@@ -222,9 +224,9 @@ def _turn(message: Any, column: str, calling: bool) -> Turn:
         content = "".join(texts) if len(texts) == len(content) else content
     if not isinstance(content, str):
         raise RowError(f"a message of {column!r} has no 'content' string")
-    role = ROLES.get(said) if isinstance(said, str) else None
+    role = ROLES.get(speaker) if isinstance(speaker, str) else None
     if role is None:
-        raise RowError(f"a message of {column!r} has the role {shown(said)}")
+        raise RowError(f"a message of {column!r} has the role {shown(speaker)}")
     return Turn(role, content, keys)
 
 
@@ -260,11 +262,11 @@ def led(values: Values, conversation: tuple[Turn, ...]) -> tuple[Turn, ...]:
 def _history(values: Values) -> tuple[Turn, ...]:
     if is_empty(values.get("history")):
         return ()
-    said = listed(values, "history")
-    if all(isinstance(message, Mapping) for message in said):
-        return turns(said, "history")
+    entries = listed(values, "history")
+    if all(isinstance(message, Mapping) for message in entries):
+        return turns(entries, "history")
     history: list[Turn] = []
-    for exchange in said:
+    for exchange in entries:
         pair = isinstance(exchange, list | tuple) and len(exchange) == 2
         if not pair or not all(isinstance(part, str) for part in exchange):
             raise RowError("'history' is not a list of pairs, question and answer")
@@ -331,12 +333,12 @@ def answered(head: tuple[Turn, ...], completion: Any, column: str) -> tuple[tupl
     if not before or before[0].role == "assistant":
         return head + before, answer
     lead, rest = _led(head)
-    own, again = _led(before)
+    new_lead, again = _led(before)
     if rest and not _within(rest, again):
         if not _within(again, rest) or not _same(again[-1], rest[-1]):
             raise RowError(f"the conversation in {column!r} does not contain the prompt")
         again = rest
-    return (own or lead) + again, answer
+    return (new_lead or lead) + again, answer
 
 
 def _last(conversation: tuple[Turn, ...], column: str) -> tuple[tuple[Turn, ...], Completion]:
@@ -411,16 +413,16 @@ def compared(values: Values, config: DataConfig) -> Group:
     column = named(values, "better")
     if two is None or column is None:
         raise RowError("no two answers such as response_a and response_b" if column else "no column 'winner'")
-    said = value(values, column)
-    word = str(int(said) if isinstance(said, float) and said.is_integer() else said).strip().lower()
+    winner = value(values, column)
+    word = str(int(winner) if isinstance(winner, float) and winner.is_integer() else winner).strip().lower()
     for (better, letter), (worse, _) in (two, two[::-1]):
         if word in (better.lower(), letter, f"model_{letter}"):
             return _paired(values, better, worse)
     if word.startswith(("tie", "both", "neither", "draw")):
         raise LeftOutError("a tie")
     raise RowError(
-        f"{column!r} is {shown(said)}, which names neither {two[0][0]} nor {two[1][0]} (write {two[0][1]} or "
-        f"{two[1][1]})"
+        f"{column!r} is {shown(winner)}, which names neither {two[0][0]} nor {two[1][0]} (write {two[0][1]} "
+        f"or {two[1][1]})"
     )
 
 

@@ -100,10 +100,10 @@ class Lines:
 
     def encoded(self, completion: Completion) -> str:
         """Return a completion, which is kept with its text, so that no other gets its id."""
-        known = self._encoded.get(id(completion))
-        if known is None:
-            known = self._encoded[id(completion)] = completion, _json(_completion_dict(completion))
-        return known[1]
+        entry = self._encoded.get(id(completion))
+        if entry is None:
+            entry = self._encoded[id(completion)] = completion, _json(_completion_dict(completion))
+        return entry[1]
 
 
 _json = json.JSONEncoder(ensure_ascii=False).encode
@@ -117,25 +117,25 @@ def prompt_dict(prompt: Prompt) -> dict[str, Any]:
 
 def _completion_dict(completion: Completion) -> dict[str, Any]:
     ids = completion.token_ids
-    made: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "text": completion.text,
         "token_ids": None if ids is None else list(ids),
         "finished": completion.finished,
     }
     if completion.stopped:
-        made["stopped"] = completion.stopped
+        fields["stopped"] = completion.stopped
     if completion.tokenizer is not None:
-        made["tokenizer"] = completion.tokenizer
+        fields["tokenizer"] = completion.tokenizer
     if completion.behavior_logprobs is not None:
         values: list[float | None] = list(completion.behavior_logprobs)
         if any(map(math.isnan, completion.behavior_logprobs)):
             values = [None if math.isnan(v) else v for v in completion.behavior_logprobs]
-        made["behavior_logprobs"] = values
+        fields["behavior_logprobs"] = values
         if completion.behavior_temperature != 1:
-            made["behavior_temperature"] = completion.behavior_temperature
+            fields["behavior_temperature"] = completion.behavior_temperature
     if completion.loss_mask is not None:
-        made["loss_mask"] = [int(counts) for counts in completion.loss_mask]
-    return made | (json.loads(completion.keys) if completion.keys else {})
+        fields["loss_mask"] = [int(counts) for counts in completion.loss_mask]
+    return fields | (json.loads(completion.keys) if completion.keys else {})
 
 
 def from_dict(values: Values) -> Group:

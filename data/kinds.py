@@ -65,10 +65,10 @@ def check_kind(config: Config, path: str, first: Loaded, training: bool = True) 
     name = f"loss={config.loss['name']}"
     none = max(counts) == 0 or (max(counts) == 1 and not takes.single_answers)
     require(not none, "data.path", path, f"gives {name} no example{advice(first.groups)}{typing}")
-    known = whole or first.format != "unpaired"
-    one = training and known and takes.labelled_examples and not config.data.one_label and len(labels) == 1
-    said = ONE_LABEL.format("" if True in labels else "un")
-    require(not one, "data.path", path, f"gives {name} {said}{typing}")
+    certain = whole or first.format != "unpaired"
+    one = training and certain and takes.labelled_examples and not config.data.one_label and len(labels) == 1
+    message = ONE_LABEL.format("" if True in labels else "un")
+    require(not one, "data.path", path, f"gives {name} {message}{typing}")
 
 
 def advice(groups: Sequence[Group]) -> str:

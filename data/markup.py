@@ -223,10 +223,11 @@ class Reader:
 def repeats_prompt(group: Group) -> bool:
     """Return whether the group has answers as text and each begins with the whole text of the prompt's last
     turn."""
-    asked = group.prompt.turns[-1].content.strip()
+    question = group.prompt.turns[-1].content.strip()
     texts = [(c.text or "").strip() for c in group.completions if c.token_ids is None]
     return bool(texts) and all(
-        text.startswith(asked) and len(text) > len(asked) and not text[len(asked)].isalnum() for text in texts
+        text.startswith(question) and len(text) > len(question) and not text[len(question)].isalnum()
+        for text in texts
     )
 
 
@@ -240,8 +241,8 @@ def wordless(completion: Completion) -> bool:
 def without_prompt(group: Group) -> Group:
     """Return the group without the prompt's last turn at the head of its answers, and without the space or
     the empty lines behind it, which a chat template does not write. The first line keeps its indentation."""
-    asked = group.prompt.turns[-1].content.strip()
-    texts = ((c.text or "").lstrip()[len(asked) :] for c in group.completions)
+    question = group.prompt.turns[-1].content.strip()
+    texts = ((c.text or "").lstrip()[len(question) :] for c in group.completions)
     kept = [replace(c, text=_SPACE_BEHIND.sub("", t)) for c, t in zip(group.completions, texts, strict=True)]
     return replace(group, completions=tuple(kept))
 

@@ -59,25 +59,25 @@ def mixed(config: DataConfig, split: str) -> Loaded:
 def part_config(part: MixPart) -> DataConfig:
     """Return the settings of one set, from its own file. Raises ConfigError."""
     settings = group_file("data", "data.mix.name", part.name)
-    own = {
+    paths = {
         key: value for key, value in (("path", part.path), ("eval_path", part.eval_path)) if value is not None
     }
-    if settings["source"] == "data.mix.mixed" or (settings | own).get("path") == "???":
+    if settings["source"] == "data.mix.mixed" or (settings | paths).get("path") == "???":
         raise ConfigError(
             "data.mix.name",
             part.name,
             "needs a path of its own, and is no mix itself: "
             "give {name: local, path: pairs.jsonl, weight: 1}, or another set",
         )
-    made = DataConfig(**settings | own)
-    if made.logprob_range is not None:
+    config = DataConfig(**settings | paths)
+    if config.logprob_range is not None:
         raise ConfigError(
             "data.mix.name",
             part.name,
             f"config/data/{part.name}.yaml sets logprob_range, which orders a whole mix: "
             "take it out there and give data.logprob_range",
         )
-    return made
+    return config
 
 
 def by_weight(sets: Sequence[Groups], weights: Sequence[float]) -> list[Groups]:

@@ -49,13 +49,13 @@ _TRANSCRIPT_TURN = re.compile(r"\n\n(Human|Assistant):")
 def hh(values: Values, config: DataConfig) -> Group:
     """Anthropic HH (anthropics/hh-rlhf): ``chosen`` and ``rejected`` are whole transcripts that differ in the
     last answer."""
-    *asked, chosen = transcript(text(values, "chosen"))
-    *asked_too, rejected = transcript(text(values, "rejected"))
-    if asked != asked_too:
+    *conversation, chosen = transcript(text(values, "chosen"))
+    *other, rejected = transcript(text(values, "rejected"))
+    if conversation != other:
         raise RowError("chosen and rejected answer different conversations")
     if chosen.role != "assistant" or rejected.role != "assistant":
         raise RowError("the transcript does not end with the assistant")
-    return pair(prompt_of(tuple(asked)), chosen.content, rejected.content)
+    return pair(prompt_of(tuple(conversation)), chosen.content, rejected.content)
 
 
 def transcript(dialogue: str) -> list[Turn]:

@@ -304,9 +304,9 @@ OTHER_KINDS = {
 
 def _refuse_beginning(path: Path, line: str) -> None:
     """Raise DataError if the first line, which is no JSON, shows that the file is of another kind."""
-    for start, said in OTHER_KINDS.items():
+    for start, message in OTHER_KINDS.items():
         if line.startswith(start) and (start not in "[{" or line in ("[", "{")):
-            raise DataError(f"{path}: {said}")
+            raise DataError(f"{path}: {message}")
 
 
 def _read_json_list(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
@@ -318,8 +318,8 @@ def _read_json_list(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
             f"one object a line, read as it is needed: {unpacked} > {path.name.partition('.')[0]}.jsonl"
         )
     try:
-        for number, (values, fault, own) in enumerate(_elements(path, text), 1):
-            yield _as_row(path, number, values, _not_characters(own) or fault)
+        for number, (values, fault, element) in enumerate(_elements(path, text), 1):
+            yield _as_row(path, number, values, _not_characters(element) or fault)
     except json.JSONDecodeError as error:
         raise DataError(
             f"{path}: is not JSON ({error.msg}: line {error.lineno} column {error.colno}); a file with one "

@@ -270,11 +270,11 @@ def _of_split(
     """Yield the rows of one split (None: of all), without the column that names it. A row that names none
     belongs to all."""
     for row in rows:
-        said = row.values.get("split") if isinstance(row, Row) and _has_splits(config) else None
-        if isinstance(row, Dropped) or wanted is None or not isinstance(said, str):
+        split = row.values.get("split") if isinstance(row, Row) and _has_splits(config) else None
+        if isinstance(row, Dropped) or wanted is None or not isinstance(split, str):
             yield row
-        elif said != wanted:
-            why = f"says split: {said!r}, not {wanted!r} (data.split; data.ignore_columns=[split] reads all)"
+        elif split != wanted:
+            why = f"says split: {split!r}, not {wanted!r} (data.split; data.ignore_columns=[split] reads all)"
             yield Dropped(row.file, row.number, why, intended=True)
         else:
             yield replace(row, values={name: cell for name, cell in row.values.items() if name != "split"})
@@ -320,9 +320,9 @@ def convert(
 
     def usable() -> Iterator[Group]:
         named = (replace(row, values=renamed(row.values, config)) for row in stream)
-        made = map(seen.noted, form(seen.watched(itertools.chain(first, named)), config))
+        converted = map(seen.noted, form(seen.watched(itertools.chain(first, named)), config))
         # The transcripts of hh were cut into turns by their format; an answer that says "Human:" says it.
-        for result, row in made if loaded.format == "hh" else texts.read(made):
+        for result, row in converted if loaded.format == "hh" else texts.read(converted):
             group = answers.checked(with_numbers(result, row, config.numbers or ()), row)
             if isinstance(group, Dropped):
                 loaded.dropped.append(group)
@@ -362,9 +362,9 @@ class References:
         """Return ``group``, made of ``row`` (None: of several), or why it is left out."""
         if isinstance(group, Dropped):
             return group
-        own, columns = group.prompt.reference_answer, group.prompt.columns
+        answer, columns = group.prompt.reference_answer, group.prompt.columns
         place = (row.file, row.number) if row else ("", 0)
-        if own is not None and self._of.setdefault(group.prompt.id, own) != own:
+        if answer is not None and self._of.setdefault(group.prompt.id, answer) != answer:
             return Dropped(*place, "the same prompt came before with another reference answer")
         prompt_alone = columns and not group.completions
         if prompt_alone and self._columns.setdefault(group.prompt.id, hash(columns)) != hash(columns):

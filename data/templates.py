@@ -50,12 +50,14 @@ _THINKS = re.compile(r"<[^<>\s]*(?:think|thought|reason)[^<>\s]*>|\[/?THINK\]", 
 def load_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the tokenizer's template, or, if it has none, the one shipped for base models. Raises
     ConfigError for named templates of which none is the default."""
-    own = tokenizer.chat_template
-    if isinstance(own, dict):
-        known = ", ".join(own)
-        require("default" in own, KEY, None, f"the tokenizer has several, and no default: choose of {known}")
-        return str(own["default"])
-    return own or DEFAULT_TEMPLATE.read_text(encoding="utf-8")
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        names = ", ".join(template)
+        require(
+            "default" in template, KEY, None, f"the tokenizer has several, and no default: choose of {names}"
+        )
+        return str(template["default"])
+    return template or DEFAULT_TEMPLATE.read_text(encoding="utf-8")
 
 
 def chosen_template(
@@ -70,8 +72,8 @@ def chosen_template(
     elif chosen in named:
         source = named[chosen]
     else:
-        said = f"one of the tokenizer's ({', '.join(named)})" if named else "null for the tokenizer's own"
-        require(Path(chosen).is_file(), KEY, chosen, f"no such file; give a jinja file, or {said}")
+        choices = f"one of the tokenizer's ({', '.join(named)})" if named else "null for the tokenizer's own"
+        require(Path(chosen).is_file(), KEY, chosen, f"no such file; give a jinja file, or {choices}")
         source = Path(chosen).read_text(encoding="utf-8")
     unread = ", ".join(sorted(set(variables or ()) - _variables(source))) if variables else ""
     require(
@@ -113,14 +115,14 @@ def _variables(source: str) -> set[str]:
     undeclared_names = jinja2.meta.find_undeclared_variables(tree)
     # Names of loops and macros are among them; a name that is set in the template and may also be given is
     # one that is asked for (`is defined`, `default`).
-    own = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
-    asked = {
+    assigned = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
+    tested = {
         test.node.name
         for test in tree.find_all((nodes.Test, nodes.Filter))
         if test.name in ("defined", "undefined", "default", "d") and isinstance(test.node, nodes.Name)
     }
     named = {name for name in undeclared_names if not name.endswith("_token")}
-    return named - (own - asked) - set(environment.globals) - _GIVEN
+    return named - (assigned - tested) - set(environment.globals) - _GIVEN
 
 
 def _listed(source: str) -> str:
@@ -229,8 +231,8 @@ class ChatTemplate:
                     f"the chat template leaves out or changes words of the answer's {key!r}; give the row "
                     f"without them, or a template that writes them ({KEY})"
                 )
-        own = text.removeprefix(self._head)
-        if len(own) < len(text) and any(tag in own for tag in self.thinks):
+        body = text.removeprefix(self._head)
+        if len(body) < len(text) and any(tag in body for tag in self.thinks):
             raise RenderError(
                 "the chat template writes a think block of its own before that of the answer; give what was "
                 "thought as the message's reasoning_content"

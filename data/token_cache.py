@@ -102,9 +102,9 @@ class Block:
         first, last = self.first_rows[group : group + 2].tolist()
         starts = self.starts[first : last + 1].tolist()
         completions = [self._completions[start:stop] for start, stop in pairwise(starts)]
-        return tuple(Sequence(prompt, ids, **self._known(first + i)) for i, ids in enumerate(completions))
+        return tuple(Sequence(prompt, ids, **self._values_of(first + i)) for i, ids in enumerate(completions))
 
-    def _known(self, row: int) -> dict[str, np.ndarray]:
+    def _values_of(self, row: int) -> dict[str, np.ndarray]:
         return {
             name: column[row].values.to_numpy(zero_copy_only=False)
             for name, column in self.values.items()
@@ -128,8 +128,10 @@ class TokenFile:
         columns: list[tuple[np.ndarray, ...]] = []
         for at, end in enumerate(self._ends.tolist()):
             block = Block(self.file[at])
-            known = block.values.get("behavior_logprobs")
-            behavior = np.zeros(len(block.starts) - 1, bool) if known is None else np.array(known.is_valid())
+            logprobs = block.values.get("behavior_logprobs")
+            behavior = (
+                np.zeros(len(block.starts) - 1, bool) if logprobs is None else np.array(logprobs.is_valid())
+            )
             columns.append((*map(np.diff, (block.first_rows, block.prompt_starts, block.starts)), behavior))
             self.any_values |= bool(block.values)
             reasons = block.batch.column("reason").to_pylist()
@@ -169,7 +171,7 @@ class TokenCache:
         path = self.folder / f"{content_key(renderer, words)}.arrow"
         entry = self._read(path, renderer)
         if entry is None and self.write:
-            entry = self._made(path, renderer, make)
+            entry = self._new_entry(path, renderer, make)
         return entry or _unkept(renderer, make)
 
     def _read(self, path: Path, renderer: Renderer) -> TokenFile | None:
@@ -187,7 +189,7 @@ class TokenCache:
         renderer.cuts.update(entry.file.about["cuts"])
         return entry
 
-    def _made(self, path: Path, renderer: Renderer, make: Make) -> TokenFile | None:
+    def _new_entry(self, path: Path, renderer: Renderer, make: Make) -> TokenFile | None:
         """Return the entry ``path``, made now; None if it cannot be written, which is printed."""
         part = path.with_name(f".{path.stem}-{uuid4().hex}.part")  # a process id is not unique across nodes
         before = dict(renderer.cuts)

@@ -24,9 +24,9 @@ def of_message(message: Mapping[str, Any], calling: bool = True) -> str:
     """Return a message's ``Turn.keys``. ``calling`` says whether the conversation has tool calls. Raises
     ValueError for malformed calls."""
     fields = {key: message[key] for key in THOUGHTS if message.get(key)}
-    for key, said in fields.items():
-        if not isinstance(said, str):
-            raise ValueError(f"{key!r} is a {type(said).__name__}, not a string")
+    for key, thought in fields.items():
+        if not isinstance(thought, str):
+            raise ValueError(f"{key!r} is a {type(thought).__name__}, not a string")
     if calling and message.get("tool_calls"):
         if not isinstance(calls := message["tool_calls"], list):
             raise ValueError(f"'tool_calls' is a {type(calls).__name__}, not a list")

@@ -43,8 +43,8 @@ class Turn:
     @property
     def message(self) -> dict[str, Any]:
         """The message as chat templates, files and reward functions use it."""
-        said: dict[str, Any] = {"role": self.role, "content": self.content}
-        return said | json.loads(self.keys) if self.keys else said
+        fields: dict[str, Any] = {"role": self.role, "content": self.content}
+        return fields | json.loads(self.keys) if self.keys else fields
 
 
 @dataclass(frozen=True)
