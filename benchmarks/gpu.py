@@ -62,6 +62,7 @@ def operations_of(config: Config, hf_config: PretrainedConfig, plan: Segment) ->
 def timed(step: Work, steps: int) -> float:
     """Return the mean seconds of ``steps`` steps, from an idle device to an idle device. The host runs ahead
     of the device, as in training."""
+
     def wait() -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
