@@ -62,20 +62,20 @@ MOST_LINES = 600
 MOST_LINES_OF_A_FUNCTION = 60
 # Lines that a room may have; only a reviewed change raises one.
 BUDGETS = {
-    "common": 1_686,
-    "config": 3_770,
-    "data": 7_227,
-    "models": 4_646,
-    "trainers": 2_728,
-    "memory": 1_548,
-    "reports": 2_194,
-    "rollouts": 6_207,
-    "jobs": 4_275,
-    "evals": 1_850,
-    "launch": 3_438,
-    "benchmarks": 1_490,
-    "tools": 1_136,
-    "tests": 40_200,
+    "common": 1_617,
+    "config": 3_403,
+    "data": 6_878,
+    "models": 4_622,
+    "trainers": 2_700,
+    "memory": 1_545,
+    "reports": 2_197,
+    "rollouts": 5_962,
+    "jobs": 4_281,
+    "evals": 1_813,
+    "launch": 3_247,
+    "benchmarks": 1_368,
+    "tools": 923,
+    "tests": 38_215,
 }
 
 
