@@ -82,8 +82,6 @@ LONG = (
     "test_simulate",
     "test_online",
     "test_runs",
-    "test_vllm_servers",
-    "test_online_adapters",
     "test_no_silence",
     "test_equality",
 )

@@ -28,24 +28,9 @@ LAYERS = {
     "memory": {"common", "config", "data", "models", "trainers", "memory"},
     "reports": {"common", "config", "reports"},  # what people look at: made of files and numbers
     "rollouts": {"common", "config", "data", "models", "reports", "rollouts"},
-    "jobs": {
-        "common",
-        "config",
-        "data",
-        "models",
-        "trainers",
-        "memory",
-        "reports",
-        "rollouts",
-        "jobs",
-    },
+    "jobs": {"common", "config", "data", "models", "trainers", "memory", "reports", "rollouts", "jobs"},
     "evals": {"common", "config", "data", "models", "reports", "rollouts", "evals"},
-    "launch": {
-        "common",
-        "config",
-        "reports",
-        "launch",
-    },  # knows the schema, the command line, what runs leave
+    "launch": {"common", "config", "reports", "launch"},  # knows schema, command line, what runs leave
 }
 # Third-party packages that stay where they are; entry points are the .py files of the root.
 CONFINED = {
