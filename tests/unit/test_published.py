@@ -108,7 +108,7 @@ def test_what_the_study_says_of_failed_runs_is_of_its_records():
 
 
 def test_what_the_docs_say_of_the_real_model_s_table_are_its_records():
-    docs = page("docs/real-model.md")
+    docs = page("docs/study/constraints/table.md")
     for loss in LOSSES:
         for cell in VARIANTS:
             score = mean(
@@ -123,7 +123,7 @@ def test_what_the_docs_say_of_the_real_model_s_table_are_its_records():
 
 
 def test_what_the_docs_say_of_one_seed_are_its_evaluations():
-    docs = page("docs/real-model.md")
+    docs = page("docs/study/constraints/table.md")
     rows = [json.loads(line) for line in page("docs/study/constraints/seed-1001.jsonl").splitlines()]
     assert [row["cell"] for row in rows] == ["before", *(f"{a}-{b}" for a in LOSSES for b in VARIANTS)]
     for row in rows:
