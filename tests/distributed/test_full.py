@@ -4,8 +4,95 @@ waits. Both resume from the same one."""
 
 from __future__ import annotations
 
-from tests.distributed.full import worker
-from tests.programs import in_ranks
+import json
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from models.checkpoint import Checkpoints
+from models.checkpoint_reading import CheckpointError
+from models.sharding import local
+from tests.distributed.joining import join
+from tests.engine import engine_config, make_segment, make_trainer, run, weights
+from tests.full_disk import full_disk
+from tests.programs import HANG, in_ranks
+from tests.tiny import tiny_policy
+from trainers.basic import BasicTrainer
+
+
+def worker(rank: int, ranks: int, store: str, folder: str) -> None:
+    world = join(rank, ranks, store)
+    config = engine_config(Path(folder) / "cache", "kto", "model.batch_size=8")
+    trainer, _ = run(config, make_segment(config, 8), make_trainer(config, world=world))
+    kept = Checkpoints(Path(folder) / "checkpoints", world, 1)
+
+    def save(step: int) -> str:
+        try:
+            kept.save(step, trainer.policy, trainer.optimizer, {}, {"x": torch.zeros(100_000)})
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    assert save(1) == ""
+    for full in range(ranks):
+        for room in (
+            100,
+            20_000,
+            200_000,
+            390_000,
+        ):  # of the shards nothing, some, all; of what a rank alone knows not all
+            with full_disk(room if rank == full else 10**9):
+                said = save(2)
+            assert "step_00000002 could not be written" in said, (full, room, said)
+            dist.barrier()
+            assert [path.name for path in kept.folder.iterdir()] == ["step_00000001"]
+            dist.barrier()
+    other = make_trainer(config, tiny_policy(seed=9), world)
+    kept.load(kept.path(1), other.policy, other.optimizer)
+    found, wanted = weights(other), weights(trainer)
+    assert all(torch.equal(local(found[name]), local(wanted[name])) for name in wanted)
+    assert save(2) == ""
+    dist.barrier()
+    assert [path.name for path in kept.folder.iterdir()] == ["step_00000002"]
+    dist.barrier()
+    for step in (3, 4, 5):  # rank 0 is done at once; rank 1's own file is still being written then
+        kept.save(step, trainer.policy, trainer.optimizer, {}, {"x": torch.zeros(50_000_000 * rank)})
+        assert kept.problem(kept.path(step)) == ""
+        files = set(json.loads((kept.path(step) / "manifest.json").read_text()))
+        assert files == {path.name for path in kept.path(step).iterdir()} - {"manifest.json"}
+        dist.barrier()
+    slow_files(kept, trainer, rank)
+    if rank == 1:
+        kept.all = lambda: []  # type: ignore[method-assign]  # as a network's folder may look for a while
+    assert kept.newest_sound() == kept.path(6)
+    dist.destroy_process_group()
+
+
+def slow_files(kept: Checkpoints, trainer: BasicTrainer[Any], rank: int) -> None:
+    """Write and read a checkpoint where rank 1's files take longer than a collective between devices may."""
+
+    def slow(work: Callable[..., Any]) -> Callable[..., Any]:
+        def later(*of: Any) -> Any:
+            time.sleep(2 * rank)
+            return work(*of)
+
+        return later
+
+    _set_pg_timeout(timedelta(seconds=1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileSystemWriter, "write_data", slow(FileSystemWriter.write_data))
+        patch.setattr(FileSystemReader, "read_data", slow(FileSystemReader.read_data))
+        kept.save(6, trainer.policy, trainer.optimizer, {}, {})
+        kept.load(kept.path(6), trainer.policy, trainer.optimizer)
+    _set_pg_timeout(timedelta(seconds=HANG))
 
 
 def test_a_rank_without_room_stops_no_other(tmp_path):

@@ -2,18 +2,56 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from models import distributed
+from models.export import full_state
 from models.fingerprint import weights_fingerprint
+from models.loading import load_sharded
+from models.policy import causal_lm
 from models.pretrained import load_policy
-from tests.distributed.loading import parts, spread
+from tests.distributed.joining import join
 from tests.programs import in_ranks
 from tests.unit.models.test_policy import CPU, settings, tokenizer
 from tests.unit.models.test_weight_files import FILE, model
+
+
+def spread(rank: int, ranks: int, store: str, folder: str) -> None:
+    """Load the model in ``folder``; rank 0 writes the weights of all shards to ``folder``/state.pt."""
+    world = join(rank, ranks, store)
+    policy, _ = load_sharded(settings(folder), world)
+    assert causal_lm(policy.model).config.tie_word_embeddings is False
+    state = full_state(policy)
+    if rank == 0:
+        torch.save(state, Path(folder) / "state.pt")
+    torch.distributed.destroy_process_group()
+
+
+def parts(rank: int, ranks: int, store: str, folder: str) -> None:
+    """Load the model in ``folder``, and write to ``folder``/RANK.json its fingerprint, the peak of this
+    process's memory above what it had before, in bytes, and how many tensors were sent."""
+    world = join(rank, ranks, store)
+    sent, broadcast = [], distributed.dist.broadcast
+    distributed.dist.broadcast = lambda tensor, src: (sent.append(src), broadcast(tensor, src=src))
+    load_sharded(settings(folder), world)  # imports what is needed
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak()
+    _, fingerprint = load_sharded(settings(folder), world)
+    said = {"fingerprint": fingerprint, "bytes": peak() - before, "sent": len(sent)}
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(said))
+    torch.distributed.destroy_process_group()
+
+
+def peak() -> int:
+    """The most memory that this process had, mapped files included, in bytes."""
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024
 
 
 def test_two_matrices_that_the_config_ties_stay_two_on_several_ranks(tmp_path):

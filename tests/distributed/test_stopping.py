@@ -3,9 +3,90 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
 
-from tests.distributed.stopping import PARTS, worker
-from tests.programs import in_ranks
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from common.errors import Requeue
+from jobs.watch import RunWatch
+from models import distributed
+from models.reference import Reference
+from rollouts.decoding import ManyEnded
+from tests.programs import HANG, in_ranks
+from train import compose, train
+from trainers.scorer import TokenScorer
+
+PARTS = {
+    "step": (RunWatch, "observe"),
+    "evaluation": (TokenScorer, "score_without_gradient"),
+    "scores": (Reference, "scored"),
+    "answers": (ManyEnded, "__call__"),
+}
+"""Phase -> what does a part of it: a microbatch, or a token of a batch."""
+WORDS = (
+    *("loss=dpo", "online=true", "humanline=true", "sync_freq=4", "retention.kl=false", "report=false"),
+    *("rounds.contexts=64", "rounds.contexts_per_round=32", "rounds.samples=2", "sampler.max_tokens=24"),
+    *(
+        "model.batch_size=8",
+        "model.microbatches=4",
+        "model.eval_batch_size=2",
+        "eval_every=32",
+    ),
+    *("n_eval_examples=12", "n_eval_prompts=4", "wandb.enabled=false", "lr=1e-3", "save_every=1000"),
+)
+
+
+def done(rank: int, ranks: int, folder: Path, name: str, *more: str) -> bool:
+    """Do the run; return whether it ended by itself."""
+    attempt = len(list(folder.glob(f"store-{name}*{rank}")))
+    (folder / f"store-{name}-{attempt}-{rank}").touch()
+    store = dist.FileStore(str(folder / f"of-{name}-{attempt}"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=HANG))
+    given = (f"exp_name={name}", f"runs_dir={folder}/runs", f"cache_dir={folder}/cache", *more)
+    try:
+        train(*compose(*WORDS, *given))
+    except Requeue:
+        return False
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return True
+
+
+def worker(rank: int, ranks: int, at: str, phases: str) -> None:
+    torch.set_num_threads(1)
+    distributed.STOP_SECONDS = 0.0  # type: ignore[misc]
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), TORCHELASTIC_RUN_ID="test")
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    folder, counts = Path(at), {}
+    assert done(rank, ranks, folder, "whole")
+    for phase in phases.split():
+        cls, name = PARTS[phase]
+        part, calls, asked = getattr(cls, name), 0, 0
+
+        def counted(*args, part=part, second=folder / f"runs/{phase}/rounds/001", **named):  # type: ignore[no-untyped-def]
+            nonlocal calls, asked
+            calls += 1
+            made = part(*args, **named)
+            if rank == ranks - 1 and not asked and second.exists():
+                asked = calls
+                os.kill(os.getpid(), signal.SIGTERM)
+            return made
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cls, name, counted)
+            assert not done(rank, ranks, folder, phase), phase
+        counts[phase] = calls - asked if asked else calls
+        assert done(rank, ranks, folder, phase, "resume=true")
+        one, other = (load_file(folder / f"runs/{run}/model/model.safetensors") for run in ("whole", phase))
+        assert all(torch.equal(one[key], other[key]) for key in one), phase
+    (folder / f"counts-{rank}.json").write_text(json.dumps(counts))
 
 
 def test_ranks_stop_together_within_a_phase_where_one_is_asked(tmp_path):

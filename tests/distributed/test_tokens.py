@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -13,25 +11,16 @@ from data.chat import Renderer, make_renderer
 from data.sources import load_splits
 from jobs.plan import make_plan
 from jobs.preflight import LoadedData
-from models.distributed import start
 from models.pretrained import load_tokenizer
-from tests.programs import HANG, in_ranks
+from tests.distributed.joining import join
+from tests.programs import in_ranks
 from tests.tiny import make_config
 from trainers.assembly import trainer_class
 
 
 def worker(rank: int, folder: str) -> None:
     """Rank 1 cannot tokenise what rank 0 has; each writes the keys of its rows."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), TORCHELASTIC_RUN_ID="test")
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(f"{folder}/store", 2),
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=HANG),
-    )
-    start()
+    join(rank, 2, f"{folder}/store")
     config = make_config(f"cache_dir={folder}/cache", "n_eval_examples=8")
     renderer, own = make_renderer(load_tokenizer(config.model), config.model, config.data), Renderer.sequences
 

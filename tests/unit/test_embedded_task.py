@@ -61,20 +61,6 @@ def test_a_model_of_ones_own_is_not_trained_on_sums_by_default(words):
         compose("model=hub", "model.name_or_path=org/name", *words)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["model=hub", "model.name_or_path=org/name", "data=adder"],
-        ["model=adder"],
-        ["model=adder-init", "lr=1"],
-        ["model=hub", "model.name_or_path=org/name", "data=hh"],
-        ["experiment=dpo-offline"],
-    ],
-)
-def test_sums_that_were_asked_for_are_trained_on(words):
-    compose(*words)
-
-
 def test_a_runs_folder_as_a_model_brings_its_lengths(tmp_path):
     run = make_config("model.max_length=48", "model.max_prompt_length=12")
     (tmp_path / "model").mkdir()

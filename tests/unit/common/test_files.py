@@ -95,8 +95,3 @@ def test_a_changed_digit_in_a_sealed_file_is_noticed(tmp_path):
     path.write_text('{"examples": [32]}')
     with pytest.raises(ValueError, match="another checksum"):
         read_sealed(path)
-
-
-def test_a_full_disk_names_the_file(tmp_path):
-    with full_disk(10), pytest.raises(OSError, match=r"too large.*/big"):
-        write_whole(tmp_path / "big", "x" * 100)

@@ -16,7 +16,6 @@ import pytest
 
 from common import lock as module
 from common.lock import FileLock, LockedError
-from tests.full_disk import full_disk
 from tests.tiny_files import ROOT
 
 HOLD = """
@@ -82,15 +81,6 @@ def test_a_dead_process_holds_nothing(tmp_path, holder, how):
     lock.release()
 
 
-def test_a_lock_that_was_released_is_free_and_its_file_may_go_with_it(tmp_path):
-    lock = FileLock(tmp_path / "lock")
-    for remove in (False, True):
-        lock.acquire()
-        lock.release(remove)
-    assert not (tmp_path / "lock").exists()
-    lock.release()
-
-
 def test_a_lock_on_a_file_that_was_removed_meanwhile_is_none(tmp_path):
     """Whoever opened the file before it was removed must not think that it holds the lock: another may have a
     new one."""
@@ -98,15 +88,6 @@ def test_a_lock_on_a_file_that_was_removed_meanwhile_is_none(tmp_path):
     with path.open("a+b") as opened:
         path.unlink()
         assert not lock._take(opened)
-
-
-def test_a_full_disk_does_not_take_the_lock_away(tmp_path, holder):
-    lock = FileLock(tmp_path / "lock")
-    lock.acquire()
-    with full_disk(0):
-        lock.sign()
-        lock.release()
-    holder(tmp_path / "lock")
 
 
 def test_a_file_system_without_locks_is_reported_and_not_fatal(tmp_path, monkeypatch):

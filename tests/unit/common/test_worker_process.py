@@ -44,15 +44,6 @@ def test_replies_come_in_the_order_of_the_requests(worker):
     assert [worker.receive(10) for _ in range(5)] == list(range(5))
 
 
-def test_its_environment_is_the_owners_with_ours_over_it_and_without_the_launchers(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("KEPT", "yes")
-    worker = WorkerProcess(ECHO, log=tmp_path / "echo.log", env={"COLOUR": "blue"})
-    values = [worker.call("environment", key, timeout=900) for key in ("RANK", "KEPT", "COLOUR")]
-    assert values == [None, "yes", "blue"]
-    worker.close()
-
-
 def test_a_worker_runs_on_the_cores_of_its_nodes_ranks_and_not_on_its_owners_alone(tmp_path):
     every = os.sched_getaffinity(0)
     if len(every) < 2:
@@ -145,18 +136,6 @@ def test_silence_ends_at_the_time_limit_and_nothing_is_left(worker):
         worker.receive(timeout=0.7)
     assert time.monotonic() - began < 5
     assert wait_until(lambda: not alive(worker.pid) and not alive(child))
-
-
-def test_a_module_that_cannot_start_is_an_error_with_its_output(tmp_path):
-    worker = WorkerProcess("tests.unit.rollouts.no_such_module", log=tmp_path / "log", env={})
-    with pytest.raises(WorkerError, match=r"(?s)died \(exit code 1\).*No module named"):
-        worker.receive(timeout=900)
-
-
-def test_closing_lets_an_idle_worker_leave_by_itself(worker):
-    worker.call("echo", 1, timeout=900)
-    worker.close(grace=20)
-    assert worker.log.read_text().endswith("left\n")
 
 
 @pytest.mark.parametrize("request_", ["echo", "hang"])

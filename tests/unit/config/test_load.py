@@ -15,8 +15,7 @@ from config.load import changed, dump, load_saved, run_name, settings_of
 from config.schema import Config
 from config.sections import word_of
 from config.unknown_keys import names
-from launch.composing import Composer, compose_config
-from launch.grid import Run
+from launch.composing import compose_config
 
 EXPERIMENTS = files_of("experiment")
 
@@ -66,14 +65,6 @@ e: {f: {1: 2}, g: [{h: -1.5e+3}]}
     assert math.isnan(settings_of("a: .nan")["a"])
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "3", "[1]", "a: [", "a: 1\na: 2", "a: {b: 1, b: 2}", "a: !!python/object:os.system x", "\0\0"],
-)
-def test_what_is_no_record_says_nothing(text: str) -> None:
-    assert settings_of(text) == {}
-
-
 NESTED = ["wandb.enabled=false", "plan.ranks=8", "++callbacks.x._target_=a.b", "~wandb.tags"]
 
 
@@ -105,12 +96,6 @@ NOT_FINITE |= {
 def test_a_number_that_is_none_is_refused(words: str, said: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
         compose_config(re.split(r" (?=\w+=|\w+\.)", words))
-
-
-def test_a_sweep_refuses_a_number_that_is_none() -> None:
-    run = Run("s", "s", 1, {"rounds.threshold": math.nan}, None)
-    with pytest.raises(ConfigError, match=r"^rounds\.threshold=nan: is not a number"):
-        Composer().config(run)
 
 
 def test_an_infinite_bound_is_a_bound_that_nothing_reaches() -> None:

@@ -18,7 +18,7 @@ from config.schema import Config, CorrectionConfig
 from config.schema_data import DataConfig
 from config.schema_model import ModelConfig
 from config.schema_stages import EvalStage, LabelStage, SampleStage
-from config.sections import dataclass, word_of, yaml_defaults
+from config.sections import word_of
 from launch.composing import compose_config
 from tests.tiny import ROOT
 
@@ -97,19 +97,6 @@ def test_a_default_that_has_a_word_is_written_as_its_word():
     assert [name for name, value in written if value is None] == ["config.schema_trainer.LossKeys.advantage"]
 
 
-def test_defaults_are_copied_and_the_first_place_wins():
-    @dataclass
-    @yaml_defaults("config.yaml:wandb", "config.yaml")
-    class Some:
-        tags: list[str]
-        project: str | None
-        lr: float
-        own: int = 3
-
-    assert Some() == Some(tags=[], project=None, lr=5e-6, own=3)
-    assert Some().tags is not Some().tags
-
-
 def test_settings_of_a_program_stand_beside_those_of_a_run_and_a_missing_one_has_its_typed_name():
     given = {"in": "a.json", "out": "b.jsonl", "format": "groups", "overwrite_out": False, "lr": 1}
     stage, rest = split_settings(OmegaConf.create(given), LabelStage)
@@ -169,11 +156,6 @@ def test_what_is_left_behind_the_longest_prompt_and_never_more_than_the_papers(o
     config = compose_config(overrides)
     assert config.max_tokens == expected
     config.check_room()
-
-
-def test_a_number_that_does_not_fit_is_refused_and_never_changed():
-    with pytest.raises(ConfigError, match=r"sampler\.max_tokens=2048.*sampler\.max_tokens=auto"):
-        compose_config([*HUB, "sampler.max_tokens=2048", "online=true", "reward=adder"])
 
 
 def test_one_answer_a_prompt_is_too_few_for_pairs_alone():

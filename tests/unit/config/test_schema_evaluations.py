@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
-from config.arguments import as_settings
 from config.cli import compose
 from config.schema_evaluations import MEASURED, evaluation_sets, named_measure
 from tests.tiny import make_config
@@ -78,13 +77,3 @@ def test_a_name_and_a_measure_are_told_from_their_key(name: str, measure: str):
     except ConfigError:
         return
     assert named_measure(f"eval_{name}_{measure}") == (name, measure)
-
-
-def test_numbers_of_the_unnamed_set_have_no_name():
-    own = (*MEASURED, "kl_initial")
-    assert all(named_measure(f"eval_{measure}") is None for measure in own)
-    assert named_measure("reward_margin") is None and named_measure("gsm8k/accuracy") is None
-
-
-def test_a_key_of_ones_own_needs_no_plus_sign():
-    assert as_settings(["evaluations.a.path=x", "lr=1"]) == ["++evaluations.a.path=x", "lr=1"]

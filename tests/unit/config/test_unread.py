@@ -87,18 +87,6 @@ def test_a_setting_typed_where_nothing_reads_it_is_refused_and_elsewhere_it_pass
     assert check_idle(read, [f"{typed}=3"]) == []
 
 
-def test_all_are_named_at_once_and_a_recipes_are_notes():
-    config = compose_config(["loss=dpo"])
-    with pytest.raises(UserError) as caught:
-        check_idle(config, ["sync_freq=4", "rounds={samples:4}", "lr=1", "wandb.enabled=false"])
-    assert [line.split("=")[0].strip() for line in str(caught.value).splitlines()] == [
-        "sync_freq",
-        "rounds.samples",
-    ]
-    notes = check_idle(config, ["experiment=dpo-offline", "lr=1e-3"])
-    assert [note.split()[0] for note in notes] == ["log_epsilon_P", "log_epsilon_R", "sync_freq"]
-
-
 @pytest.mark.parametrize(
     ("program", "stage", "lines"),
     [

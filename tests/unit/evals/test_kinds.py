@@ -10,16 +10,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from common.errors import ConfigError, StoppedError
-from common.imports import import_function
 from config.schema_stages import EvalStage
 from data import adder
 from data.chat import Renderer
-from data.types import Prompt, Turn
-from evals import accuracy, alpaca_library, compare
+from evals import accuracy, compare
 from evals.answers import limited
 from evals.base import Evaluation, Target
 from evals.early import check_early
-from evals.running import text_table, write_result
+from evals.running import write_result
 from launch.collect import NO_NUMBERS
 from reports.metrics import numbers
 from rollouts.samplers import Sample
@@ -48,15 +46,6 @@ def answers(renderer: Renderer, texts: list[list[str]]) -> list[list[Sample]]:
 def test_a_data_set_says_what_checks_its_answers():
     paths = {data: accuracy.verifier_path(make_config(f"data={data}").data, STAGE) for data in DATA}
     assert paths == DATA
-
-
-def test_maths_is_checked_by_math_verify(renderer, monkeypatch):
-    asked = [Prompt((Turn("user", "q"),), "$\\frac{1}{2}$"), Prompt((Turn("user", "r"),), "#### 1,200")]
-    texts = iter(["12", "0.5", "1200", "1201"])  # what the embedded tokenizer cannot write
-    monkeypatch.setattr(accuracy, "text_of", lambda sample, renderer: next(texts))
-    verifier = import_function("accuracy.verifier", DATA["math"])
-    found = accuracy.verified(asked, answers(renderer, [["1", "2"], ["1", "2"]]), verifier, renderer)
-    assert [one.verdicts for one in found] == [[0.0, 1.0], [1.0, 0.0]]
 
 
 def test_no_verdict_is_not_wrong_and_pass_at_k_needs_k_of_them(renderer):
@@ -118,11 +107,6 @@ def test_the_other_way_round_wins_are_losses():
     assert ours["mean_difference_ci"] == pytest.approx([-low, -high])
 
 
-def test_a_small_p_is_not_printed_as_0():
-    table = evaluation({str(i): 1.0 + i / 100 for i in range(40)}).table
-    assert {row[1][1:3] for row in table if row[0].startswith("p, ")} == {"e-"}
-
-
 def test_several_runs_are_pooled_over_runs_and_prompts():
     parts = [evaluation({"a": 1.0, "b": 0.0, "c": -1.0}), evaluation({"a": 1.0, "b": 1.0, "c": 1.0})]
     pooled = compare.pool(parts, STAGE).values
@@ -163,21 +147,3 @@ def test_a_result_is_not_written_over_somebody_s_file(tmp_path):
     for name in ("..", "a/b", "", "a b"):
         with pytest.raises(ConfigError, match="letters"):
             EvalStage(name=name)
-
-
-def test_a_table_is_aligned():
-    assert (
-        text_table([["name", "v"], ["a", "10"], ["long name"]]) == "name        v\na          10\nlong name"
-    )
-
-
-@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
-def test_a_line_separator_within_an_answer_does_not_end_its_line(tmp_path, separator):
-    said = f"one{separator}two"
-    line = {"instruction": "q", "output": said, "generator": "m", "drawn": "greedy"}
-    path = tmp_path / "answers.jsonl"
-    path.write_text((json.dumps(line, ensure_ascii=False) + "\n") * 2, encoding="utf-8")
-    (found,) = compare.answers_in(path)
-    assert [completion.text for completion in found.completions] == [said, said]
-    rows = alpaca_library.read_rows("alpaca.outputs", path, ("instruction", "output"), ())
-    assert [row["output"] for row in rows] == [said, said]

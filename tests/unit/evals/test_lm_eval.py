@@ -11,7 +11,7 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
-from common.errors import ConfigError, StoppedError
+from common.errors import ConfigError
 from config.schema_stages import EvalStage
 from config.sections import typed
 from data import adder
@@ -167,30 +167,3 @@ def test_a_task_whose_data_is_not_there_is_refused_before_weights_are_loaded(tmp
     monkeypatch.setattr(lm_eval, "model_folder", None)
     with pytest.raises(ConfigError, match=r"lm_eval.tasks=\['sums'\]: cannot be loaded .*"):
         evaluate([target(tmp_path)], stage(tasks), start())
-
-
-def test_a_task_that_fails_is_named(tmp_path, tasks):
-    text = (tasks / "sums.yaml").read_text()
-    (tasks / "sums.yaml").write_text(text.replace("max_gen_toks: 40", "max_gen_toks: none"))
-    with pytest.raises(StoppedError, match=r"lm_eval.tasks=\['sums'\]: the harness failed"):
-        lm_eval.evaluate(target(tmp_path), stage(tasks, tasks=["sums"]), start())
-
-
-def test_tasks_that_run_what_the_model_wrote_are_asked_for_twice(tmp_path, tasks, monkeypatch):
-    class Task:
-        UNSAFE_CODE = True
-
-    class Manager:
-        def load(self, _):
-            return {"tasks": {"runs_code": Task()}}
-
-    monkeypatch.setattr(lm_eval, "_manager", lambda *_: Manager())
-    with pytest.raises(ConfigError, match=r"lm_eval.unsafe_code=False: runs_code runs what the model wrote"):
-        lm_eval.check(target(tmp_path), stage(tasks))
-    lm_eval.check(target(tmp_path), stage(tasks, unsafe_code=True))
-
-
-def test_metric_names():
-    result = {"alias": "x", "sample_len": 3, "acc,none": 0.5, "acc_stderr,none": 0.1}
-    result |= {"em,strict": 1, "em_stderr,strict": "N/A"}
-    assert lm_eval.metrics_of(result) == {"acc": 0.5, "acc_stderr": 0.1, "em_strict": 1}

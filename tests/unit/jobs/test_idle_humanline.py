@@ -15,7 +15,7 @@ from jobs.preflight import check_with_torch, check_without_torch
 from jobs.prepare import prepare
 from jobs.run_folder import RunFolder
 from models.distributed import start
-from tests.engine import Log, engine_config, make_segment, make_trainer, run, weights
+from tests.engine import Log, engine_config, make_segment, make_trainer, weights
 from tests.tiny import make_config
 from trainers.assembly import Offline, trainer_class
 
@@ -46,10 +46,10 @@ def plain(tmp_path_factory) -> dict[tuple[int, ...], dict[str, torch.Tensor]]:
     return {rounds: trained(config, list(rounds)) for rounds in SHAPES}
 
 
-SHAPES = [(1, 1, 1), (2, 2, 2), (3, 3), (4, 4), (3, 1, 3)]
+SHAPES = [(1, 1, 1), (3, 3), (3, 1, 3)]
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.parametrize("k", [1, 2, 3])
 def test_without_clipping_it_speaks_exactly_where_the_weights_are_the_same(plain, tmp_path, k):
     config = engine_config(tmp_path, "dpo", *ONLINE, *FREE, "humanline=true", f"sync_freq={k}")
     for rounds, without in plain.items():
@@ -57,17 +57,17 @@ def test_without_clipping_it_speaks_exactly_where_the_weights_are_the_same(plain
         assert (said is not None) == same(trained(config, list(rounds)), without), (k, rounds, said)
 
 
-@pytest.mark.parametrize("k", [1, 2, 4, 6])
+@pytest.mark.parametrize("k", [2, 4])
 def test_a_reference_that_outlives_rounds_sees_them_as_one(tmp_path, k):
     kept = (*ONLINE, *FREE, "rounds.reset_reference=false", f"sync_freq={k}")
     with_it, without = (engine_config(tmp_path, "dpo", *kept, f"humanline={on}") for on in ("true", "false"))
-    for rounds in ([1, 1, 1], [2, 2, 2], [3, 3]):
+    for rounds in ([1, 1, 1], [3, 3]):
         said = notice(with_it, rounds, exact=True)
         assert (said is not None) == same(trained(with_it, rounds), trained(without, rounds)), (k, rounds)
         assert (said is not None) == (sum(rounds) <= k + 1)
 
 
-@pytest.mark.parametrize("mode", ["reset", "kl", "never"])
+@pytest.mark.parametrize("mode", ["reset", "kl"])
 def test_other_ways_to_sync_are_the_same_without_humanline(tmp_path, mode):
     settings = (*ONLINE, *FREE, f"sync_mode={mode}", "sync_freq=2")
     with_it, without = (
@@ -75,12 +75,6 @@ def test_other_ways_to_sync_are_the_same_without_humanline(tmp_path, mode):
     )
     assert "can change nothing" in (notice(with_it, [4, 4], exact=True) or "")
     assert same(trained(with_it, [4, 4]), trained(without, [4, 4]))
-
-
-def test_one_step_a_round_is_the_same_with_the_papers_bounds(plain, tmp_path):
-    config = engine_config(tmp_path, "dpo", *ONLINE, "humanline=true", "lr=0.003")
-    assert "log-ratios are 0" in (notice(config, [1, 1, 1], exact=False) or "")
-    assert same(trained(config, [1, 1, 1]), plain[1, 1, 1])
 
 
 def test_a_bound_that_may_bind_is_no_silence_about_syncing():
@@ -93,33 +87,11 @@ def test_a_bound_that_may_bind_is_no_silence_about_syncing():
     assert notice(make_config("loss=dpo", "online=true"), [1, 1], exact=True) is None
 
 
-def test_rounds_that_may_be_smaller_are_spoken_of_only_where_any_size_is_the_same():
-    config = make_config("loss=dpo", "online=true", "humanline=true", *FREE, "sync_freq=4")
-    assert notice(config, [4, 4], exact=True) is not None
-    assert notice(config, [4, 4], exact=False) is None
-    assert notice(config, [4, 1], exact=False) is not None
-    for rounds in itertools.product(range(1, 5), range(1, 2)):
-        assert notice(config, list(rounds), exact=True) is not None
-
-
 def test_offline_the_reference_first_changes_behind_step_k():
     for k, steps in itertools.product((1, 2, 5), range(1, 9)):
         config = make_config("loss=dpo", "humanline=true", *FREE, f"sync_freq={k}")
         assert (notice(config, [steps], exact=True) is not None) == (steps <= k + 1)
         assert notice(config, [1, 1], exact=True) is None, "the second stretch starts with its own reference"
-
-
-@pytest.mark.parametrize("k", [2, 3])
-def test_offline_the_weights_say_the_same(tmp_path, k):
-    """Four steps: at k = 3 none sees another reference than the first."""
-    words = ("model.batch_size=2", "wandb.enabled=false", *FREE, f"sync_freq={k}")
-    found = []
-    for on in ("true", "false"):
-        config = engine_config(tmp_path, "dpo", *words, f"humanline={on}")
-        trainer, log = run(config, make_segment(config, 8))
-        assert len(log) == 4
-        found.append(weights(trainer))
-    assert same(*found) == (k == 3)
 
 
 def test_a_prepared_run_says_it_and_prints_nothing(tmp_path, capsys):

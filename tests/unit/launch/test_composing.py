@@ -9,7 +9,6 @@ import pytest
 from omegaconf import DictConfig
 
 from common.errors import UserError
-from config.cli import in_our_words
 from config.schema import Config
 from launch import composing
 from launch.composing import Composer, compose_config
@@ -86,26 +85,3 @@ def test_hydra_is_asked_once_for_a_choice_of_files(monkeypatch: pytest.MonkeyPat
     configs = [composer.config(run) for run in runs]
     assert (len(runs), asked) == (60, [["loss=dpo"], ["loss=kto"]])
     assert len({repr(config) for config in configs}) == 60
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("lr: [1, 2\n", "line 2: did not find"),
-        ("# @package _global_\n# caf\xe9\nlr: 1\n", "save it as UTF-8"),
-        ("# @package _global_\nlr: 1\n", "and name its trainer"),
-        ("beta: 1\n", "must begin with the line '# @package _global_'"),
-    ],
-)
-def test_a_loss_of_a_user_that_cannot_be_read_is_one_message(tmp_path, text: str, said: str) -> None:
-    (tmp_path / "loss").mkdir()
-    (tmp_path / "loss" / "mine.yaml").write_text(text, encoding="latin-1")
-    with pytest.raises(UserError) as refused:
-        compose_config([f"--config-dir={tmp_path}", "loss=mine"])
-    assert said in str(refused.value) and "mine.yaml" in str(refused.value)
-
-
-def test_what_else_is_no_text_is_not_blamed_on_the_settings() -> None:
-    error = UnicodeDecodeError("utf-8", b"\xe9", 0, 1, "invalid")
-    with pytest.raises(UnicodeDecodeError):
-        in_our_words(error, [])

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from common.errors import ConfigError
 from launch import results
 from launch.effects import Crossing
 from launch.grid import read_sweep
@@ -64,13 +63,6 @@ def test_within_an_axis_effects_stand_apart():
     assert row[2:] == [f"{1 + shapes + seeds:.4g} (3)", f"{-2 + shapes + seeds:.4g} (3)"]
 
 
-def test_a_pair_that_lacks_a_cell_has_no_part():
-    whole = crossing(lambda at, seed: float(at[1] == "hl") + (100.0 * seed if at[2] == "cispo" else 0.0))
-    values = {at: v for at, v in whole.values.items() if at != ("stale", "hl", "cispo")}
-    effect = next(c for c in Crossing(AXES, values).effects() if c.b == "hl")
-    assert effect.a == "plain (5)" and effect.difference.value == pytest.approx(1.0)
-
-
 SWEEP = """
 name: crossed
 base: {loss: dpo}
@@ -110,10 +102,3 @@ def test_from_the_command_line(tmp_path, capsys, monkeypatch):
     ):
         assert results.main(wrong) == 2
         assert why in capsys.readouterr().err
-
-
-def test_nothing_crossed_is_refused(tmp_path):
-    (tmp_path / "one.yaml").write_text("name: one\nbase: {loss: dpo}\ngrid: {humanline: [false, true]}\n")
-    sweep = read_sweep(tmp_path / "one.yaml")
-    with pytest.raises(ConfigError, match="two axes"):
-        Crossing.of(sweep, [], "eval_loss")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-import jinja2
 import pytest
 
 from config.schema import Config
@@ -96,14 +94,6 @@ def adam(config: Config) -> tuple[float, float, float, float]:
     return config.beta1, config.beta2, config.eps, config.weight_decay
 
 
-def test_the_command_line_wins_over_an_experiment() -> None:
-    words = ["humanline=false", "lr=1e-3", "loss.beta=0.7", "model=adder"]
-    config = compose_config(["experiment=kto-offline-humanline", *words])
-    found = (config.humanline, config.lr, config.loss["beta"], config.model.name)
-    assert found == (False, 1e-3, 0.7, "adder")
-    assert config.model.max_grad_norm == 4.0
-
-
 def test_every_experiment_file_is_in_these_tables() -> None:
     files = (CONFIG_DIR / "experiment").glob("*.yaml")
     shipped = {path.stem for path in files if not path.stem.startswith("_")}
@@ -150,18 +140,7 @@ def flat(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
     return found
 
 
-def test_chatml_is_written_as_halos_writes_it() -> None:
-    template = jinja2.Environment().from_string(Path(CHATML).read_text(encoding="utf-8"))
-    turns = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
-    whole = "\n<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n2<|im_end|>"
-    assert template.render(messages=turns) == whole
-    asked = template.render(messages=turns[:1], add_generation_prompt=True)
-    assert whole == f"{asked}2<|im_end|>"
-
-
-@pytest.mark.parametrize(
-    "recipe", ["math-grpo-64x-authors", "math-grpo-64x-humanline-authors", "kto-online-authors"]
-)
+@pytest.mark.parametrize("recipe", ["math-grpo-64x-humanline-authors", "kto-online-authors"])
 def test_the_authors_recipe_runs_dry(recipe, tmp_path, capfd):
     small = ["model=adder", "data=adder", "reward=adder", "sampler=embedded", f"runs_dir={tmp_path}"]
     small += [f"cache_dir={tmp_path}", "data.system_prompt=null", "data.path=assets/adder/pairs.jsonl"]

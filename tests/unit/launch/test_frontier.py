@@ -61,17 +61,6 @@ def test_an_arm_that_is_better_at_every_distance_is_so_at_equal_kl():
     assert of.best("hl")[0] == "lr2" and "lr" not in of.edges(of.best("hl"))
 
 
-def test_a_best_score_that_stays_the_same_towards_the_edge_is_at_none():
-    of = frontier(lambda a, s, i: min(rate(s), 2), lambda a, s, i: rate(s))
-    assert of.best("hl")[0] == "lr2" and of.edges(of.best("hl")) == ["loss.beta"]
-
-
-def test_frontiers_that_do_not_overlap_are_not_compared():
-    of = frontier(lambda a, s, i: rate(s), lambda a, s, i: rate(s) + 100 * (a == "hl"))
-    assert of.at_equal_kl("plain", "hl", 1) is None
-    assert not any(c.b.startswith("equal") for c in of.contrasts())
-
-
 def test_the_seeds_that_a_power_needs_are_the_fewest_that_have_it():
     n = int(seeds_needed(0.05, 0.066, 0.05 / 12))
     assert paired_power(0.05, 0.066, n, 0.05 / 12) >= 0.8 > paired_power(0.05, 0.066, n - 1, 0.05 / 12)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from config.record import LOCK
 from launch.slurm import RECORD, ROOT
-from launch.state import Statuses, last_words, newest_logs
+from launch.state import Statuses, last_words
 from tests.unit.launch.test_slurm import fakes
 
 
@@ -63,14 +62,6 @@ def test_a_run_whose_process_is_at_work_is_running(tmp_path: Path) -> None:
         assert status.kind == "running" and f"process {process.pid} on" in status.detail
         process.kill()
     assert Statuses(tmp_path).of("s-a-s1", tmp_path / "s-a-s1").kind == "failed"
-
-
-def test_the_log_that_was_written_to_last_counts(tmp_path: Path) -> None:
-    for at, name in enumerate(("x-lr1.5-s1.9", "x-lr1.5-s1.local", "x-lr1-s1.10")):
-        (tmp_path / f"{name}.out").write_text("")
-        os.utime(tmp_path / f"{name}.out", (at, at))
-    found = {name: path.name for name, path in newest_logs(tmp_path).items()}
-    assert found == {"x-lr1.5-s1": "x-lr1.5-s1.local.out", "x-lr1-s1": "x-lr1-s1.10.out"}
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from common.errors import ConfigError
 from config.schema_rewards import ClassifierConfig
 from data.batches import microbatch
 from data.types import Example, Prompt, Turn
 from models.distributed import start
 from models.export import export, full_state
-from models.heads import RewardModel, ValuePolicy
+from models.heads import ValuePolicy
 from models.loading import load_sharded
 from models.policy import Policy, causal_lm, decoder_blocks
 from models.pretrained import load_policy, load_tokenizer
@@ -71,16 +70,6 @@ def test_the_exported_reward_model_is_a_stock_classifier_that_rounds_score_with(
     assert all(row.completion_ids[-1] == 1 for row in rows)  # the end-of-turn token is what is read
     torch.testing.assert_close(torch.tensor(scores), mine, atol=1e-5, rtol=1e-5)
     assert len(set(scores)) == 3
-
-
-def test_a_reward_model_takes_no_adapters():
-    with pytest.raises(ConfigError, match=r"model\.use_peft"):
-        make_config("loss=bradley_terry", "model.use_peft=true")
-
-
-def test_a_reward_head_must_be_one_linear_layer():
-    with pytest.raises(ConfigError, match="no reward model"):
-        RewardModel(tiny_llama()).check_head()
 
 
 def test_the_value_head_leaves_the_policy_alone():

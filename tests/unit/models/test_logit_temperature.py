@@ -9,7 +9,6 @@ import torch
 
 from common.errors import ConfigError
 from data.batches import collate
-from models.pretrained import load_policy
 from tests.engine import engine_config, make_segment, make_trainer, run
 from tests.integration.online import run_online
 from tests.tiny import make_config, random_groups, tiny_policy
@@ -46,11 +45,6 @@ def test_one_changes_no_bit():
     assert logits.temperature == 1.0
 
 
-def test_the_setting_reaches_the_policy():
-    config = make_config("model=adder", "model.logit_temperature=0.7", "model.dtype=float32").model
-    assert load_policy(config, torch.device("cpu")).temperature == 0.7
-
-
 @pytest.mark.parametrize("words", [(), ("humanline=true",)])
 def test_policy_and_reference_agree_before_the_first_update(tmp_path, words):
     """The reference is scored at the same temperature: DPO begins at ln 2, and then leaves the run at 1."""
@@ -68,7 +62,6 @@ def test_policy_and_reference_agree_before_the_first_update(tmp_path, words):
     ("words", "said"),
     [
         ("model.logit_temperature=0", "model.logit_temperature=0.0: divides the logits: must be above 0"),
-        ("model.logit_temperature=.inf", "must be above 0, and finite"),
         ("loss=bradley_terry model.logit_temperature=2", "a reward model has none"),
         (
             "loss=grpo online=true correction=masked sampler.temperature=1 sampler.top_p=1 "
@@ -76,22 +69,12 @@ def test_policy_and_reference_agree_before_the_first_update(tmp_path, words):
             "at temperature 0.7 (model.logit_temperature) and top-p 1, but the samples are drawn with "
             "sampler.temperature=1 and sampler.top_p=1; set sampler.temperature=0.7 sampler.top_p=1, or",
         ),
-        (
-            "loss=grpo online=true correction=masked sampler.temperature=0.7 sampler.top_p=0.9 "
-            "model.logit_temperature=0.7",
-            "sampler.top_p=0.9; set sampler.temperature=0.7",
-        ),
     ],
 )
 def test_what_means_nothing_is_refused(words, said):
     with pytest.raises(ConfigError) as caught:
         make_config(*words.split())
     assert said in str(caught.value)
-
-
-def test_a_sampler_at_that_temperature_is_taken():
-    words = "loss=grpo online=true correction=masked sampler.temperature=0.7 sampler.top_p=1"
-    assert make_config(*words.split(), "model.logit_temperature=0.7").model.logit_temperature == 0.7
 
 
 def test_an_online_run_records_and_trains_at_it(tmp_path):

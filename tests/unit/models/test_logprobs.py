@@ -67,16 +67,6 @@ def test_values_and_gradients_equal_float64_autograd(form, with_bias):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
-def test_float32_at_logits_of_30():
-    hidden, weight, bias, targets = case(512, torch.float32)
-    error = (
-        chunked_logprobs(hidden, weight, bias, targets, budget=64 * 512)
-        - plain(hidden, weight, bias, targets)
-    ).abs()
-    # Relative: a log-probability of -60 has no closer float32 neighbour than 4e-6.
-    assert (error / plain(hidden, weight, bias, targets).abs().clamp(min=1.0)).max() < 1e-6
-
-
 def test_bfloat16_inputs_give_logits_of_float32_precision():
     hidden, weight, bias, targets = case(512, torch.bfloat16)
     want = plain(hidden, weight, bias, targets)
@@ -85,28 +75,6 @@ def test_bfloat16_inputs_give_logits_of_float32_precision():
     assert (got - want).abs().max() < 1e-4
     rounded = (hidden @ weight.T + bias).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
     assert (rounded - want).abs().max() > 1e-2, "the test could not tell a product rounded to bfloat16"
-
-
-def test_bfloat16_gradients_are_rounded_once():
-    hidden, weight, bias, targets = case(512, torch.bfloat16)
-    leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
-    exact = [x.double().requires_grad_() for x in (hidden, weight, bias)]
-    got = torch.autograd.grad(chunked_logprobs(*leaves, targets, budget=64 * 512).sum(), leaves)
-    want = torch.autograd.grad(plain(*exact, targets).sum(), exact)
-    for a, b in zip(got, want, strict=True):
-        assert a.dtype == torch.bfloat16
-        assert (a.double() - b).abs().max() < 2**-8 * b.abs().max()
-
-
-@pytest.mark.parametrize("budget", [1, 1000, 37 * V, 1 << 30])
-def test_slices_of_any_width_agree(budget):
-    hidden, weight, bias, targets = case(dtype=torch.float32)
-    torch.testing.assert_close(
-        chunked_logprobs(hidden, weight, bias, targets, budget=budget),
-        chunked_logprobs(hidden, weight, bias, targets),
-        rtol=1e-6,
-        atol=1e-6,
-    )
 
 
 def test_no_completion_token_gives_zero_gradients_to_everything():
@@ -161,7 +129,7 @@ def test_a_frozen_head_gets_no_product(monkeypatch, kept):
     "form", [{}, {"temperature": 0.7}, {"temperature": 1.6, "scale": 1.5, "softcap": 20.0}]
 )
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("m", [0, 1, 2, 3, 37])
+@pytest.mark.parametrize("m", [1, 37])
 def test_kept_logits_give_the_same_bits(monkeypatch, m, threads, form, dtype):
     """As computed again, and as without gradient; in one slice and in several, in blocks of rows of any
     number. A second backward, which finds no logits, gives the same too."""

@@ -12,7 +12,6 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch.utils.checkpoint import SelectiveCheckpointContext
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
@@ -21,11 +20,10 @@ from common.errors import ConfigError
 from config.schema_model import ModelConfig
 from config.sections import typed, without_words
 from data.batches import FILL, collate
-from models import policy as policy_module
 from models.distributed import start
 from models.export import export, full_state
-from models.policy import decoder_blocks, keep_expensive
-from models.pretrained import check_model, export_dtype, load_policy, load_tokenizer, resolve_model_path
+from models.policy import decoder_blocks
+from models.pretrained import check_model, export_dtype, load_policy, load_tokenizer
 from models.sharding import shard
 from tests.tiny import ROOT, VOCABULARY, random_row, tiny_llama, tiny_policy
 
@@ -75,11 +73,6 @@ def test_rows_that_fill_a_batch_up_give_zeros_and_a_zero_gradient_to_every_weigh
         assert not parameter.grad.any(), name
 
 
-def test_it_stays_in_eval_mode():
-    policy = tiny_policy().train()
-    assert not any(module.training for module in policy.modules())
-
-
 def test_generating_takes_the_likeliest_token_and_changes_nothing_that_packed_rows_see():
     policy = tiny_policy()
     policy.use_packed_attention()
@@ -96,7 +89,7 @@ def test_generating_takes_the_likeliest_token_and_changes_nothing_that_packed_ro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [True, "selective"])
+@pytest.mark.parametrize("how", ["selective"])
 def test_compiled_layers_agree_with_plain_ones(run, monkeypatch, how):
     """Compiled once, for rows of any number and length."""
     monkeypatch.setattr(torch._dynamo.config, "assume_static_by_default", False)
@@ -134,17 +127,6 @@ def test_what_is_recomputed_is_what_was_computed(run, how, pack):
     assert least < flops < most if how == "selective" else least < flops == most
 
 
-def test_a_recomputation_that_asks_again_hears_what_the_forward_heard(monkeypatch):
-    """torch 2.11 asks in both, and a Llama's block has an odd number of products."""
-    monkeypatch.setattr(policy_module, "create_selective_checkpoint_contexts", lambda asked: asked)
-    asked, product = keep_expensive(), torch.ops.aten.mm.default
-    heard = [
-        [asked(SelectiveCheckpointContext(is_recompute=again), product) for _ in range(7)]
-        for again in (False, True)
-    ]
-    assert heard[0] == heard[1] and len(set(heard[0])) == 2
-
-
 # -- loading ---------------------------------------------------------------------------------------
 
 
@@ -164,12 +146,6 @@ def test_random_weights_of_an_architecture_are_the_same_on_every_rank(run):
     assert not torch.equal(one.model.lm_head.weight, tiny_llama().lm_head.weight.bfloat16().float()), (
         "the file's weights were loaded"
     )
-
-
-def test_a_runs_folder_stands_for_its_model(run):
-    assert resolve_model_path(str(run)) == str(run / "model")
-    assert resolve_model_path(str(run / "model")) == str(run / "model")
-    assert resolve_model_path("org/name") == "org/name"
 
 
 def test_wrong_models_are_refused_with_key_value_and_remedy(run, tmp_path, monkeypatch):

@@ -51,22 +51,17 @@ def first(**values):
 
 
 DAMAGE = {
-    **{f"cut to {n}": lambda data, n=n: data[:n] for n in (0, 5, 8, 300)},
-    **{f"cut by {n}": lambda data, n=n: data[:-n] for n in (1, 5000)},
+    **{f"cut to {n}": lambda data, n=n: data[:n] for n in (0, 300)},
+    **{f"cut by {n}": lambda data, n=n: data[:-n] for n in (1,)},
     "made longer": lambda data: data + b"\0",
     "pointer": lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n",
-    "zeros": lambda data: bytes(len(data)),
     "length": lambda data: struct.pack("<Q", 1 << 62) + data[8:],
     "no json": lambda data: data[:8] + b"x" + data[9:],
     "nested": lambda data: struct.pack("<Q", 200_000) + b"[" * 200_000 + data,
-    "list": lambda data: struct.pack("<Q", 2) + b"[]",
     "offsets": first(data_offsets=[0, 8]),
     "negative": first(data_offsets=[-8, 120]),
-    "texts": first(data_offsets=["0", "8"]),
-    "dtype": first(dtype="F64"),
     "unknown dtype": first(dtype="F12"),
     "shape": first(shape=[31]),
-    "no shape": first(shape=None),
 }
 
 
@@ -101,14 +96,6 @@ def test_files_of_an_index_are_all_there_and_hold_what_it_says(tmp_path):
             check_named(settings(tmp_path))
 
 
-def test_weights_that_are_no_safetensors_are_named(tmp_path):
-    (model(tmp_path) / FILE).rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(
-        ConfigError, match=r"has no model.safetensors but pytorch_model.bin: only safetensors"
-    ):
-        check_named(settings(tmp_path))
-
-
 OTHERS = {
     "one is missing": (
         lambda state: {k: v for k, v in state.items() if "0.mlp.down" not in k},
@@ -117,10 +104,6 @@ OTHERS = {
     "one more": (
         lambda state: state | {"v_head.summary.weight": torch.zeros(1, 32)},
         r"files hold 1 tensor \(v_head.summary.weight\), which the model does not have",
-    ),
-    "prefixed": (
-        lambda state: {f"_orig_mod.{k}": v for k, v in state.items()},
-        r"lack 21 tensors \(lm_head.weight, .*they hold 21 tensors .*names have _orig_mod. in them",
     ),
     "no head": (
         lambda state: {k: v for k, v in state.items() if k != "lm_head.weight"},
@@ -135,10 +118,6 @@ OTHERS = {
     "another shape": (
         lambda state: state | {"model.norm.weight": torch.ones(31)},
         r"hold model.norm.weight of shape \[31\], and config.json makes it \[32\]",
-    ),
-    "gptq": (
-        lambda state: state | {"model.layers.0.mlp.down_proj.qweight": torch.zeros(2, 2, dtype=torch.int32)},
-        r"stored quantised \(its files hold model.layers.0.mlp.down_proj.qweight\)",
     ),
     "fp8": (
         lambda state: state | {"model.norm.weight": torch.ones(32).to(torch.float8_e4m3fn)},
@@ -185,13 +164,6 @@ def test_no_model_that_transformers_writes_is_refused(tmp_path, family):
     kernel = FAMILIES[family]._attn_implementation or "sdpa"
     config = settings(tmp_path, max_length=60, max_prompt_length=30, attn_implementation=kernel)
     assert check_weights(config, check_model(config)) == []
-
-
-def test_what_a_reward_model_leaves_out_and_draws_is_listed(tmp_path):
-    config = settings(model(tmp_path), head="reward")
-    unread, new = check_weights(config, check_model(config))
-    assert "does not read 1 tensor (lm_head.weight)" in unread and "1 tensor (score.weight) new" in new
-    load_policy(config, CPU)
 
 
 def test_an_adapter_says_the_line_that_merges_it(tmp_path):

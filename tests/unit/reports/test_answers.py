@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 
 import pytest
 
-from config.cli import compose
 from reports.answers import FILE, before_and_after, example_lines, keep_answers, read_answers
-from reports.model_card import write_model_card
 from reports.report import write_report
 from rollouts.verify import COLUMNS
 
@@ -64,14 +61,6 @@ def test_a_damaged_line_costs_no_other_and_is_said(tmp_path, capsys):
     assert f"{tmp_path / FILE}: 1 of its lines are damaged" in capsys.readouterr().out
 
 
-def test_where_nothing_was_greedy_samples_are_shown_once_a_prompt(tmp_path):
-    for step, word in ((0, "old"), (9, "new")):
-        keep_answers(tmp_path, step, COLUMNS, rows(word)[:10])
-    found = before_and_after(tmp_path)
-    assert [one.prompt for one in found] == ["1+1=", "2+2=", "3+3=", "4+4="]
-    assert found[0].before == "old 1+1= drawn 0 (1)"
-
-
 def test_the_terminal_gets_one_line_each_with_the_verdict_at_its_end(tmp_path):
     long = "step\n" * 200
     for step, verdict in ((0, 0.0), (9, None)):
@@ -96,15 +85,3 @@ def test_a_line_separator_within_an_answer_erases_nothing(tmp_path, separator):
         kept(tmp_path, step, word)
     assert sorted({line["step"] for line in read_answers(tmp_path / FILE)}) == [0, 10, 20]
     assert before_and_after(tmp_path)[0].before.startswith(f"old{separator}line")
-
-
-def test_answers_that_nothing_judges_are_shown_in_terminal_and_card(tmp_path):
-    for step, word in ((0, "old"), (8, "new")):
-        asked = [("read", f"why <{i}>?", f"{word} *{i}*", None, None) for i in range(4)]
-        keep_answers(tmp_path, step, COLUMNS, asked)
-    lines = example_lines(tmp_path)
-    assert len(lines) == 9 and lines[1:3] == ["  before  old *0*", "  after   new *0*"]
-    assert lines[0] == "greedy answer to 'why <0>?'"
-    config = compose("loss=dpo")[0]
-    card = write_model_card(tmp_path / "model", asdict(config), {"steps": 8}).read_text()
-    assert card.count("- greedy answer to *why &lt;") == 3 and "new &#42;2&#42;" in card

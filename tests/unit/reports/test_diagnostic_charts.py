@@ -68,10 +68,6 @@ def test_what_was_not_measured_is_not_drawn(change):
     assert titles(lines) == [title for title in ALL if title not in missing]
 
 
-def test_a_run_that_was_killed_at_its_beginning_has_none():
-    assert diagnostic_charts([]) == diagnostic_charts([FIRST]) == []
-
-
 def test_the_first_step_alone_has_spread_0():
     """Policy and reference are the same weights: nothing for a logarithm."""
     one = {"rows": 4, "tokens": 4, "length": 1.0, "log_ratio": 0.0, "spread": 0.0, "drift": 0.0}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import DataError
-from reports.metrics import DIAGNOSTICS, METRICS, LineFile, plain, ranges, read_metrics, restore
+from reports.metrics import DIAGNOSTICS, METRICS, LineFile, plain, read_metrics, restore
 from tests.full_disk import full_disk
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
@@ -42,16 +41,6 @@ def test_a_broken_line_inside_the_file_is_named(tmp_path):
         read_metrics(tmp_path / METRICS)
 
 
-@given(st.sets(st.integers(-1, 40)))
-@settings(max_examples=50)
-def test_ranges_name_every_step_once(chosen):
-    found = []
-    for part in ranges(chosen).split(", ") if chosen else []:
-        first, _, last = part.partition(" to ")
-        found += range(int(first), int(last or first) + 1)
-    assert found == sorted(chosen)
-
-
 # -- room ------------------------------------------------------------------------------------------
 
 
@@ -67,19 +56,6 @@ def test_lines_without_room_wait_and_are_written_when_there_is_some(tmp_path_fac
     file.append({"step": count, "loss": 0.0})
     file.close()
     assert steps(path) == list(range(count + 1))
-
-
-def test_a_full_disk_is_said_once_and_no_checkpoint_takes_a_file_that_lacks_lines(tmp_path, capsys):
-    file = filled(tmp_path / METRICS, 2)
-    (tmp_path / "part").mkdir()
-    with full_disk(50):
-        for step in range(2, 6):
-            file.append({"step": step})
-        with pytest.raises(OSError, match="too large"):
-            file.copy_to(tmp_path / "part")
-    assert len(re.findall(r"\(disk /.* free\); its lines wait in memory", capsys.readouterr().out)) == 1
-    file.copy_to(tmp_path / "part")
-    assert steps(tmp_path / "part" / METRICS) == steps(tmp_path / METRICS) == list(range(6))
 
 
 # -- changed while it is written -------------------------------------------------------------------
@@ -174,24 +150,3 @@ def test_a_run_that_goes_on_from_its_start_forgets_what_was_done(tmp_path):
         (tmp_path / "checkpoint" / name).write_text('{"step": -1}\n')
     restore(tmp_path, tmp_path / "checkpoint", 0, 0)
     assert steps(tmp_path / METRICS) == steps(tmp_path / DIAGNOSTICS) == []
-
-
-@pytest.mark.parametrize(
-    ("lines", "kept", "said"),
-    [
-        (range(6), [0, 1, 2, 3], ""),
-        ([], [], "steps 0 to 3 are missing"),
-        ([0, 3, 4], [0, 3], "steps 1 to 2 are missing"),
-    ],
-)
-def test_a_checkpoint_of_an_older_version_has_no_copy_and_what_is_missing_is_said(
-    tmp_path, capsys, lines, kept, said
-):
-    (tmp_path / METRICS).write_text("".join(f'{{"step": {step}}}\n' for step in lines))
-    (tmp_path / DIAGNOSTICS).write_text(
-        '{"step": -1}\n{"step": 1, "first_step": 0}\n{"step": 3, "first_step": 2}\n'
-    )
-    restore(tmp_path, tmp_path / "checkpoint", 4, 2)
-    assert steps(tmp_path / METRICS) == kept and steps(tmp_path / DIAGNOSTICS) == [-1, 1]
-    out = capsys.readouterr().out
-    assert (said in out and METRICS in out) if said else out == ""

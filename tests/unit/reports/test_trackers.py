@@ -73,10 +73,3 @@ def test_a_tracker_without_its_package_is_refused_with_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=r"its package is not installed.*requirements/trackers.txt"):
         check_trackers(config.trackers)
-
-
-def test_wandb_may_be_named_among_them():
-    config = make_config("wandb.enabled=false", "trackers=[wandb,tensorboard]")
-    assert list(config.trackers) == ["tensorboard"]
-    assert not config.wandb.enabled, "what is typed comes last"
-    assert make_config("trackers=[wandb]").wandb.enabled

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import http.server
 import json
-import logging
 import os
 import struct
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.utils import configure_log
 
 from config.schema import WandbConfig
 from reports import tracking
 from reports.metrics import read_metrics
-from reports.tracking import Tracker, Tracking
+from reports.tracking import Tracker
 
 pytestmark = pytest.mark.usefixtures("quick_python")
 ROOT = Path(__file__).parents[3]
@@ -44,14 +39,6 @@ def steps(run_dir: Path) -> list[int]:
 # -- metrics.jsonl ---------------------------------------------------------------------------------
 
 
-def test_a_line_is_on_disk_as_soon_as_it_is_logged(tmp_path):
-    tracker = Tracker(tmp_path, CONFIG, OFF)
-    for step in range(3):
-        tracker.log({"step": step, "loss": 0.5})
-        assert steps(tmp_path) == list(range(step + 1))
-    tracker.close()
-
-
 def test_numbers_that_json_lacks_become_null_and_numpy_becomes_plain(tmp_path):
     tracker = Tracker(tmp_path, CONFIG, OFF)
     kept = {"d": None, "e": True, "f": "x"}
@@ -60,26 +47,6 @@ def test_numbers_that_json_lacks_become_null_and_numpy_becomes_plain(tmp_path):
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     read = json.loads(line, parse_constant=pytest.fail)
     assert read == {"step": 0, "a": None, "b": None, "c": 0.5} | kept
-
-
-def test_a_run_from_the_start_forgets_what_a_killed_one_left(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
-    Tracker(tmp_path, CONFIG, OFF, resumed=False).close()
-    assert steps(tmp_path) == []
-
-
-def test_the_null_tracker_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    tracker = Tracking()
-    tracker.log({"step": 0})
-    tracker.table("samples", ["prompt"], [["a"]], 0)
-    tracker.diagnostics({"step": 0}, {"log_ratio_chosen": ([1, 2], [0.0])})
-    tracker.summary({"loss": 1.0})
-    tracker.settle()
-    tracker.copy_to(tmp_path)
-    tracker.close()
-    assert tracker.wandb_id is None
-    assert list(tmp_path.iterdir()) == []
 
 
 # -- wandb -----------------------------------------------------------------------------------------
@@ -198,49 +165,21 @@ def test_a_failing_wandb_is_warned_about_once(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.count("warning: wandb: failed (OSError: no space left)") == 1
 
 
-class Refusing(http.server.BaseHTTPRequestHandler):
-    """A wandb server that knows no key."""
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("content-length") or 0))
-        body = b'{"errors":[{"message":"user is not logged in"}]}'
-        self.send_response(401)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_GET = do_POST
-
-    def log_message(self, *_: object) -> None:
-        """Nothing."""
-
-
-@pytest.fixture(scope="module")
-def refusing() -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
 @pytest.mark.parametrize(
-    ("key", "reachable", "why"),
+    ("key", "why"),
     [
-        ("a" * 40, False, "connection refused"),
-        ("a" * 40, True, "user is not logged in"),
-        ("short", True, "API key must have 40+ characters"),
+        ("a" * 40, "connection refused"),
+        ("short", "API key must have 40+ characters"),
     ],
-    ids=["no server", "a key that the server does not know", "no key at all"],
+    ids=["no server", "no key at all"],
 )
-def test_what_keeps_a_run_from_wandb_is_said_once_and_it_is_tracked_offline(
-    tmp_path, refusing, key, reachable, why
-):
+def test_what_keeps_a_run_from_wandb_is_said_once_and_it_is_tracked_offline(tmp_path, key, why):
     """Also where a program has turned logging down."""
     before = (
         "import reports.tracking as t; t.INIT_SECONDS = 1.0\n"
         "import logging; logging.getLogger().setLevel(logging.ERROR)\n"
     )
-    env = {"WANDB_API_KEY": key, "WANDB_BASE_URL": refusing if reachable else "http://127.0.0.1:9"}
+    env = {"WANDB_API_KEY": key, "WANDB_BASE_URL": "http://127.0.0.1:9"}
     run_id, said = train(tmp_path, 0, 2, "", before, **env)
     assert steps(tmp_path) == [0, 1]
     assert list(tmp_path.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
@@ -248,26 +187,15 @@ def test_what_keeps_a_run_from_wandb_is_said_once_and_it_is_tracked_offline(
     assert why in warning and "this run is tracked offline: `wandb sync" in warning and key not in warning
 
 
-def test_hydra_leaves_the_warnings_of_libraries_alone():
-    with initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-        composed = compose("config", return_hydra_config=True)
-    logger, level = logging.getLogger("some.library"), logging.getLogger().level
-    for settings_ in (composed.hydra.job_logging, composed.hydra.hydra_logging):
-        configure_log(settings_)
-    assert not logger.disabled and logging.getLogger().level == level
-
-
 @pytest.mark.parametrize(
     ("env", "netrc", "mode"),
     [
         ({}, "", "offline"),
-        ({"WANDB_MODE": "online"}, "", "offline"),  # would prompt
         ({"WANDB_API_KEY": "a" * 40}, "", "online"),
         ({"WANDB_API_KEY": "a" * 40, "WANDB_MODE": "offline"}, "", "offline"),
         ({"WANDB_API_KEY": "a" * 40, "WANDB_MODE": "disabled"}, "", "disabled"),
         ({}, "machine wandb.test login user password secret", "online"),
         ({}, "machine elsewhere.test login user password secret", "offline"),
-        ({}, "this is no netrc", "offline"),
     ],
 )
 def test_online_only_when_logged_in(tmp_path, monkeypatch, env, netrc, mode):

@@ -17,10 +17,6 @@ def lengths(completions: list[Any], **columns: Any) -> list[float]:
     return [float(len(c[0]["content"])) for c in completions]
 
 
-def annotated(completions: list[list[dict[str, str]]]) -> list[float]:
-    return [float(len(c)) for c in completions]  # a text would have its characters counted
-
-
 def sees_others(completions, difficulty, tags=None, missing=None, **rest):
     assert all(isinstance(c, str) for c in completions) and missing is None and rest["prompts"]
     return [float(d * len(t)) for d, t in zip(difficulty, tags, strict=True)]
@@ -82,14 +78,6 @@ def by_word(completions, **columns):
     }.get(word, [1.0] * n)
 
 
-def forks(completions, **columns):
-    """A child that comes back from where it was forked, and stays for a while, as a forgotten ``os._exit``
-    makes it."""
-    if os.fork() == 0:
-        time.sleep(0.02)
-    return [float(len(c[0]["content"])) for c in completions]
-
-
 def talks(completions, **columns):
     print("scoring", len(completions))
     text = completions[0][0]["content"]
@@ -97,10 +85,6 @@ def talks(completions, **columns):
 
 
 NOT_A_FUNCTION = 3
-
-
-def hanging(_):
-    return lambda task: time.sleep(60)
 
 
 def dying_once(marker):

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from common.progress import Bar
 from data import adder
 from data.chat import make_renderer
 from data.types import Prompt
@@ -78,23 +77,6 @@ def test_all_of_it_there_no_weights_are_loaded(tmp_path, asked, monkeypatch):
     assert drawn(tmp_path, PROMPTS[3:7]) == [of_request[3:7] for of_request in whole]
 
 
-def test_the_bar_counts_a_prompt_once_its_answers_are_there(tmp_path, monkeypatch):
-    """Also where the sampler tells so before the other prompts of its part are answered."""
-    shown = []
-    sample = EmbeddedSampler.sample
-
-    def telling(self, prompts, n, settings, seed, answered):
-        made = sample(self, prompts, n, settings, seed)
-        for which, samples in enumerate(made[:4]):  # of a part of six
-            answered(which, samples)
-            shown.append(Bar.opened[-1].n)
-        return made
-
-    monkeypatch.setattr(EmbeddedSampler, "sample", telling)
-    drawn(tmp_path, PROMPTS, REQUESTS[:1])
-    assert shown == [1, 2, 3, 4, 7, 8, 9, 10]
-
-
 def test_other_references_are_other_prompts(tmp_path, asked):
     """A sampler gets the whole prompt; another reference may be in the same data."""
     others = [replace(prompt, reference_answer=f"{prompt.reference_answer}7") for prompt in PROMPTS[:8]]
@@ -119,7 +101,7 @@ def test_a_line_that_a_killed_process_left_unfinished_costs_that_line_alone(tmp_
     one, other = [Sample((1, 2), True, (-0.5, -0.25))], [Sample((3,), False)]
     kept.add({"x": one})
     with kept.path.open("ab") as stream:
-        stream.write(b'{"prompt": "y", "samp')
+        stream.write(b'5\nnull\n{}\n{"prompt": "y", "samp')
     assert kept.read() == {"x": one}
     kept.add({"y": other})
     assert AnswerCache(tmp_path, {"a": 1}).read() == {"x": one, "y": other}
@@ -143,23 +125,6 @@ def test_the_same_weights_in_another_architecture_are_asked_anew(tmp_path, asked
     assert len(asked) == 2
     other = drawn(tmp_path, *ask, edited(tmp_path / "other", rope_parameters=rope))
     assert len(asked) == 4 and other != plain
-
-
-def test_random_weights_do_not_answer_for_those_in_the_files(tmp_path, asked):
-    ask = (PROMPTS[:2], REQUESTS[1:])
-    assert drawn(tmp_path, *ask) != drawn(tmp_path, *ask, "model.from_config=true")
-    assert len(asked) == 4
-    drawn(tmp_path, *ask, "model.use_peft=true")
-    assert len(asked) == 6
-
-
-@pytest.mark.parametrize("damaged", ["5", "null", "[1]", '"x"', "{}"])
-def test_a_line_that_is_no_object_costs_that_line_alone(tmp_path, damaged):
-    kept = AnswerCache(tmp_path, {})
-    answers = {"x": [Sample((1, 2), True, (-0.5, -0.25))]}
-    kept.add(answers)
-    kept.path.write_text(f"{damaged}\n{kept.path.read_text()}")
-    assert kept.read() == answers
 
 
 def test_a_kept_answer_with_a_flipped_bit_is_drawn_again(tmp_path):

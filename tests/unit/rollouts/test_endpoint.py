@@ -74,13 +74,6 @@ def test_closing_ends_what_is_under_way_and_leaves_nothing(silent):
     assert threading.active_count() <= before
 
 
-def test_a_refused_connection_is_an_error():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    with pytest.raises(aiohttp.ClientConnectionError):
-        get(f"http://127.0.0.1:{port}", 60, 1000)
-
-
 def test_a_proxy_comes_from_the_environment(answering, monkeypatch):
     monkeypatch.setenv("http_proxy", answering)
     monkeypatch.setenv("no_proxy", "elsewhere.invalid:1")

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from common.errors import ConfigError, DataError
+from common.errors import ConfigError
 from config.schema_data import DataConfig
 from config.schema_rounds import RoundsConfig
 from data.sources import load_groups
@@ -65,13 +65,6 @@ def test_feedback_is_read_as_data(tmp_path, form, entries):
         assert [group.rewards[0] for group in groups] == [1.0 if sign == "+" else -1.0 for sign in labels]
     else:
         assert [group.rewards for group in groups] == [(1.0, 4.0, 2.0), (0.0,) * 4, (3.0, 1.0, 3.0, 2.0)]
-
-
-def test_what_is_no_sample_is_named(tmp_path):
-    path = tmp_path / "x.jsonl"
-    path.write_text('{"question": "?"}\n')
-    with pytest.raises(DataError, match=r"x.jsonl, row 1: .*sample\.py"):
-        read_samples(path)
 
 
 def test_a_path_that_cannot_be_written_is_refused_before_work(tmp_path):

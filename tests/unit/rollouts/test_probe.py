@@ -34,14 +34,6 @@ def test_one_token_far_off_does_not_pass(dtype):
         check_probe(engine, TRAINER, dtype)
 
 
-def test_the_noise_of_a_policy_that_was_trained_far_passes_in_bfloat16():
-    """Measured of a right engine in round 10 of KTO on SmolLM2-135M at a rate of 1e-4, which was refused."""
-    engine = shifted(TRAINER, 0.08)
-    engine[1][5] = TRAINER[1][5] - 1.28
-    probe = check_probe(engine, TRAINER, "bfloat16")
-    assert probe.largest == pytest.approx(1.28) and probe.mean == pytest.approx(0.1, abs=0.01)
-
-
 def test_other_rows_than_asked_for_and_no_numbers_do_not_pass():
     with pytest.raises(WorkerError, match="length"):
         check_probe(TRAINER[:2], TRAINER, "float32")

@@ -37,16 +37,6 @@ def test_the_sum_is_weighted_and_each_part_is_logged():
     assert reward.metrics["reward_short"] == pytest.approx(sum(map(len, texts)) / 4)
 
 
-def test_only_means_are_named_as_what_a_round_logs():
-    """What a part counts of its own is no reward, whatever the part is called."""
-    reward = weighted(reward_a={"weight": 1, **LENGTHS})
-    reward.scorer.parts["reward_a"].metrics = {"calls": 3.0}
-    reward.score([PROMPT], ["abc"])
-    reward.close()
-    assert {name for name in reward.metrics if name.startswith("reward_")} == {"reward_reward_a"}
-    assert reward.metrics["of_reward_a_calls"] == 3.0
-
-
 def test_rewards_that_are_normalised_apart_keep_their_weights_whatever_their_scales():
     """Of each part its own (score - mean) / std among a prompt's answers, then the weighted sum (GDPO)."""
     other = Prompt((Turn("user", "1+2"),), "3")

@@ -62,13 +62,6 @@ def world():
 PROMPTS = [adder.addition(a, 98) for a in range(1, 11)]
 
 
-def test_accuracy_is_the_share_of_right_answers(renderer, world):
-    sampler = Scripted(renderer, wrong={prompt.id for prompt in PROMPTS[:3]})
-    measured = Accuracy(sampler, PROMPTS, adder.accuracy, renderer, world, 24)
-    assert measured()["accuracy_sampled"] == 0.7
-    assert len(measured.samples) == 20 and {row[-1] for row in measured.samples} == {0.0, 1.0}
-
-
 def test_no_verdict_is_not_a_wrong_answer(renderer, world):
     def judge(texts: list[str], references: list[str | None]) -> list[float | None]:
         return [None if i < 4 else 1.0 if i < 7 else 0.0 for i in range(len(texts))]
@@ -130,25 +123,6 @@ def test_what_is_no_list_of_verdicts_is_no_verdict(returned, reason):
 def test_numbers_of_numpy_and_torch_are_verdicts():
     given = [np.bool_(True), np.float32(0.5), torch.tensor(1.0), True, 0, None]
     assert verdicts_of(lambda texts, _: given, ["x"] * 6, [None] * 6) == (given, {})
-
-
-def test_a_verifier_that_cannot_be_used_at_all_ends_the_run():
-    def missing(texts, references):
-        raise ConfigError("reward", "verifier", "needs math-verify")
-
-    with pytest.raises(ConfigError, match="needs math-verify"):
-        verdicts_of(missing, ["x", "y"], [None, None])
-
-
-def test_the_length_of_sampled_answers_is_their_mean_number_of_tokens(renderer, world):
-    class OfLengths(Scripted):
-        def sample(self, prompts, n, settings, seed, answered):
-            if settings.temperature == 0:
-                return [[Sample((1,) * 24, True)] for _ in prompts]
-            return [[Sample((1,) * (i + 1), True)] * n for i in range(len(prompts))]
-
-    values = Accuracy(OfLengths(renderer), PROMPTS, adder.accuracy, renderer, world, 24, samples=3)()
-    assert values["length_sampled"] == 5.5
 
 
 def test_the_ranks_share_the_verdicts_between_them(renderer, world):

@@ -67,7 +67,7 @@ def test_sampling_draws_the_same_tokens_without_such_an_operation(request):
         assert tokens() == wanted
 
 
-@pytest.mark.parametrize("length", [0, 1, 2, 5, 64, 1000])
+@pytest.mark.parametrize("length", [0, 1, 64])
 def test_a_running_sum_is_the_sum(on, length):
     values = torch.randn(3, length, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     torch.testing.assert_close(running_sum(values), values.cumsum(-1), atol=1e-12, rtol=0)

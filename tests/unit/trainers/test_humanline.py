@@ -95,11 +95,6 @@ def test_the_draw_is_the_rows_own():
     assert not torch.equal(torch.autograd.grad(other.log_ratio.sum(), again)[0] > 0, passed)
 
 
-def test_sampling_without_a_key_is_a_mistake():
-    with pytest.raises(AssertionError):
-        SAMPLING.scores(torch.zeros(1, 3), torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool))
-
-
 def shrunk(log_ratio: torch.Tensor, *, by: float) -> torch.Tensor:
     return log_ratio / by
 

@@ -20,7 +20,7 @@ from tests.engine import engine_config, make_segment, make_trainer, run, weights
 from tests.unit.models.test_families import CPU, FAMILIES, MIXTURES, rows, tiny
 from trainers.routing import RouterBalance
 
-CUTS = {"whole": [7], "uneven": [1, 4, 2], "each": [1] * 7}
+CUTS = {"whole": [7], "uneven": [1, 4, 2]}
 
 
 def whole(policy, batch) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -91,14 +91,6 @@ def test_a_run_with_it_is_the_same_however_a_step_is_done(tmp_path):
     without, _ = trained(tmp_path, 1, None)
     assert "router_aux_loss" not in without[0] and without[0]["loss"] == one[0]["loss"]
     assert without[0]["grad_norm"] != one[0]["grad_norm"]
-
-
-def test_it_brings_unused_experts_back(tmp_path):
-    lines, _ = trained(tmp_path, 1, 5.0)
-    values = [line["router_aux_loss"] for line in lines]
-    assert (
-        values[-1] < values[0] and min(values) > 1.9
-    )  # two choices a token: 2 when all experts are used alike
 
 
 def settings(folder, **more) -> ModelConfig:

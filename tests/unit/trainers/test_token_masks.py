@@ -16,10 +16,7 @@ from data.formats import RowError
 from data.groups import from_dict, to_dict
 from data.types import Completion, Example, Sequence
 from tests.engine import engine_config, make_trainer, run
-from tests.tiny import KINDS, make_config, random_groups, tiny_policy
-from train import train
-from trainers.losses.base import TokenScores
-from trainers.losses.grpo import grpo
+from tests.tiny import KINDS, random_groups, tiny_policy
 
 
 def with_masks(row: Sequence, rng: np.random.Generator) -> Sequence:
@@ -126,18 +123,6 @@ def test_with_humanline_it_does_not_depend_on_the_cut_either(tmp_path, loss):
     assert found[0][-1]["loss"] != found[0][0]["loss"]
 
 
-def test_an_advantage_a_token_is_that_of_a_row_where_all_are_equal():
-    torch.manual_seed(0)
-    policy = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
-    reference, mask = torch.randn(3, 5, dtype=torch.float64), torch.rand(3, 5) < 0.7
-    scores = TokenScores(policy, reference, policy - reference, mask)
-    row = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
-    one = grpo(scores, row, beta=0.1, epsilon=0.2)
-    other = grpo(scores, row[:, None].expand(3, 5), beta=0.1, epsilon=0.2)
-    assert torch.equal(one.total, other.total)
-    assert one.metrics["reward_accuracy"] == other.metrics["reward_accuracy"]
-
-
 LINE = {
     "prompt": "1+1=",
     "completions": [
@@ -196,18 +181,3 @@ def test_an_added_end_token_counts_and_one_that_is_cut_off_does_not():
     assert none == "its loss_mask leaves no token to train on"
     whole = with_tokens(row, Completion(None, (0, 1, 2), loss_mask=(True,) * 3))
     assert isinstance(whole, Sequence) and whole.key == row.key
-
-
-def test_from_the_command_line(tmp_path):
-    """A file trains over the tokens that count."""
-    path, lines = (
-        tmp_path / "rows.jsonl",
-        [LINE | {"prompt": f"{a}+{b}="} for a in range(11, 19) for b in (21, 34)],
-    )
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    words = ["loss=grpo", "data=local", f"data.path={path}", "data.eval_fraction=0", "~reward"]
-    words += ["model.batch_size=8", "wandb.enabled=false", f"runs_dir={tmp_path}", f"cache_dir={tmp_path}/c"]
-    train(make_config(*words), "r")
-    metrics = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
-    assert sum(line["loss"] is not None for line in metrics) == 4
-    assert metrics[0]["loss"] == pytest.approx(0.2, abs=1e-3)  # -(2 - 3) / 5 tokens
