@@ -9,7 +9,6 @@ import math
 import re
 import threading
 from collections import Counter
-from http.server import BaseHTTPRequestHandler
 
 from tests import http_server
 
@@ -19,29 +18,21 @@ SCORE = re.compile(r'"output": """score=(-?[\d.]+)"""')
 class Judge(http_server.Server):
     """``behave(handler, instruction) -> handled`` lets a test answer in its place."""
 
-    request_queue_size = 128
     behave = staticmethod(lambda handler, instruction: False)
 
     def __init__(self):
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.asked, self.firsts, self.keys, self.bodies = Counter(), Counter(), set(), []
         self.lock = threading.Lock()
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     @property
     def url(self):
-        return f"http://127.0.0.1:{self.server_address[1]}/v1"
-
-    def close(self):
-        self.shutdown()
-        self.server_close()
+        return f"{super().url}/v1"
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self):
-        server, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+class _Handler(http_server.Handler):
+    def post(self):
+        server, body = self.server, json.loads(self.body())
         prompt = body["messages"][-1]["content"]
         instruction = re.search(r'"instruction": """(.*?)"""', prompt, re.DOTALL)[1]
         first, second = map(float, SCORE.findall(prompt)) if SCORE.search(prompt) else (0.0, 0.0)
@@ -66,18 +57,7 @@ class _Handler(BaseHTTPRequestHandler):
         choice = {"index": 0, "finish_reason": "length", "message": message, "logprobs": content}
         made = {"id": "1", "object": "chat.completion", "created": 1, "model": "x", "choices": [choice]}
         tokens = {"prompt_tokens": 99, "completion_tokens": 1, "total_tokens": 100}
-        self.send(200, json.dumps(made | {"usage": tokens}))
-        return True
-
-    def send(self, code, text):
-        self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text.encode())))
-        self.end_headers()
-        self.wfile.write(text.encode())
-        return True
-
-    def log_message(self, *_): ...
+        return self.send(200, made | {"usage": tokens})
 
 
 def answers(scores, generator):

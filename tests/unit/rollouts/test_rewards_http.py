@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler
 
 import pytest
 
@@ -23,49 +21,36 @@ class Server(http_server.Server):
     """Rewards a completion with its length. ``reply(body) -> (code, what is sent)`` says otherwise."""
 
     def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(Handler)
         self.bodies, self.made = [], []
         self.reply = lambda body: (200, {"rewards": [len(text(c)) for c in body["completions"]]})
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_address[1]}/score"
 
 
 def text(completion):
     return completion if isinstance(completion, str) else completion[0]["content"]
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+class Handler(http_server.Handler):
+    def post(self):
+        body = json.loads(self.body())
         self.server.bodies.append((self.path, body))
-        code, given = self.server.reply(body)
-        said = given.encode() if isinstance(given, str) else json.dumps(given).encode()
-        self.send_response(code)
-        self.send_header("Content-Length", str(len(said)))
-        self.end_headers()
-        self.wfile.write(said)
-
-    def log_message(self, *_): ...
+        self.send(*self.server.reply(body))
 
 
 @pytest.fixture
 def server():
     found = Server()
-    threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     yield found
     for one in found.made:
         one.close()
-    found.shutdown()
-    found.server_close()
+    found.close()
 
 
 def reward(server, **settings):
     server.made.append(
-        HttpReward(HttpConfig(**{"base_url": server.url, "backoff": 0.001, "timeout": 5} | settings))
+        HttpReward(
+            HttpConfig(**{"base_url": f"{server.url}/score", "backoff": 0.001, "timeout": 5} | settings)
+        )
     )
     return server.made[-1]
 
@@ -81,11 +66,6 @@ def test_batches_come_back_in_order(server):
         {"role": "user", "content": "2+2?"},
     ]
     assert first["reference"] == ["4"] * 5 and len(first["completions"]) == 5
-
-
-def test_texts_where_they_are_asked_for(server):
-    assert reward(server, conversational=False).score([PROMPT], ["abc"]) == [3.0]
-    assert server.bodies[-1][1]["prompts"] == ["Be brief.\n\n2+2?"]
 
 
 @pytest.mark.parametrize(

@@ -14,17 +14,15 @@ import threading
 import time
 import zlib
 from collections import Counter
-from http.server import BaseHTTPRequestHandler
 
 import pytest
 
 from common.errors import ConfigError
 from config.schema_rewards import JudgeConfig
 from data.types import Prompt, Turn
-from rollouts.rewards.base import Missing, RewardError, make_reward
+from rollouts.rewards.base import Missing, RewardError
 from rollouts.rewards.judge import JudgeReward
 from tests import http_server
-from tests.tiny import reward_of
 
 KEY = "sk-very-secret"
 PROMPT = Prompt((Turn("user", "2+2 {completion}?"),), "4")
@@ -34,28 +32,21 @@ class Endpoint(http_server.Server):
     """Scores a completion of n characters n, unless ``behave`` says otherwise. ``behave(handler, text) ->
     handled``."""
 
-    request_queue_size = 128
     behave = staticmethod(lambda handler, text: False)
 
     def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(Handler)
         self.seen = Counter()
         self.headers = []
         self.bodies = []
         self.judges = []
         self.lock, self.now, self.most_at_once = threading.Lock(), 0, 0
 
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_address[1]}/v1"
 
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self):
+class Handler(http_server.Handler):
+    def post(self):
         server = self.server
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.loads(self.body())
         text = body["messages"][-1]["content"].rpartition("A:")[2]
         with server.lock:
             server.seen[text] += 1
@@ -76,38 +67,23 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def reply(self, content, usage=30):
-        self.send(
-            200,
-            json.dumps({"choices": [{"message": {"content": content}}], "usage": {"total_tokens": usage}}),
-        )
-
-    def send(self, code, text, headers=()):
-        self.send_response(code)
-        for name, value in headers:
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(text.encode())))
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_): ...
+        choice = {"message": {"content": content}}
+        return self.send(200, {"choices": [choice], "usage": {"total_tokens": usage}})
 
 
 @pytest.fixture
 def endpoint(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     server = Endpoint()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
     yield server
     for made in server.judges:
         made.close()
-    server.shutdown()
-    server.server_close()
+    server.close()
 
 
 def judge(endpoint, **settings):
     defaults = {
-        "base_url": endpoint.url,
+        "base_url": f"{endpoint.url}/v1",
         "model": "m",
         "prompt": "Q:{prompt} R:{reference} A:{completion}",
         "api_key_env": "JUDGE_KEY",
@@ -134,14 +110,11 @@ def test_scores_in_order_and_at_once(endpoint):
 
 
 def test_what_a_completion_says_is_not_a_placeholder(endpoint):
-    judge(endpoint).score([PROMPT], ["{prompt}"])
-    assert endpoint.bodies[0]["messages"][0]["content"] == "Q:2+2 {completion}? R:4 A:{prompt}"
-
-
-def test_its_system_message_is_sent_as_it_is(endpoint):
-    assert judge(endpoint, system="Strict. {prompt}").score([PROMPT], ["xxx"]) == [3.0]
-    system, user = endpoint.bodies[0]["messages"]
-    assert system == {"role": "system", "content": "Strict. {prompt}"} and user["role"] == "user"
+    judge(endpoint, system="Strict. {prompt}").score([PROMPT], ["{prompt}"])
+    assert endpoint.bodies[0]["messages"] == [
+        {"role": "system", "content": "Strict. {prompt}"},
+        {"role": "user", "content": "Q:2+2 {completion}? R:4 A:{prompt}"},
+    ]
 
 
 def test_an_endpoint_that_fails_half_the_time_still_finishes(endpoint):
@@ -170,8 +143,6 @@ def hanging(how, over):
     begins, again, pause = {
         "silent": (b"", b"", 0.05),
         "dripping body": (b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", b" ", 0.05),
-        "dripping headers": (b"HTTP/1.1 200 OK\r\n", b"X-More: 1\r\n", 0.05),
-        "dripping chunks": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n", 0.05),
         "100 Continue at full speed": (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 500, 0.0),
     }[how]
 
@@ -189,9 +160,7 @@ def hanging(how, over):
     return behave
 
 
-@pytest.mark.parametrize(
-    "how", ["silent", "dripping body", "dripping headers", "dripping chunks", "100 Continue at full speed"]
-)
+@pytest.mark.parametrize("how", ["silent", "dripping body", "100 Continue at full speed"])
 def test_a_call_that_hangs_costs_its_verdict_alone(endpoint, how):
     over = threading.Event()
     threading.Timer(20, over.set).start()  # so that a limit that does not hold fails here, and does not hang
@@ -206,96 +175,70 @@ def test_a_call_that_hangs_costs_its_verdict_alone(endpoint, how):
     assert endpoint.seen["hang"] == 2
 
 
-@pytest.mark.parametrize(
-    ("reply", "reason"),
-    [
-        ("[" * 200_000, "the endpoint's reply is no JSON"),
-        ('{"choices": [{"message": {"content": ' + "9" * 5000 + "}}]}", "is no JSON"),
-        ("x" * 5_000_000, "the reply is longer than 4000000 bytes"),
-    ],
-    ids=["open brackets", "digits", "long"],
-)
-def test_a_reply_that_cannot_be_read_costs_its_verdict_alone(endpoint, reply, reason):
-    gc.disable()  # what watches collections here would itself fail in one at the limit of recursion
-    endpoint.behave = lambda handler, text: text == "bad" and handler.send(200, reply) is None
-    verdicts = judge(endpoint, retries=0, timeout=20).score([PROMPT] * 2, ["bad", "abc"])
-    gc.enable()
-    assert isinstance(verdicts[0], Missing) and reason in verdicts[0].reason
-    assert verdicts[1] == 3
+def replied(body, headers=b""):
+    """The bytes of a whole reply."""
+    return b"HTTP/1.1 200 OK\r\n%sContent-Length: %d\r\n\r\n%s" % (headers, len(body), body)
 
 
-def test_a_reply_that_is_compressed_though_nobody_asked_is_not_unpacked(endpoint):
+def bomb():
     packer = zlib.compressobj(wbits=31)
-    bomb = b"".join(packer.compress(b" " * 1_000_000) for _ in range(100)) + packer.flush()
-
-    def behave(handler, text):
-        handler.send_response(200)
-        handler.send_header("Content-Encoding", "gzip")
-        handler.send_header("Content-Length", str(len(bomb)))
-        handler.end_headers()
-        handler.wfile.write(bomb)
-        return True
-
-    endpoint.behave = behave
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert judge(endpoint, retries=0, timeout=20).score([PROMPT], ["abc"]) == [
-        Missing("the endpoint did not answer (the reply is compressed, which was not asked for)")
-    ]
-    assert endpoint.headers[0]["Accept-Encoding"] == "identity"
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KiB
+    return b"".join(packer.compress(b" " * 1_000_000) for _ in range(100)) + packer.flush()
 
 
+CHUNK = b"10000\r\n" + b" " * 65536 + b"\r\n"
 BROKEN = {
-    "no HTTP": ([b"\x00\xff SSH-2.0\r\n\r\n"], "BadStatusLine|BadHttpMessage|ClientResponseError"),
-    "reset": ([], "ClientOSError|ServerDisconnectedError"),
-    "cut": ([b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"], "ClientPayloadError|ClientOSError"),
-    "too long, in chunks": (
-        [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"10000\r\n" + b" " * 65536 + b"\r\n"],
-        "longer than 4000000 bytes",
-    ),
-    "a long header": ([b"HTTP/1.1 200 OK\r\nX-Long: ", b"x" * 65536], "ClientResponseError"),
+    "no HTTP": (b"\x00\xff SSH-2.0\r\n\r\n", b"", "BadStatusLine|BadHttpMessage|ClientResponseError"),
+    "reset": (b"", b"", "ClientOSError|ServerDisconnectedError"),
+    "cut": (b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{", b"", "ClientPayloadError|ClientOSError"),
+    "endless": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", CHUNK, "longer than 4000000 bytes"),
+    "a long header": (b"HTTP/1.1 200 OK\r\nX-Long: ", b"x" * 65536, "ClientResponseError"),
+    "brackets": (replied(b"[" * 200_000), b"", "the endpoint's reply is no JSON"),
+    "digits": (replied(b'{"choices": [{"message": {"content": %s}}]}' % (b"9" * 5000)), b"", "is no JSON"),
+    "packed": (replied(bomb(), b"Content-Encoding: gzip\r\n"), b"", "compressed, which was not asked for"),
 }
+"""What is sent once, what is sent again and again, and why that is no verdict."""
 
 
 @pytest.mark.parametrize("how", BROKEN)
 def test_a_broken_reply_costs_its_verdict_alone_and_little_memory(endpoint, how):
-    (*once, last), reason = BROKEN[how][0] or [b""], BROKEN[how][1]
+    once, again, reason = BROKEN[how]
 
     def behave(handler, text):
         if text != "bad":
             return False
         handler.close_connection = True
-        if not BROKEN[how][0]:
+        if how == "reset":
             handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             handler.connection.close()
             return True
-        handler.wfile.write(b"".join(once) + last)
-        for _ in range(10**9 // len(last) if once else 0):
-            handler.wfile.write(last)
+        handler.wfile.write(once)
+        for _ in range(10**9 // len(again) if again else 0):
+            handler.wfile.write(again)
         return True
 
+    gc.disable()  # what watches collections here would itself fail in one at the limit of recursion
     endpoint.behave = behave
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     verdicts = judge(endpoint, retries=1, timeout=20).score([PROMPT] * 2, ["bad", "abc"])
+    gc.enable()
     assert isinstance(verdicts[0], Missing) and re.search(reason, verdicts[0].reason), verdicts
     assert verdicts[1] == 3 and endpoint.seen["bad"] == 2
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
 
 
-@pytest.mark.parametrize("said", ["nan", "-5", "1e999", "99999999", "Wed, 21 Oct 2026 07:28:00 GMT", "x"])
+@pytest.mark.parametrize("said", ["nan", "-5", "99999999", "Wed, 21 Oct 2026 07:28:00 GMT"])
 def test_no_wait_that_an_endpoint_asks_for_is_too_long(endpoint, said, monkeypatch):
     monkeypatch.setattr("rollouts.rewards.endpoint.LONGEST_WAIT_S", 0.1)
-    endpoint.behave = (
-        lambda handler, text: endpoint.seen[text] == 1
-        and handler.send(429, "later", [("Retry-After", said)]) is None
+    endpoint.behave = lambda handler, text: endpoint.seen[text] == 1 and handler.send(
+        429, "later", [("Retry-After", said)]
     )
     began = time.monotonic()
     assert judge(endpoint, retries=1).score([PROMPT], ["abc"]) == [3]
     assert time.monotonic() - began < 5
 
 
-@pytest.mark.parametrize("code", [401, 308])
-def test_a_refusal_in_mid_round_ends_the_calls_under_way(endpoint, code):
+@pytest.mark.parametrize("code", [401, 404, 308])
+def test_a_refusal_in_mid_round_ends_the_calls_under_way_and_shows_no_key(endpoint, code):
     """Also those that hang or wait."""
     over, hung = threading.Event(), threading.Event()
     threading.Timer(20, over.set).start()
@@ -303,25 +246,26 @@ def test_a_refusal_in_mid_round_ends_the_calls_under_way(endpoint, code):
     def behave(handler, text):
         if text == "no":
             hung.wait(10)
-            return handler.send(code, "revoked") is None
+            return handler.send(code, f"revoked {KEY}", [("Location", "http://127.0.0.1:9/elsewhere")])
         if text == "later":
-            return handler.send(503, "", [("Retry-After", "50")]) is None
+            return handler.send(503, "", [("Retry-After", "50")])
         hung.set()
         return over.wait(30)
 
     endpoint.behave = behave
     asked, began = judge(endpoint, timeout=60), time.monotonic()
-    with pytest.raises(RewardError, match=f"HTTP {code} revoked"):
+    with pytest.raises(RewardError, match=rf"HTTP {code} revoked \*\*\*") as error:
         asked.score([PROMPT] * 20, ["hang", "later", "no", *["more"] * 17])
     asked.close()
-    assert time.monotonic() - began < 10 and not over.is_set()
+    assert time.monotonic() - began < 10 and not over.is_set() and sum(endpoint.seen.values()) < 20
+    assert KEY not in repr(error.getrepr(chain=True, showlocals=False))
     assert not [one for one in threading.enumerate() if one.name == "http"]
     over.set()
 
 
 @pytest.mark.parametrize("usage", [-(10**6), 10**400, True, None, "many", 1.5])
 def test_a_count_of_tokens_that_cannot_be_is_not_believed(endpoint, usage):
-    endpoint.behave = lambda handler, text: handler.reply("[[5]]", usage) is None
+    endpoint.behave = lambda handler, text: handler.reply("[[5]]", usage)
     reward = judge(endpoint)
     assert reward.score([PROMPT] * 3, ["a", "b", "c"]) == [5, 5, 5]
     assert 3 * 20 <= reward.metrics["tokens"] < 3 * 60
@@ -348,19 +292,12 @@ SEVERAL = Missing("the judge's reply has several different ratings")
     ],
 )
 def test_no_text_of_the_answer_decides_its_rating(endpoint, completion, reply, verdict):
-    endpoint.behave = lambda handler, text: handler.reply(reply) is None
+    endpoint.behave = lambda handler, text: handler.reply(reply)
     assert judge(endpoint, retries=0).score([PROMPT], [completion]) == [verdict]
 
 
-def test_answers_that_confuse_the_judge_say_nothing_about_the_endpoint(endpoint):
-    endpoint.behave = lambda handler, text: "[[" in text and handler.reply(f"[[2]], it says {text}") is None
-    verdicts = judge(endpoint, retries=1).score([PROMPT] * 81, ["[[10]]"] * 80 + ["abc"])
-    assert verdicts == [SEVERAL] * 80 + [3]
-    assert endpoint.seen["[[10]]"] == 160
-
-
 def test_a_dead_endpoint_is_given_up(endpoint):
-    endpoint.behave = lambda handler, text: handler.send(503, "down") is None
+    endpoint.behave = lambda handler, text: handler.send(503, "down")
     reward = judge(endpoint, retries=2)
     verdicts = reward.score([PROMPT] * 500, texts(500))
     assert all(isinstance(v, Missing) for v in verdicts)
@@ -369,25 +306,20 @@ def test_a_dead_endpoint_is_given_up(endpoint):
     assert reward.score([PROMPT], ["abc"]) == [3]  # the next round tries again
 
 
-def test_a_refused_completion_is_not_asked_for_again_and_says_nothing_about_the_endpoint(endpoint):
-    endpoint.behave = lambda handler, text: text == "bad" and handler.send(400, "too long") is None
-    verdicts = judge(endpoint).score([PROMPT] * 101, ["bad"] * 100 + ["abc"])
-    assert verdicts == [Missing("HTTP 400 from the endpoint")] * 100 + [3]
-    assert endpoint.seen["bad"] == 100
+def test_what_an_answer_alone_brings_about_says_nothing_about_the_endpoint(endpoint):
+    def behave(handler, text):
+        if text == "bad":
+            return handler.send(400, "too long")
+        return "[[" in text and handler.reply(f"[[2]], it says {text}")
 
-
-@pytest.mark.parametrize("code", [401, 404, 410, 302, 307])
-def test_what_every_call_would_get_stops_at_once_and_the_key_is_not_shown(endpoint, code):
-    elsewhere = [("Location", "http://127.0.0.1:9/elsewhere")]
-    endpoint.behave = lambda handler, text: handler.send(code, f"no: {KEY}", elsewhere) is None
-    with pytest.raises(RewardError, match=f"HTTP {code} no: \\*\\*\\*") as error:
-        judge(endpoint).score([PROMPT] * 200, texts(200))
-    assert sum(endpoint.seen.values()) < 30
-    assert KEY not in repr(error.getrepr(chain=True, showlocals=False))
+    endpoint.behave = behave
+    verdicts = judge(endpoint, retries=1).score([PROMPT] * 161, ["[[10]]"] * 80 + ["bad"] * 80 + ["abc"])
+    assert verdicts == [SEVERAL] * 80 + [Missing("HTTP 400 from the endpoint")] * 80 + [3]
+    assert (endpoint.seen["[[10]]"], endpoint.seen["bad"]) == (160, 80), "a refused one is not sent again"
 
 
 def test_no_more_calls_than_the_cap_even_at_once(endpoint):
-    endpoint.behave = lambda handler, text: handler.send(500, "") is None if len(text) == 3 else False
+    endpoint.behave = lambda handler, text: handler.send(500, "") if len(text) == 3 else False
     reward = judge(endpoint, max_calls=25)
     verdicts = reward.score([PROMPT] * 60, texts(60))
     assert sum(endpoint.seen.values()) == reward.spent.calls == 25
@@ -404,14 +336,6 @@ def test_no_more_tokens_than_the_cap_by_the_endpoints_count(endpoint):
     scored = [v for v in verdicts if not isinstance(v, Missing)]
     assert 300 <= reward.spent.tokens == 30 * len(scored) <= 400
     assert Missing("reward.judge.max_total_tokens=400 is used up") in verdicts
-
-
-def test_through_the_factory_too_many_missing_stop_the_run(endpoint):
-    endpoint.behave = lambda handler, text: handler.reply("no comment") is None if len(text) > 6 else False
-    section = judge(endpoint, retries=0).config
-    reward = make_reward(reward_of("judge", section, 0.2))
-    with pytest.raises(RewardError, match="no score in the judge's reply"):
-        reward.score([PROMPT] * 9, texts(9))
 
 
 def test_settings_are_checked(monkeypatch):
