@@ -79,18 +79,6 @@ def test_accuracy_and_margin_are_over_pairs_where_a_prompt_has_several(tmp_path,
     assert found["eval_reward_margin"] == pytest.approx(fmean(want), abs=1e-5)
 
 
-def test_two_pairs_of_one_prompt_that_disagree_are_half_right(tmp_path):
-    for seed in range(20):
-        groups = tuple(
-            tuple(replace(e, prompt_id="p") for e in group) for group in random_groups(2, seed, "pairs")
-        )
-        first, second = margins(groups, 0.1)
-        if first * second < 0:
-            assert evaluated(tmp_path, "dpo", groups)["eval_reward_accuracy"] == 0.5
-            return
-    pytest.fail("no such two pairs")
-
-
 def test_examples_that_stand_alone_are_compared_within_their_prompt(tmp_path):
     """Desirable and undesirable rows that no pair joins: by prompt; a prompt with one kind alone has no
     margin."""

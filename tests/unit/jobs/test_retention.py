@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -80,11 +79,3 @@ def test_how_the_answers_are_cut_does_not_matter(tmp_path):
     (zero, whole), (also_zero, cut) = (measured(tmp_path / str(n), n, Spelling()) for n in (64, 3))
     assert zero == also_zero == 0.0
     assert cut == pytest.approx(whole, rel=1e-5)
-
-
-def test_so_many_prompts_are_answered(tmp_path):
-    many = [Group(Prompt((Turn("user", str(i)),))) for i in range(73)]
-    trainer = make_trainer(engine_config(tmp_path, "dpo"), tiny_policy())
-    assert len(InitialKL(trainer, Spelling(), many, Spelling(), (64, 40)).prompts) == 64
-    trainer.config = replace(trainer.config, n_eval_prompts=3)
-    assert len(InitialKL(trainer, Spelling(), many, Spelling(), (64, 40)).prompts) == 3

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.batches import microbatch
-from jobs.tally import BINS, EDGES, SIDES, Tally, sides
+from jobs.tally import BINS, EDGES, SIDES, Tally
 from models.distributed import start
-from tests.tiny import random_groups
 
 CPU = torch.device("cpu")
 
@@ -92,15 +90,3 @@ def test_a_restart_in_between_changes_nothing_to_the_bit():
     assert not any(after.total())
     whole.clear()
     assert whole.describe(whole.total()) == {}
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"), [("pairs", [0, 0, 0, 1, 1, 1]), ("labelled", [0, 1] * 3), ("weighted", [2] * 6)]
-)
-def test_a_rows_side(kind, expected):
-    """Equal rewards are of neither."""
-    examples = [example for group in random_groups(3, kind=kind) for example in group]
-    micro = microbatch(examples, CPU)
-    if kind == "weighted":
-        micro.labels.zero_()
-    assert sides(micro).tolist() == expected

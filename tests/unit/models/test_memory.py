@@ -17,39 +17,37 @@ def status(field):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
 
-V, M, D = int(sys.argv[1]), 2048, 8
-hidden, targets = torch.randn(M, D, requires_grad=True), torch.randint(V, (M,))
-weight = torch.randn(V, D, requires_grad=True)
-chunked_logprobs(hidden[:64], weight, None, targets[:64]).sum().backward()   # what torch allocates once, the gradients among it
-Path("/proc/self/clear_refs").write_text("5")   # the peak starts again from what is held now
-before = status("VmRSS")
-if sys.argv[2] == "chunked":
-    chunked_logprobs(hidden, weight, None, targets).sum().backward()
-else:
-    (hidden @ weight.T).log_softmax(-1).gather(1, targets[:, None]).sum().backward()
-print(status("VmHWM") - before)
+def added(V, M=2048, D=8, whole=False):
+    # MB that one forward and backward add to the peak of the process
+    hidden, targets = torch.randn(M, D, requires_grad=True), torch.randint(V, (M,))
+    weight = torch.randn(V, D, requires_grad=True)
+    chunked_logprobs(hidden[:64], weight, None, targets[:64]).sum().backward()   # what torch allocates once, the gradients among it
+    Path("/proc/self/clear_refs").write_text("5")   # the peak starts again from what is held now
+    before = status("VmRSS")
+    if whole:
+        (hidden @ weight.T).log_softmax(-1).gather(1, targets[:, None]).sum().backward()
+    else:
+        chunked_logprobs(hidden, weight, None, targets).sum().backward()
+    return status("VmHWM") - before
+
+print(added(32_768), added(65_536), added(32_768, whole=True))
 """  # noqa: E501
 
 
-def printed(script: str, *words: object, **environment: str) -> float:
-    """The number that a program prints."""
+def printed(script: str, *words: object, **environment: str) -> list[float]:
+    """The numbers that a program prints."""
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", script, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True, env=environment)
-    return float(done.stdout)
-
-
-def peak_mb(vocabulary: int, how: str = "chunked") -> float:
-    """What one forward and backward add to the process's peak, MB."""
-    return printed(SCRIPT, vocabulary, how, MALLOC_MMAP_THRESHOLD_="65536")
+    return list(map(float, done.stdout.split()))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
 def test_memory_is_flat_in_the_vocabulary():
     """The float32 logits of 2,048 tokens are 256 MB at a vocabulary of 32k, 512 MB at 64k; only the weight's
     gradient may grow."""
-    assert peak_mb(32_768, "all at once") > 500, "the measure sees no logits"
-    small, large = peak_mb(32_768), peak_mb(65_536)
+    small, large, whole = printed(SCRIPT, MALLOC_MMAP_THRESHOLD_="65536")
+    assert whole > 500, "the measure sees no logits"
     assert small < 200
     assert large - small < 40
 
@@ -59,8 +57,7 @@ import sys, torch
 from pathlib import Path
 from models.distributed import return_freed_blocks
 
-if sys.argv[1] == "returned":
-    return_freed_blocks(int(sys.argv[2]))
+return_freed_blocks(int(sys.argv[1]))
 resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) / 256
 del (larger := [torch.ones(1 << 22)])[:]   # 16 MiB: from its return on glibc keeps blocks of this size
 kept = [torch.ones(1 << 19) for _ in range(64)]
@@ -71,9 +68,6 @@ print(before - resident())
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
-@pytest.mark.parametrize(
-    ("how", "weights", "returned"),
-    [("returned", 1 << 26, True), ("returned", 1 << 25, False), ("kept", 0, False)],
-)
-def test_freed_blocks_between_living_ones_are_returned(how: str, weights: int, returned: bool) -> None:
-    assert (printed(FREED, how, weights) > 60) == returned  # 32 of 2 MiB
+@pytest.mark.parametrize(("weights", "returned"), [(1 << 26, True), (1 << 25, False)])
+def test_freed_blocks_between_living_ones_are_returned(weights: int, returned: bool) -> None:
+    assert (printed(FREED, weights)[0] > 60) == returned  # 32 of 2 MiB

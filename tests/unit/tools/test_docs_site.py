@@ -69,11 +69,6 @@ def test_the_lock_is_of_the_lists_and_every_package_in_it_has_its_hash():
         assert all(version in wanted.specifier for version in locked[wanted.name]), line
 
 
-def test_what_is_ignored_by_git_does_not_go_into_an_image():
-    ignored = {line.strip("/") for line in (ROOT / ".dockerignore").read_text().split()}
-    assert {".git", ".venv*", "runs", "wandb", ".cache", "site"} <= ignored
-
-
 def test_every_page_is_named_in_the_sites_order():
     text = re.sub(r"!ENV \[[^\]]*\]", "null", (ROOT / "mkdocs.yml").read_text())
     parts = [of for part in yaml.safe_load(text)["nav"] for of in part.values()]

@@ -65,21 +65,3 @@ def test_the_systems_python_is_taken_where_it_is_much_faster(tmp_path, first, sy
     assert (f"PYTHON={tmp_path / 'python3'} takes the first" in told.stderr) == (taken == "system")
     asked = chosen(tmp_path, SYSTEM_PYTHONS=str(other), PYTHON="python3")
     assert asked.stdout.strip() == str(tmp_path / "python3") and asked.stderr == ""
-
-
-def test_a_python_is_not_compared_with_itself(tmp_path):
-    (tmp_path / "python3").symlink_to(sys.executable)
-    (tmp_path / "other").symlink_to(sys.executable)
-    told = chosen(tmp_path, SYSTEM_PYTHONS=str(tmp_path / "other"))
-    assert told.stdout.strip() == str(tmp_path / "python3") and told.stderr == ""
-
-
-def test_how_long_a_python_takes_is_measured(tmp_path):
-    """By real Pythons, one of which has ten times as much to do."""
-    slow = tmp_path / "python3"
-    slow.write_text(f'#!/bin/bash\nexec {sys.executable} "${{@//20000/200000}}"\n')
-    slow.chmod(0o755)
-    told = chosen(tmp_path, SYSTEM_PYTHONS=sys.executable)
-    assert (
-        told.stdout.strip() == sys.executable and f"{slow} takes more than 1.3 times as long" in told.stderr
-    )

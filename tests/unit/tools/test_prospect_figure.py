@@ -45,11 +45,6 @@ def test_worse_data_saturate_sooner_and_better_later():
     assert any("humanline range" in str(curve.get_label()) for curve in figure.axes[0].lines)
 
 
-def test_data_of_one_kind_or_out_of_range_are_drawn_too():
-    figure = draw(OWN, {"better": OWN + 50}, (-1.5, 1.5))
-    assert len(figure.axes[0].lines) == 3
-
-
 def test_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="is not the folder of a run"):
         of_run(tmp_path, 8)

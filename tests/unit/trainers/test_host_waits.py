@@ -149,9 +149,10 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("packing", ["true", "false"])
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
+@pytest.mark.parametrize(
+    ("loss", "variant", "packing"),
+    [("dpo", "offline", "false"), ("kto", "humanline", "true"), ("grpo", "sampling", "true")],
+)
 def test_a_step_makes_the_host_wait_for_nothing(weights, loss, variant, packing):
     trainer, segment = prepared(weights, loss, *VARIANTS[variant], f"model.packing={packing}")
     for _ in range(segment.steps):
@@ -171,38 +172,6 @@ def test_a_sync_by_distance_waits_once_a_step(weights):
     assert trainer.reference.step > 0
 
 
-BREACHES: dict[str, Callable[[torch.Tensor], object]] = {
-    "item": lambda x: x.sum().item(),
-    "float": lambda x: float(x.sum()),
-    "a condition": lambda x: 1 if x.sum() > 0 else 2,
-    "tolist": lambda x: x.tolist(),
-    "numpy": lambda x: x.numpy(),
-    "cpu": lambda x: x.cpu(),
-    "a mask as an index": lambda x: x[x > 0],
-    "an assignment under a mask": lambda x: x.clone().__setitem__(x > 0, 0.0),
-    "a copy to the device": lambda x: x.to(x.device),
-    "a copy to the device in the background": lambda x: x.to(x.device, non_blocking=True),
-    "a new tensor on the device": lambda x: torch.tensor([1.0, 2.0], device=x.device),
-    "a copy into it": lambda x: torch.zeros_like(x).copy_(x),
-}
-HARMLESS: dict[str, Callable[[torch.Tensor], object]] = {
-    "a copy in the background": lambda x: x.to("cpu", non_blocking=True),
-    "a copy from pinned memory": lambda x: to_device(x, x.device),
-    "another type": lambda x: x.to(torch.float64),
-    "where": lambda x: torch.where(x > 0, x, 0.0),
-    "numbers as an index": lambda x: x[torch.arange(2)],
-}
-
-
-@pytest.mark.parametrize("what", [*BREACHES, *HARMLESS])
-def test_the_watch_sees_what_waits_and_nothing_else(what, monkeypatch):
-    monkeypatch.setitem(globals(), "__file__", "")  # here this file is the code that is watched
-    with watched() as found:
-        (BREACHES | HARMLESS)[what](torch.tensor([1.0, -1.0, 2.0]))
-    found = [one for one in found if "a copy" not in what or "to" in one or "copy_" in one]
-    assert bool(found) == (what in BREACHES), found
-
-
 def test_the_watch_sees_into_a_step(weights):
     """Into its backward, too."""
     trainer, segment = prepared(weights, "dpo")
@@ -217,22 +186,3 @@ def test_the_watch_sees_into_a_step(weights):
     with watched() as found:
         trainer.step(trainer.dealt(segment))
     assert len([one for one in found if "_local_scalar_dense" in one]) == 2, "one a microbatch"
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("packing", ["true", "false"])
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
-def test_a_step_on_a_gpu_waits_for_nothing(weights, loss, variant, packing):
-    """What the device itself says. The first step is not watched: it sets libraries up."""
-    trainer, segment = prepared(
-        weights, loss, *VARIANTS[variant], f"model.packing={packing}", dtype="bfloat16"
-    )
-    trainer.step(trainer.dealt(segment))
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(segment.steps - 1):
-            trainer.step(trainer.dealt(segment))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
