@@ -14,7 +14,7 @@ from pathlib import Path
 
 from common.errors import ConfigError, StoppedError, require
 from common.imports import importing
-from common.options import options_of
+from common.options import options_of, run_folder
 from config.cli import guarded
 from config.load import load_run, settings_of
 
@@ -87,7 +87,7 @@ def push_run(run: Path, exported: Path | None, repository: str, private: bool) -
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = options_of("python export.py", __doc__)
-    parser.add_argument("run", type=Path, help="the folder of a run")
+    parser.add_argument("run", type=run_folder, help="the folder of a run")
     parser.add_argument(
         "--step", type=int, help="the checkpoint before this step; default: the newest sound one"
     )

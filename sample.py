@@ -28,6 +28,10 @@ from config.schema_stages import SampleStage
 
 def sample(cfg: DictConfig, overridden: list[str]) -> None:
     """Write one file of samples. ``overridden``: the dotted keys that the command line sets."""
+    if cfg.run is not None:  # before what its answers are to be written to
+        from evals.targets import run_of
+
+        run_of(Path(str(cfg.run)), None)
     stage, rest = split_settings(cfg, SampleStage)
     config = settings(rest, stage)[0] if stage.run is None else of_run(stage.run, rest, overridden)
     key, value = ("run", stage.run) if stage.run else ("model.head", config.model.head)

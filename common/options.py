@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 
 def options_of(program: str, about: str | None) -> argparse.ArgumentParser:
@@ -10,3 +11,9 @@ def options_of(program: str, about: str | None) -> argparse.ArgumentParser:
     typed, ``python -m launch.status``."""
     form = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(program, description=about, formatter_class=form)
+
+
+def run_folder(text: str) -> Path:
+    """Return the folder of a run that was typed as ``runs/mine`` or, as for the programs with settings,
+    ``run=runs/mine``."""
+    return Path(text.removeprefix("run="))

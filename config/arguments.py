@@ -32,13 +32,17 @@ NONE_OF = {
     "experiment": "; for none leave it out",
 }
 """What to type in order to choose no file of a folder."""
-_DATA = (".json", ".jsonl", ".parquet", ".csv", ".gz")
+DATA_FILES = (".json", ".jsonl", ".parquet", ".csv", ".gz")
+_MAPPINGS = re.compile(r"(?P<mapping>data\.columns|model\.chat_template_kwargs)\.(?P<name>\w+)=(?P<value>.*)")
+"""Settings that are mappings as a whole, typed by one of their keys."""
 
 
-def as_settings(arguments: list[str]) -> list[str]:
+def as_settings(arguments: list[str], names_run: bool = False) -> list[str]:
     """Turn ``--lr 1e-5``, ``--lr=1e-5`` and ``--resume`` into ``lr=1e-5`` and ``resume=true``. A ``-`` within
     a name becomes a ``_``, and several values become a list. Mappings whose keys the user defines get Hydra's
-    ``++``. Hydra's own options come first, as Hydra wants it. Everything else stays unchanged."""
+    ``++``, and ``data.columns.prompt=a data.columns.chosen=b`` becomes one mapping. With ``names_run`` words
+    without a ``=`` are folders of runs, ``run=…``. Hydra's own options come first, as Hydra wants it.
+    Everything else stays unchanged."""
     words, rest = [], list(arguments)
     while rest:
         word = rest.pop(0)
@@ -53,7 +57,27 @@ def as_settings(arguments: list[str]) -> list[str]:
         words.append(f"{match['name'].replace('-', '_')}={value}")
     options, words = apart(words)
     words = ["~reward" if word in ("reward=none", "reward=null") else word for word in words]
+    words = _as_mappings(words)
+    if names_run and (runs := [word for word in words if "=" not in word and word[:1] not in "~-"]):
+        folders = runs[0] if len(runs) == 1 else f"[{','.join(map(in_quotes, runs))}]"
+        named = as_typed("run", folders) if len(runs) == 1 else f"run={folders}"
+        words = [named, *(word for word in words if word not in runs)]
     return [*options, *(f"++{word}" if _OPEN.match(word) else word for word in words)]
+
+
+def _as_mappings(words: Sequence[str]) -> list[str]:
+    """Return ``words`` with those that set a key of the same mapping as one, in place of the first."""
+    parts: dict[str, list[str]] = {}
+    out: list[str] = []
+    for word in words:
+        match = _MAPPINGS.fullmatch(word.lstrip("+"))
+        if match is None:
+            out.append(word)
+            continue
+        if match["mapping"] not in parts:
+            out.append(match["mapping"])
+        parts.setdefault(match["mapping"], []).append(f"{match['name']}: {match['value']}")
+    return [f"{word}={{{', '.join(parts[word])}}}" if word in parts else word for word in out]
 
 
 def apart(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -161,13 +185,15 @@ def _if_path(key: str, value: str) -> str | None:
     here = (
         os.path.exists(os.path.expanduser(value))
         or value.startswith((".", "/", "~"))
-        or value.endswith(_DATA)
+        or value.endswith((*DATA_FILES, ".py"))
     )
     instead = {
         "data": ("local" if here else "hub", "data.path"),
         "model": ("hub", "model.name_or_path"),
         "reward": ("classifier", "reward.classifier.name_or_path"),
     }.get(key)
+    if key == "reward" and value.endswith(".py"):
+        instead, value = ("function", "reward.function.path"), f"{Path(value).stem}.NAME_OF_THE_FUNCTION"
     if not here and (instead is None or re.fullmatch(r"[\w.-]+/[\w.-]+", value) is None):
         return None
     typed = f"{key}={Path(value).stem}, with that file in this folder"

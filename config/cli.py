@@ -13,8 +13,9 @@ import errno
 import gc
 import os
 import re
+import shlex
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from common.errors import ConfigError, StoppedError, UserError, require
 from common.files import LINK, on_disk
 from common.progress import guard_output, no_room, phase, pulse
 from common.secrets import remember, scrub_text
-from config.arguments import apart, as_settings, further_folders, override_in, wrong_choices
+from config.arguments import DATA_FILES, apart, as_settings, further_folders, override_in, wrong_choices
 from config.composing import check_jobs, check_loss_file, composed
 from config.files import FOLDER, not_utf8, walk, wrong_line
 from config.load import load, run_name
@@ -46,14 +47,23 @@ FOLLOWS = {"max_length": "max_prompt_length", "contexts": "contexts_per_round"}
 """A limit -> the one of the same section that must not exceed it."""
 OPEN = ("evaluations", "callbacks", "humanline_rule", "trackers", "reward", "hydra")
 """Sections whose settings the user or a chosen file defines."""
+SHOWS_ALL = "python {}.py --cfg job shows all settings"
+PAST = ("--config-name", "-cn", "--config-path", "-cp")
+"""Options of Hydra that name another first file of settings."""
 LINES = "\n       "
 """What separates the lines of one message."""
 UNREADABLE = (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError)
 """What Hydra raises for words and files that it cannot compose."""
 _PLACE = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
+TYPOGRAPHIC = str.maketrans("−–—‐‑‒“”„‘’\xa0", '------"""\'\' ')
+"""Signs of word processors -> those that are meant."""
+BRACKETS = ("{", "[", '"', "'")
+"""What begins a value that may have spaces."""
 OTHER_THING = (*_PLACE, errno.EINVAL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
 """Errors of a file that may not be read or written, or in whose place something else stands (a folder)."""
 INTERRUPTED = "interrupted; what is done is kept, the same command goes on"
+NAMES_RUN = ("eval", "sample")
+"""Programs that take a run's folder as ``run=``, or alone."""
 EMBEDDED = "adder"
 """The embedded task, which is the default. The names of its files in config/data and config/model begin with
 this word."""
@@ -94,9 +104,14 @@ def _loaded(cfg: DictConfig, overrides: Sequence[str]) -> Config:
 
 
 def refuse_default_data(config: Config, overrides: Sequence[str]) -> None:
-    """Raise ConfigError if another model is chosen with the default task's data and ``data=`` was not given:
-    a forgotten ``data=`` must not train that model on sums."""
+    """Raise ConfigError if another model or a file is chosen with the default task's data and ``data=`` was
+    not given: a forgotten ``data=`` must not train that model on sums."""
     chosen = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
+    path = chosen.get("data.path")
+    source = "local" if path is None or os.path.exists(path) or path.endswith(DATA_FILES) else "hub"
+    without_source = path is not None and "data" not in chosen and config.data.name == EMBEDDED
+    own = f"would be read as sums of the embedded task; type data={source} data.path={path}"
+    require(not without_source, "data.path", path, own)
     model, data = chosen.get("model", EMBEDDED), config.data.name
     require(
         "data" in chosen or data != EMBEDDED or model.startswith(EMBEDDED),
@@ -148,7 +163,7 @@ def cli(main: Callable[[], object]) -> None:
     guard_output()
     atexit.register(_leave)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # otherwise Hydra prints its own message and exits with 1
-    sys.argv[1:] = as_settings(sys.argv[1:])
+    sys.argv[1:] = as_settings(sys.argv[1:], names_run=program() in NAMES_RUN)
     guarded(lambda: refuse_left_over(os.environ))
     guarded(lambda: refuse_foreign(sys.argv[1:]))
     if speaks(os.environ):
@@ -211,7 +226,7 @@ def in_our_words(error: Exception, overrides: Sequence[str]) -> str:
             raise error  # of something else that the program read
         return f"{', '.join(files)}: {error}; save it as UTF-8"
     if isinstance(error, OverrideParseException):
-        return _unparsed(error)
+        return str(_unparsed(error, list(overrides)))
     text = str(error)
     if match := re.search(r"Ambiguous value for argument '([^=']+)=([^']*)'", text):
         key, value = match.groups()
@@ -231,18 +246,41 @@ def in_our_words(error: Exception, overrides: Sequence[str]) -> str:
     return " ".join(f"{text} {error.__cause__ or ''}".split())
 
 
-def _unparsed(error: OverrideParseException) -> str:
-    """Return the message about an argument that Hydra's grammar does not have."""
-    key, sign, value = error.override.partition("=")
+def _unparsed(error: OverrideParseException, overrides: list[str]) -> UserError:
+    """Return the refusal of an argument that Hydra's grammar does not have; ``overrides`` are all arguments,
+    as the pieces of one that the shell has split stand in a row."""
+    word = error.override
+    key, sign, value = word.partition("=")
     if not sign:
-        return f"{key}: settings are written as lr=1e-6; python {program()}.py --help shows the options"
+        how = "settings are written as lr=1e-6"
+        return UserError(f"{word}: {how}; python {program()}.py --help shows the options")
+    rest = overrides[overrides.index(word) :] if word in overrides else [word]
     if value.startswith("~/"):
         advice = f"the shell leaves ~ as it is here; type {key}=$HOME{value[1:]}"
-        return str(ConfigError(key, value, advice))
-    why = re.split(r"\n| expecting", error.message)[0]
-    why = "cannot be read" if "Exception" in why or "override" in why else why
-    signs = "a space, a letter outside ASCII or one of = , ( ) [ ] { } ~ # !"
-    return str(ConfigError(key, value, f"{why}; a text with {signs} is quoted twice, as in '{key}=\"a=b\"'"))
+    elif (plain := word.translate(TYPOGRAPHIC)) != word:
+        advice = f"has a sign that a word processor wrote; type {shlex.quote(plain)}"
+    elif value.endswith(","):
+        advice = f"ends in a comma; settings stand apart by spaces alone: type {word.rstrip(',')}"
+    elif value[:1] in BRACKETS and (whole := _whole(rest)):
+        advice = f"the shell took it apart at its spaces; type it in quotes: '{whole}'"
+    elif re.search(r"\s[+~]*[\w.]+=", value) and '"' not in value:
+        advice = f"several settings within one pair of quotes; type each as a word: {word}"
+    else:
+        why = re.split(r"\n| expecting", error.message)[0]
+        why = "cannot be read" if "Exception" in why or "override" in why else why
+        signs = "a space, a letter outside ASCII or one of = , ( ) [ ] { } ~ # !"
+        advice = f"{why}; a text with {signs} is quoted twice, as in '{key}=\"a=b\"'"
+    return ConfigError(key, value, advice)
+
+
+def _whole(words: Sequence[str]) -> str | None:
+    """Return the setting that the first of ``words`` begins and that ends where its brackets are closed; None
+    where they never are."""
+    for end in range(1, len(words) + 1):
+        whole = " ".join(words[:end])
+        if end > 1 and override_in(whole) is not None:
+            return whole
+    return None
 
 
 def all_unknown(error: ConfigError, overrides: Sequence[str]) -> UserError:
@@ -250,10 +288,22 @@ def all_unknown(error: ConfigError, overrides: Sequence[str]) -> UserError:
     keys of the command line."""
     unknown = _unknown(overrides, OPEN)
     about = any(f"{key}.".startswith(f"{error.key}.") for key in unknown)
-    return UserError(LINES.join(unknown.values())) if about else error
+    return UserError(LINES.join(_lines(unknown))) if about else error
 
 
-def _unknown(overrides: Sequence[str], but: Collection[str]) -> dict[str, str]:
+def _lines(unknown: Mapping[str, ConfigError]) -> list[str]:
+    """Return a line for each refusal of a key that is no setting, and one for all keys that resemble none."""
+    strange = [error for error in unknown.values() if error.remedy == NOTHING]
+    lines = [str(error) for error in unknown.values() if error.remedy != NOTHING]
+    if len(strange) == 1:
+        lines.append(f"{strange[0]}; {SHOWS_ALL.format(program())}")
+    elif strange:
+        keys = ", ".join(error.key for error in strange)
+        lines.append(f"{keys}: no settings here, nor names of TRL or HALOs; {SHOWS_ALL.format(program())}")
+    return lines
+
+
+def _unknown(overrides: Sequence[str], but: Collection[str]) -> dict[str, ConfigError]:
     """Return key -> its refusal for the keys that are typed and no settings; none of the sections ``but``."""
     there = _settings_there(overrides)
     folders = {path.name for path in FOLDER.iterdir() if path.is_dir()}
@@ -261,22 +311,27 @@ def _unknown(overrides: Sequence[str], but: Collection[str]) -> dict[str, str]:
     for key, value in _typed_settings(overrides):
         # trainer is typed by who comes from HALOs; here it is a section
         if key.split(".")[0] not in but and (key == "trainer" or key not in {*there, *folders}):
-            message = remedy(key, value, there)
-            shows = f"; python {program()}.py --cfg job shows all of them" if message == NOTHING else ""
-            lines[key] = str(ConfigError(key, value, message + shows))
+            lines[key] = ConfigError(key, value, remedy(key, value, there))
     return lines
 
 
 def refuse_foreign(overrides: Sequence[str]) -> None:
-    """Raise UserError, a ConfigError if one setting alone is to blame, for what is gone and for choices of
-    files that do not exist; with these it names the keys that are no settings."""
+    """Raise UserError, a ConfigError if one setting alone is to blame, for what is gone, for options of Hydra
+    that would lead past config.yaml, and for choices of files that do not exist; with these it names the keys
+    that are no settings."""
+    for option in apart(overrides)[0]:
+        name, _, value = option.partition("=")
+        setting = option.lstrip("-")
+        require(not re.fullmatch(r"-[A-Za-z_.]{2,}=.*", option), name, value, f"is no option; type {setting}")
+        own = "settings begin with config.yaml; a file of your own is config/experiment/mine.yaml, chosen by"
+        require(name not in PAST, name, value, f"{own} experiment=mine (elsewhere: --config-dir FOLDER)")
     refuse_removed(_typed_settings(overrides))
     if wrong := wrong_choices(overrides):
         right = [word for word in overrides if word not in wrong]
-        lines = _unknown(right, [*OPEN, *(error.key for error in wrong.values())])
-        if len(wrong) == 1 and not lines:
+        unknown = _unknown(right, [*OPEN, *(error.key for error in wrong.values())])
+        if len(wrong) == 1 and not unknown:
             raise next(iter(wrong.values()))
-        raise UserError(LINES.join([*map(str, wrong.values()), *lines.values()]))
+        raise UserError(LINES.join([*map(str, wrong.values()), *_lines(unknown)]))
 
 
 def _typed_settings(overrides: Sequence[str]) -> list[tuple[str, str]]:

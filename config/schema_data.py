@@ -62,7 +62,13 @@ class DataConfig:
     eval_split: Text | None
     eval_fraction: Annotated[SmallShare, "is the share of the prompts held out for evaluation"]
     format: Text
-    columns: Annotated[dict[str, Text], ", as in {prompt: question}"] | None
+    columns: (
+        Annotated[
+            dict[str, Text],
+            "; in quotes, as in 'data.columns={prompt: question, chosen: good, rejected: bad}'",
+        ]
+        | None
+    )
     ignore_columns: list[Text] | None
     numbers: list[Text] | None
     max_unreadable: Annotated[Share, "is a share of the rows"]

@@ -249,7 +249,9 @@ def _remedy(error: Any, key: str, schema: Any, place: str) -> str:
         )
     if kind == "dataclass_type":
         listed = f"is one of {name}: a mapping, as in {{name: hh, weight: 0.7}}"
-        alone = f"is a section, not a setting; {section_says(key, names(schema, start))}"
+        inside = list(names(schema, start))
+        switch = f"; type {key}.enabled={str(value).lower()}" if f"{key}.enabled" in inside else ""
+        alone = f"is a section, not a setting{switch}; {section_says(key, inside)}"
         return listed if isinstance(error["loc"][-1], int) else alone
     parts = list(_parts(type_hints(section, extras=True)[name]))
     word = word_of(section, name)

@@ -58,7 +58,12 @@ class Equivalent(NamedTuple):
         same = self.own and len(self.here) == 1 and "=" not in self.there[0] and here[-1] not in "]'"
         if value and same and "," not in value:
             here = f"{here.rpartition('=')[0]}={value}"
-        return f"here: {here}{f' ({self.note})' if self.note else ''}".replace("`", "")
+        here = (
+            f"here: {here}"
+            if same or "=" in self.there[0] or "=" not in here
+            else f"here, for example: {here}"
+        )
+        return f"{here}{f' ({self.note})' if self.note else ''}".replace("`", "")
 
 
 @cache
@@ -81,7 +86,10 @@ def foreign(name: str, value: str) -> tuple[str, Equivalent] | None:
     if not rows:
         return foreign(name[3:], "false") if name.startswith("no_") else None
     bare = re.sub(r"[\"' ]", "", value)  # as a shell would strip them
-    exact = [(whose, row) for whose, row in rows if f'{name}="{bare}"' in row.there]
+    typed = f"{name}={bare}".lower()
+    exact = [
+        (whose, row) for whose, row in rows if typed in (one.replace('"', "").lower() for one in row.there)
+    ]
     if exact or len(rows) == 1 or name in rows[0][1].there:
         return (exact or rows)[0]
     of_values = [row for whose, row in rows if whose == rows[0][0] and row.here]

@@ -8,6 +8,9 @@ run). Exit codes: 0 fit; 1 something would stop the run; 2 the settings are not 
 
 from __future__ import annotations
 
+if not __package__:  # started by its path, where nothing beside its folder is found
+    raise SystemExit("error: type python -m launch.doctor")
+
 import os
 import shutil
 import subprocess

@@ -20,6 +20,9 @@ first two tables.
 
 from __future__ import annotations
 
+if not __package__:  # started by its path, where nothing beside its folder is found
+    raise SystemExit("error: type python -m launch.results")
+
 import argparse
 import csv
 import io
@@ -33,7 +36,7 @@ from typing import NamedTuple
 
 from common.errors import require
 from common.files import check_name, write_whole
-from common.options import options_of
+from common.options import options_of, run_folder
 from config.cli import answered
 from launch.cells import Cell, cells_of
 from launch.collect import Result, of_folders, of_sweep
@@ -151,7 +154,7 @@ def run_rows(results: Sequence[Result], cells: Sequence[Cell]) -> list[list[obje
 def options_of_runs(program: str, about: str | None) -> argparse.ArgumentParser:
     """Return the parser of a program that reads runs, with the options that ``load`` reads but --select."""
     parser = options_of(program, about)
-    parser.add_argument("sources", nargs="+", type=Path, help="a sweep file, or run folders")
+    parser.add_argument("sources", nargs="+", type=run_folder, help="a sweep file, or run folders")
     parser.add_argument("--name", help="the sweep's other name, as for launch.sweep")
     parser.add_argument(
         "--logs", type=Path, default=Path("logs"), help="where the logs of sweeps lie, as for launch.sweep"

@@ -7,6 +7,9 @@ For a failed run it shows the last message and its log.
 
 from __future__ import annotations
 
+if not __package__:  # started by its path, where nothing beside its folder is found
+    raise SystemExit("error: type python -m launch.status")
+
 import argparse
 import sys
 from collections import Counter

@@ -13,6 +13,9 @@ valid; 75 stopped, start again to go on.
 
 from __future__ import annotations
 
+if not __package__:  # started by its path, where nothing beside its folder is found
+    raise SystemExit("error: type python -m launch.sweep")
+
 import argparse
 import fnmatch
 import shlex

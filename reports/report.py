@@ -9,6 +9,9 @@ so a killed run can be reported too.
 
 from __future__ import annotations
 
+if not __package__:  # started by its path, where nothing beside its folder is found
+    raise SystemExit("error: type python -m reports.report")
+
 import base64
 import json
 import shlex
@@ -22,7 +25,7 @@ import yaml  # type: ignore[import-untyped]
 
 from common.errors import ConfigError, require
 from common.files import write_whole
-from common.options import options_of
+from common.options import options_of, run_folder
 from common.secrets import scrub
 from config.arguments import as_typed
 from config.cli import answered
@@ -255,7 +258,7 @@ def _damaged(path: Path, why: str) -> ConfigError:
 def main(words: Sequence[str]) -> int:
     """Draw the report of each run named; return 2 if one is no run, or cannot be read or written."""
     about = options_of("python -m reports.report", __doc__)
-    about.add_argument("runs", nargs="+", type=Path, help="the folders of runs")
+    about.add_argument("runs", nargs="+", type=run_folder, help="the folders of runs")
     folders = about.parse_args(words).runs
 
     def work() -> None:

@@ -47,17 +47,17 @@ MOST_LINES = 600
 MOST_LINES_OF_A_FUNCTION = 60
 # Lines that a room may have; only a reviewed change raises one.
 BUDGETS = {
-    "common": 1_617,
-    "config": 3_403,
+    "common": 1_624,
+    "config": 3_500,
     "data": 6_878,
     "models": 4_622,
     "trainers": 2_700,
     "memory": 1_545,
-    "reports": 2_197,
+    "reports": 2_200,
     "rollouts": 5_962,
     "jobs": 4_281,
     "evals": 1_813,
-    "launch": 3_247,
+    "launch": 3_259,
     "benchmarks": 1_368,
     "tools": 923,
     "tests": 38_215,

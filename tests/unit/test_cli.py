@@ -190,7 +190,21 @@ READING = {
     "log_epsilon_P=e^-1.5": "log_epsilon_P=e^-1.5: cannot be read; a text with",
     "data.path=a(b).jsonl": "data.path=a(b).jsonl: mismatched input",
     "data.path=~/a.jsonl": "data.path=~/a.jsonl: the shell leaves ~ as it is here; type data.path=$HOME/a",
-    "loss=dpo, humanline=true": "loss=dpo,: mismatched input '<EOF>'; a text",
+    "loss=dpo, humanline=true": "loss=dpo,: ends in a comma; settings stand apart by spaces",
+    "lr=1e−5": "lr=1e−5: has a sign that a word processor wrote; type lr=1e-5",
+    "exp_name=“mine”": "exp_name=“mine”: has a sign that a word processor wrote; type 'exp_name=",
+    "seed=1 data.columns={prompt: q, chosen: a} lr=1": "data.columns={prompt:: the shell took it apart at "
+    "its spaces; type it in quotes: 'data.columns={prompt: q, chosen: a}'",
+    "data=local data.columns=prompt:q": "data.columns=prompt:q: is a mapping; in quotes, as in 'data",
+    "-loss=dpo": "-loss=dpo: is no option; type loss=dpo",
+    "--config-name=mine": "--config-name=mine: settings begin with config.yaml; a file of",
+    "wandb=false": "wandb=False: is a section, not a setting; type wandb.enabled=false",
+    "data.path=mine.csv": "data.path=mine.csv: would be read as sums of the embedded task; type data=local",
+    "data.path=org/set": "data.path=org/set: would be read as sums of the embedded task; type data=hub",
+    "reward=my_rewards.py": "reward=my_rewards.py: is a path, and reward= names a file of config/reward; "
+    "type reward=function reward.function.path=my_rewards.NAME",
+    "base_model=x micro_batch_size=2 lora_r=8": "lora_r=8: is not a setting, nothing would read it; here it "
+    "is model.peft.lora_r=8\n       base_model, micro_batch_size: no settings here, nor names of TRL",
     "+lr=1e-4": "+lr: is a setting already; write lr=value, without the +",
     "+humanlin=true": "humanlin=true: is not a setting, nothing would read it; did you mean humanline?",
 }
@@ -202,6 +216,19 @@ def test_every_refusal_says_key_value_and_remedy(line, said):
         check_loss(compose(*line.split())[0])
     message = scrub_text(str(caught.value))
     assert message.startswith(said) and "hydra.cc" not in message
+
+
+def test_several_settings_within_one_pair_of_quotes_are_refused():
+    with pytest.raises(UserError, match="several settings within one pair of quotes; type each as a word"):
+        compose("loss=kto humanline=true")
+
+
+@pytest.mark.parametrize("module", ["launch/sweep", "launch/results", "launch/status", "reports/report"])
+def test_a_module_that_is_started_by_its_path_names_its_command(module):
+    done = subprocess.run(
+        ["python3", "-S", f"{ROOT}/{module}.py"], capture_output=True, text=True, timeout=HANG
+    )
+    assert done.stderr == f"error: type python -m {module.replace('/', '.')}\n"
 
 
 def test_settings_that_nothing_will_read_are_refused_before_torch_is_imported():
@@ -228,6 +255,10 @@ def composed_help(name: str) -> str:
     ("typed", "meant"),
     [
         ("--lr 1e-5", ["lr=1e-5"]),
+        (
+            "data.columns.prompt=q lr=1 data.columns.chosen=a",
+            ["data.columns={prompt: q, chosen: a}", "lr=1"],
+        ),
         ("--learning-rate 1e-5", ["learning_rate=1e-5"]),
         ("--log_epsilon_P -1.5 --humanline", ["log_epsilon_P=-1.5", "humanline=true"]),
         ("--resume loss=dpo", ["resume=true", "loss=dpo"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from config.cli import compose
 from config.composing import composed
 from config.files import section, walk
 from config.unknown_keys import NOTHING, foreign, no_file, remedy, sources
-from tests.tiny import compose_config
 
 DPO = [key for key, _ in walk(OmegaConf.to_container(composed([]), resolve=False))]
 ROWS = [(whose, row) for whose, rows in sources().items() for row in rows]
@@ -27,7 +27,14 @@ ROWS = [(whose, row) for whose, rows in sources().items() for row in rows]
         ("beta", "0.1", f"{NOTHING}; here it is loss.beta=0.1"),
         ("batch_size", "8", "here it is model.batch_size=8 or sampler.batch_size=8"),
         ("epsilon", "0.2", "loss.epsilon is a setting of loss=cdpo, dr_grpo, grpo"),
-        ("max_steps", "100", "here: n_examples=320 (steps times batch size)"),
+        ("max_steps", "100", "here, for example: n_examples=320 (steps times batch size)"),
+        ("report_to", "none", "here: wandb.enabled=false"),
+        ("reward_funcs", "my.reward", "here: online=true reward=function reward.function.path=my.reward ("),
+        ("scale_rewards", "group", "here: loss=grpo loss.advantage=group ("),
+        ("scale_rewards", "False", "here: loss=grpo loss.advantage=group_mean"),
+        ("mask_truncated_completions", "true", "here: rounds.truncated=mask"),
+        ("sync_reference", "true", "nothing more to type: humanline=true clips and syncs"),
+        ("fp16", "true", "float16 is not here; nearest is model.dtype=bfloat16"),
         ("loss_type", '"dr_grpo"', "here: loss=dr_grpo"),
         ("loss_type", "other", 'loss=ipo for "ipo", or'),
         ("logging_steps", "1", "nothing here would read it; none: every step has its line in metrics.jsonl"),
@@ -39,7 +46,7 @@ ROWS = [(whose, row) for whose, rows in sources().items() for row in rows]
         ("gradient_accumulation_steps", "4", "there it makes the batch of an update larger"),
         ("model.gradient_accumulation_steps", "4", "here: model.microbatches=4 (the passes in which a rank"),
         ("loss_type", "apo_zero", "none: nearest is loss=kto"),
-        ("dataset_name", "mine.jsonl", "here: data=hub data.path=org/name, or data=local data.path="),
+        ("dataset_name", "mine.jsonl", "for example: data=hub data.path=org/name, or data=local data.path="),
         ("use_vllm", "true", "here: sampler=vllm"),
         ("datasets", "[shp,hh]", "is HALOs' name, nothing here would read it; here: data=shp"),
         ("wandb.mode", "offline", f"{NOTHING}; the settings of wandb are dir, enabled, entity, group"),
@@ -72,17 +79,31 @@ def test_nothing_is_guessed_from_afar(key: str) -> None:
     assert remedy(key, "1", DPO) == NOTHING
 
 
+def refusal(*words: str) -> str:
+    """What is said against the words as a command line, which may lack something else."""
+    try:
+        compose(*words)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize(
     ("whose", "row"), ROWS, ids=lambda item: item if isinstance(item, str) else item.there[0]
 )
 def test_every_row_has_an_answer_that_composes(whose: str, row: object) -> None:
     """Every name, as a mistake: the answer names its settings here, or says why there is none."""
-    found = foreign(row.names[0], row.there[0].partition("=")[2])
+    value = row.there[0].partition("=")[2] or "0.5"
+    found = foreign(row.names[0], value)
     assert found is not None or row.same
     assert row.here or row.note
-    for here in row.here:
+    proposed = (
+        [] if row.same else re.findall(r"here(?:, for example)?: (.+?)(?: \(|$)", found[1].answer(value))
+    )
+    for here in (*row.here, *(line for lines in proposed for line in lines.split(", or "))):
         loss = [] if "loss=" in here else ["loss=grpo"] if "loss." in here else []
-        compose_config([*loss, *shlex.split(here)])
+        refused = refusal(*loss, *shlex.split(here))
+        assert not re.search(f"{NOTHING}|name, nothing here|no such file|cannot be read", refused), here
 
 
 TRL_NAMES = (Path(__file__).parent / "trl_names.txt").read_text().split()
