@@ -1,5 +1,5 @@
 """What a copy of the repository needs for the commands of the docs: small models and data under the names
-that the docs give, a judge, a Slurm. ``python -m tests.docs_workspace`` writes the files into the working
+that the docs give, a Slurm. ``python -m tests.docs_workspace`` writes the files into the working
 directory.
 """
 
@@ -9,14 +9,10 @@ import json
 import re
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterable
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from random import Random
 from typing import Any
 
-from tests import http_server
 from tests.docs import ROOT
 
 LEFT_OUT = ("docs/study/*.svg",)
@@ -29,9 +25,6 @@ MODELS = (
     "assets/smollm2/model",
     "CKPT",
 )
-ALPACA = 805
-"""Instructions of AlpacaEval."""
-ARMORM = "RLHFlow/ArmoRM-Llama3-8B-v0.1"
 Rows = list[dict[str, Any]]
 
 
@@ -66,44 +59,6 @@ def slurm(folder: Path) -> None:
         (folder / name).chmod(0o755)
 
 
-class Endpoint(http_server.Server):
-    """Speaks the OpenAI protocol: prefers the first of two answers a little, and rates any answer with 7."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Reply)
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/v1"
-
-
-class _Reply(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        top = [{"token": t, "logprob": p, "bytes": None} for t, p in (("m", -0.4), ("M", -1.1))]
-        wanted = bool(body.get("logprobs"))
-        choice = {
-            "index": 0,
-            "finish_reason": "stop",
-            "message": {"role": "assistant", "content": "m" if wanted else "Fine. [[7]]"},
-            "logprobs": {"content": [top[0] | {"top_logprobs": top}]} if wanted else None,
-        }
-        usage = {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10}
-        made = {"id": "1", "object": "chat.completion", "created": 1, "model": "x", "choices": [choice]}
-        text = json.dumps(made | {"usage": usage}).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_: object) -> None:
-        """Nothing."""
-
-
 # -- files, written by a process that has imported what they need ----------------------------------
 
 
@@ -111,20 +66,16 @@ def write_all(here: Path) -> None:
     models(here)
     sets(here)
     constrained(here)
-    answers(here)
-    tasks(here / "tasks")
     (here / "my.yaml").write_text("partition: gpu\naccount: lab\ntime: '12:00:00'\n")
 
 
 def models(here: Path) -> None:
-    """The small model under every name, its weights such that answers end soon; and the paper's reward
-    model."""
+    """The small model under every name, its weights such that answers end soon."""
     import math
 
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tests.tiny_armorm import save_armorm
     from tests.tiny_tokenizers import tiny_tokenizer
 
     tokenizer = tiny_tokenizer("qwen2")
@@ -150,9 +101,6 @@ def models(here: Path) -> None:
     for name in MODELS:
         model.save_pretrained(here / name)
         tokenizer.save_pretrained(here / name)
-    save_armorm(here / ARMORM)
-    about = here / ARMORM / "config.json"
-    about.write_text(json.dumps(json.loads(about.read_text()) | {"max_position_embeddings": 8192}))
 
 
 def sets(here: Path) -> None:
@@ -186,9 +134,6 @@ def sets(here: Path) -> None:
         for p in pairs
     ]
     hub_set(here / "nlile" / "hendrycks-MATH-benchmark", "default", worked)
-    hub_set(
-        here / "openai" / "gsm8k", "main", [row | {"answer": f"so #### {row['answer']}"} for row in worked]
-    )
     scored = [
         pair | {"all_generated_responses": [pair["chosen"], pair["rejected"]], "all_rm_scores": [0.2, 0.1]}
         for pair in pairs
@@ -219,65 +164,6 @@ def hub_set(folder: Path, subset: str, rows: Rows) -> None:
 
 def lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def answers(here: Path) -> None:
-    """Two models' answers, and a leaderboard entry's judgements with the file that its length-controlled rate
-    needs."""
-    for name, said in (("a", "It is 4."), ("b", "no")):
-        asked = [{"role": "user", "content": "What is 2 and 2?"}]
-        lines(here / f"{name}.jsonl", [{"prompt": asked, "output": said, "reference": "4"}])
-    random, rows, gamed = (
-        Random(0),
-        [],
-        ["model,preference,index,std_delta_len,instruction_difficulty,not_gamed_baseline"],
-    )
-    for i in range(ALPACA):
-        difficulty = random.gauss(0, 1)
-        about = {
-            "instruction": f"Say {i}.",
-            "generator_1": "base",
-            "generator_2": "mine",
-            "annotator": "someone",
-        }
-        rows.append(
-            about | {"output_1": "x" * random.randint(20, 400), "output_2": "y" * random.randint(20, 400)}
-        )
-        rows[-1]["preference"] = 1 + random.random()
-        gamed += [
-            f"{name},{random.random()},{i},{random.gauss(0, 1)},{difficulty},False"
-            for name in ("concise", "verbose")
-        ]
-    (here / "annotations.json").write_text(json.dumps(rows))
-    (here / "df_gamed.csv").write_text("\n".join(gamed) + "\n")
-
-
-def tasks(folder: Path) -> None:
-    """Two tasks of the lm-eval harness, with data of their own: one is answered, one chosen."""
-    folder.mkdir()
-    lines(folder / "docs.jsonl", [{"question": f"{a} and {a}?", "answer": str(2 * a)} for a in range(4)])
-    common: dict[str, Any] = {
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "docs.jsonl")}},
-        "test_split": "test",
-        "doc_to_text": "{{question}}",
-    }
-    mine = common | {
-        "task": "mine",
-        "output_type": "generate_until",
-        "doc_to_target": "{{answer}}",
-        "generation_kwargs": {"until": ["."], "do_sample": False, "max_gen_toks": 4},
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-    }
-    chosen = common | {
-        "task": "chosen",
-        "output_type": "multiple_choice",
-        "doc_to_choice": ["0", "1"],
-        "doc_to_target": 0,
-        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    }
-    for task in (mine, chosen):
-        (folder / f"{task['task']}.yaml").write_text(json.dumps(task))
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 
 from tests.docs import commands
-from tests.docs_workspace import Endpoint, copy_of_the_repository, installed, slurm
+from tests.docs_workspace import copy_of_the_repository, installed, slurm
 from tests.programs import HANG
-from tests.quick_python import FIRST, STAND_INS, QuickPython
+from tests.quick_python import FIRST, QuickPython
 
 NOT_RUN = {
     "pip install "
@@ -41,11 +41,8 @@ NOT_RUN = {
 }
 EVERY = "n_eval_examples=2 n_eval_prompts=1 wandb.enabled=false diagnostics=false"
 OFFLINE, ONLINE = f"n_examples=8 {EVERY}", f"rounds.contexts=2 rounds.contexts_per_round=2 {EVERY}"
-VALUES = r"(loss|loss\.\w+|lr|humanline|sync_\w+|log_epsilon_\w+|correction|model\.logit_temperature)=\S+"
-ROUND = r"(online=true|reward=adder|rounds\.(feedback|passes|lag)=\S+|sampler\.(temperature|top_p)=\S+)"
 SWEPT = f"{OFFLINE} --only '*-dpo-*-s1'"
 FEW = "limit=4 resamples=100"
-JUDGED = "alpacaeval.reference=alpaca_eval.json"
 PICTURES = {FIRST: ""}
 GIVEN = ("ARGS", "MODE", "GPU")
 """What a make around the tests was given, and hands down."""
@@ -57,7 +54,7 @@ class Rule:
 
     pattern: str
     added: str = ""
-    """behind the command; a setting that the command has itself is not added"""
+    """behind the command, SMALL as what makes a run small; a setting that the command has is not added"""
     swapped: dict[str, str] = field(default_factory=dict)
     """words of the command that have to be others here"""
     environment: dict[str, str] = field(default_factory=dict)
@@ -76,30 +73,22 @@ RULES = [
     Rule(r"tensorboard ", "--inspect", {r"^tensorboard": "python -m tensorboard.main"}),
     # Programs that are only named
     Rule(r"(python label\.py|python -m launch\.results|accelerate launch)$", "--help"),
-    # Training
+    # Training: one with a reference, one as the docs add it, one without a reference, one with a critic, on
+    # several ranks, with a model that a later command names, with what keeps something; the others are
+    # prepared, and losses, schedules and rounds of their kinds are trained by other tests
     Rule(r"python train\.py --cfg job$"),
-    # Two prompts' answers of a model that is trained on eight examples are worth nothing
-    Rule(r"python train\.py .*runs/my-sft .*online=true", f"dry_run=true {ONLINE}"),
-    Rule(  # one with a reference, one as the docs add it, one without a reference, one with a critic
-        r"python train\.py loss=((dpo|hinge) humanline=true|simpo|ppo .*)$", f"{OFFLINE} overwrite=true"
-    ),
-    # What trains the embedded task with a loss, a reference and a schedule of the choices that
-    # tests/integration/test_{shapes,twelve_cells,sync_modes}.py and the tests of every loss train with
-    Rule(rf"python train\.py( {VALUES})*( {ROUND})( {VALUES}| {ROUND})*$", f"dry_run=true {ONLINE}"),
-    Rule(rf"python train\.py( {VALUES})*$", f"dry_run=true {OFFLINE}"),
-    # The small model's answers are all worth 0, and a run that learns nothing ends with an error
-    Rule(r"python train\.py .*data=constraints loss=grpo online=true", f"dry_run=true {ONLINE}"),
-    Rule(r"python train\.py -m ", OFFLINE, {"seed=1,2": "seed=1"}),
-    Rule(r"python train\.py .*exp_name=foreign", OFFLINE, {"n_examples=1280": "n_examples=8"}),
-    Rule(r"(python|torchrun|accelerate).* train\.py .*(online=true|experiment=\S+-online)", ONLINE),
-    Rule(  # all of them are the same run here
-        r"(python|torchrun --nproc-per-node \d|accelerate launch --num-processes \d) train\.py( …)?$",
-        f"{OFFLINE} overwrite=true",
-        {r"(--nproc-per-node|--num-processes) \d": r"\1 2", r"\s*…": ""},
-    ),
+    Rule(r"python train\.py -m ", "SMALL", {"seed=1,2": "seed=1"}),
+    Rule(r"python train\.py .*exp_name=my-", "SMALL resume=true"),
+    Rule(r"python train\.py .*exp_name=foreign", "SMALL", {"n_examples=1280": "n_examples=8"}),
     Rule(
-        r"(python|torchrun --nproc-per-node \d|accelerate launch --num-processes \d) train\.py( |$)",
-        OFFLINE,
+        r"python train\.py (?!.*sampler=vllm)(loss=((dpo|hinge) humanline=true|simpo|ppo loss.*)$|.*"
+        r"(optimizer=|trackers=|callbacks|keep_weights|keep_best|trainer\._target_|exp_name=(first|further)))",
+        "SMALL overwrite=true",
+    ),
+    Rule(r"python train\.py", "SMALL dry_run=true", {r"\s*…": ""}),
+    Rule(
+        r"(torchrun --nproc-per-node \d|accelerate launch --num-processes \d) train\.py",
+        "SMALL overwrite=true",
         {r"(--nproc-per-node|--num-processes) \d": r"\1 2", r"\s*…": ""},
     ),
     Rule(r"python export\.py "),
@@ -112,19 +101,8 @@ RULES = [
     ),
     Rule(r"python label\.py ", "overwrite_out=true"),
     # Evaluation
-    Rule(r"python eval\.py .*kind=alpacaeval alpacaeval\.annotations"),
-    Rule(r"python eval\.py .*kind=alpacaeval", f"limit=4 {JUDGED}"),
-    Rule(
-        r"python eval\.py .*kind=lm_eval",
-        "lm_eval.include_path=tasks",
-        {r"\[(gsm8k,)?ifeval\]": "[mine,chosen]"},  # theirs come from the hub
-    ),
-    Rule(
-        r"python eval\.py .*reward=judge …",
-        FEW,
-        {"…": "reward.judge.base_url=$ENDPOINT reward.judge.model=m"},
-    ),
-    Rule(r"python eval\.py .*accuracy\.samples=64", f"{FEW} sampler.batch_size=256"),
+    # with judges, harnesses and engines: tests/unit/evals, tests/integration/test_vllm.py
+    Rule(r"python eval\.py .*(kind=(alpacaeval|lm_eval)|reward=|sampler=vllm)", "--cfg job", {"…": ""}),
     Rule(r"python eval\.py ", FEW),
     # Sweeps
     Rule(r"python -m launch\.status "),
@@ -197,7 +175,7 @@ MADE = {
 class Workspace:
     """A copy of the repository with everything that the docs name, and a shell in it."""
 
-    def __init__(self, folder: Path, endpoint: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = copy_of_the_repository(folder)
         tools = folder / ".venv" / "bin"
         self.environment = {
@@ -214,10 +192,6 @@ class Workspace:
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
-            "ENDPOINT": endpoint,
-            "OPENAI_API_BASE": endpoint,
-            "OPENAI_API_KEY": "none",
-            STAND_INS: "rollouts.vllm.worker=tests.docs_engine",
             FIRST: "tests.blank_charts:blank_charts",
         }
         (folder / "home").mkdir()
@@ -252,12 +226,9 @@ class Workspace:
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workspace]:
-    endpoint = Endpoint()
-    made = Workspace(tmp_path_factory.mktemp("docs"), endpoint.url)
+    made = Workspace(tmp_path_factory.mktemp("docs"))
     yield made
     made.python.close()
-    endpoint.shutdown()
-    endpoint.server_close()
 
 
 def rule_of(command: str) -> Rule:
@@ -269,13 +240,14 @@ def rule_of(command: str) -> Rule:
 def small(command: str) -> str:
     """The command with what its rule adds and swaps."""
     rule = rule_of(command)
+    added = rule.added.replace("SMALL", ONLINE if re.search(r"online=true|-online", command) else OFFLINE)
     for words, others in rule.swapped.items():
         command = re.sub(words, others, command)
     keys = {word.partition("=")[0] for word in shlex.split(command, comments=False)}
-    if rule.added.startswith("ARGS="):
-        return f"{command} {rule.added}"
-    added = [word for word in rule.added.split(" ") if "=" not in word or word.partition("=")[0] not in keys]
-    return " ".join([command, *added])
+    if added.startswith("ARGS="):
+        return f"{command} {added}"
+    own = [word for word in added.split(" ") if "=" not in word or word.partition("=")[0] not in keys]
+    return " ".join([command, *own])
 
 
 @pytest.mark.parametrize("command", commands())
