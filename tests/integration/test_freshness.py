@@ -63,11 +63,6 @@ def test_passes_train_on_every_example_as_often(tmp_path):
     assert lines(run)[-1]["examples"] == 3 * sum(folder.record["examples"] for folder in rounds(run))
 
 
-def test_passes_and_a_number_of_examples_end_the_run_there(tmp_path):
-    run, _ = trained(tmp_path, "n", "rounds.passes=2", "rounds.examples=18", "rounds.contexts=48")
-    assert lines(run)[-1]["examples"] == 18
-
-
 def test_replayed_contexts_are_of_earlier_rounds(tmp_path):
     settings = ("rounds.replay=0.4", "rounds.feedback=random", "rounds.contexts=33")
     run, batches = trained(tmp_path, "whole", *settings)

@@ -13,9 +13,7 @@ from huggingface_hub import constants
 
 from common.errors import ConfigError
 from config.cli import compose
-from config.schema_model import ModelConfig
 from export import main as export_main
-from models.pretrained import model_config
 from tests import http_server
 from train import train
 
@@ -142,20 +140,3 @@ def test_what_could_not_be_uploaded_is_refused_before_weights_load(
     with pytest.raises(ConfigError, match=message):
         trained(tmp_path, *words)
     assert hub.private == {}
-
-
-@pytest.mark.parametrize("own", [False])
-def test_an_adapter_on_the_hub_says_the_line_that_merges_it(hub, tmp_path, monkeypatch, own):
-    """With or without a tokenizer of its own; transformers would load the base model in its place, or find no
-    config.json."""
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-    )
-    files = {"adapter_config.json": b'{"base_model_name_or_path": "org/base", "peft_type": "LORA"}'}
-    hub.files["org/lora"] = files | ({"tokenizer_config.json": b"{}"} if own else {})
-    with pytest.raises(ConfigError, match="is an adapter of org/base: merge it with python -c") as said:
-        model_config(ModelConfig(name="lora", name_or_path="org/lora"))
-    assert "M.from_pretrained('org/lora', dtype" in str(said.value)
-    assert f"T.from_pretrained('org/{'lora' if own else 'base'}')" in str(said.value)
-    assert str(said.value).endswith("give lora-merged")

@@ -22,7 +22,7 @@ from rollouts.ledger import RoundFolder
 from rollouts.rewards.base import RewardError
 from rollouts.round_builder import RoundBuilder
 from rollouts.vllm.sampler import VllmSampler
-from tests.integration.online import assert_same, cut_off, lines, rounds, run_online
+from tests.integration.online import assert_same, lines, rounds, run_online
 from tests.tiny import make_config
 
 LAGGING = (
@@ -89,18 +89,6 @@ def test_a_round_is_sampled_from_where_the_one_before_started(whole):
     assert len(ids) == 48 == len(set(ids))
 
 
-def test_two_rounds_before(tmp_path):
-    """Rounds 0 to 2 come from the initial weights, round i after them from those that round i - 2 began
-    with."""
-    run = run_online(tmp_path, "r", *LAGGING, "rounds.lag=2")
-    records = [folder.record for folder in rounds(run)]
-    begins = [min(line["step"] for line in lines(run) if line["round"] == i) for i in range(4)]
-    assert [record["sampled_step"] for record in records] == [0, 0, 0, begins[1]]
-    assert len({record["weights"] for record in records}) == 2
-    assert [record["contexts"] for record in records] == [[12 * i, 12 * (i + 1)] for i in range(4)]
-    assert not list(run.glob("rounds/*/weights"))
-
-
 @pytest.mark.parametrize(
     ("error", "raised", "said"),
     [
@@ -143,14 +131,6 @@ def test_a_round_is_saved_before_the_round_ahead_is_sampled(tmp_path):
         patch.setattr(OnlineSource, "_make", make)
         run_online(tmp_path, "r", *LAGGING, "rounds.contexts=36", "save_every=null")
     assert saved == [(0, True), (1, True), (2, True)]
-
-
-def test_interrupted_inside_a_round(whole, tmp_path):
-    at = next(line["step"] for line in lines(whole) if line["round"] == 1) + 1
-    with cut_off(at):
-        run_online(tmp_path, "r", *LAGGING)
-    assert rounds(tmp_path / "r")[2].done("groups"), "the round ahead is there"
-    assert_same(run_online(tmp_path, "r", *LAGGING, "resume=true"), whole)
 
 
 def test_killed_before_the_groups_of_a_round_ahead_are_written(tmp_path, monkeypatch):

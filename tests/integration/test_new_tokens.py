@@ -77,8 +77,3 @@ def test_a_run_trains_and_exports_them(tmp_path, capfd):
 def test_where_they_cannot_be_learned_they_are_refused(words):
     with pytest.raises(ConfigError, match=r"model\.new_tokens"):
         make_config("loss=csft", NEW[0], *words)
-
-
-def test_a_text_that_the_tokenizer_lacks_is_refused_with_what_to_type():
-    with pytest.raises(ConfigError, match=r"model\.new_tokens=\[\"hm\"\]"):
-        control_tokens(make_config("loss=csft", "model.control_tokens={chosen: hm, rejected: ';'}"))

@@ -42,10 +42,8 @@ COMMANDS = [
 ]
 if MODEL:
     COMMANDS += [
-        ("train.py", "loss=dpo", "data=adder", *TINY),
         ("train.py", "loss=dpo", "data=adder", "dry_run=true"),
         ("train.py", "loss=kto", "humanline=true", "data=adder", "model.use_peft=true", *TINY),
-        ("train.py", "loss=grpo", "data=adder", *TINY),
         ("train.py", "loss=sft", "data=adder", *TINY),
         ("train.py", "loss=grpo", "data=constraints", "online=true", *ROUNDS),
     ]

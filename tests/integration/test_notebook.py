@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import gc
 import json
-import signal
-from concurrent.futures import ThreadPoolExecutor
 
 import matplotlib as mpl
 import pytest
 
-from common.errors import ConfigError, UserError
 from tests.docs import ROOT, blocks
 from train import compose, train
 
@@ -79,29 +76,3 @@ def test_the_lines_of_the_page_run(kernel):
     assert len(names["metrics"]) == 4 and names["summary"]["after"]
     names = kernel("\n".join(second.lines))
     assert names["observed"]["stopped_early"] and names["observed"]["steps"] < 4
-
-
-def test_what_cannot_be_composed_is_one_error_and_the_program_goes_on(tmp_path):
-    with pytest.raises(UserError, match=r"lerning_rate"):
-        compose("loss=dpo", "lerning_rate=1")
-    with pytest.raises(ConfigError, match=r"lr=-1"):
-        compose("loss=dpo", "lr=-1")
-    with pytest.raises(UserError, match=r"Interpolation key 'x' not found"):
-        compose("loss=dpo", "lr=${x}")
-    config, name = compose("loss=dpo", "exp_name=x", "data=local", f"data.path={tmp_path}/none.jsonl")
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(UserError, match=r"none.jsonl"):
-        train(config, name)
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_run_in_a_thread_is_a_run(tmp_path):
-    small = ("n_examples=32", "n_eval_examples=4", "data.verifier=null", "wandb.enabled=false")
-    config, _ = compose("loss=kto", *small, f"runs_dir={tmp_path}", f"cache_dir={tmp_path}/cache")
-    with ThreadPoolExecutor(1) as threads:
-        assert threads.submit(train, config, "in-a-thread").result()["examples"] == 32
-
-
-def test_composed_settings_are_those_of_the_command_line():
-    typed, _ = compose("--lr", "1e-5", "loss=kto", "humanline=true")
-    assert typed.lr == 1e-5 and typed.loss["name"] == "kto" and typed.humanline

@@ -143,32 +143,6 @@ exit $code
     assert "exit code 1" in str(found["codes-s1"].log and found["codes-s1"].log.read_text())
 
 
-@pytest.mark.parametrize(
-    ("given", "said", "why"),
-    [
-        ({"modules": ["no-such-module/1.0"]}, "module load no-such-module/1.0", "command not found"),
-        (
-            {"setup": ["export A=1", "source /no/such/environment"]},
-            "source /no/such/environment",
-            "No such file",
-        ),
-        ({"setup": ["true", "exit 3"]}, "exit code 3", ""),
-        ({"python": "/no/such/python"}, "find a free port with /no/such/python", "No such file"),
-    ],
-)
-def test_what_fails_before_training_ends_the_job_with_its_message(
-    tmp_path: Path, given: dict[str, object], said: str, why: str
-) -> None:
-    job = {"gpus_per_node": 0, "cpus_per_rank": 1, "time": "5", "signal_lead": 10, "python": "true", **given}
-    file = write(tmp_path / "early.yaml", {"base": {"runs_dir": str(tmp_path / "runs")}, "slurm": job})
-    assert sweep.main([file, "--submit", "--logs", str(tmp_path / "logs")]) == 0
-    until(lambda: not queue(), lambda: queue() + logs_of(tmp_path))
-    log = next((tmp_path / "logs" / "early").glob("*.out")).read_text()
-    assert said in log and why in log and "exit code 0" not in log
-    status = Statuses(tmp_path / "logs" / "early").of("early-s1", tmp_path / "runs" / "early-s1")
-    assert status.kind == "failed" and said in status.detail
-
-
 @pytest.mark.timeout(4 * HANG)
 def test_cancelled_requeued_and_timed_out_runs_all_finish(tmp_path: Path) -> None:
     """The embedded task: one run is cancelled, submitted again and then requeued by hand, the long one meets

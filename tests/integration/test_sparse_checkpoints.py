@@ -4,7 +4,6 @@ there."""
 from __future__ import annotations
 
 import functools
-import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -92,12 +91,3 @@ def test_files_that_are_gone_are_made_again(tmp_path, whole):
         rounds(tmp_path / "cut")[1].file(stage).unlink()
     run = run_online(tmp_path, "cut", *RUN, *ENDS, "resume=true")
     assert_same(run, whole)
-
-
-def test_a_checkpoint_is_made_where_it_is_due(tmp_path):
-    run = run_online(tmp_path, "r", *RUN, "save_every=8", "keep_checkpoints=99")
-    examples = {line["step"]: line["examples"] for line in lines(run)}
-    steps = [int(name.removeprefix("step_")) for name in saved(run)]
-    assert steps[0] == 0 and steps[-1] == max(examples) + 1
-    gaps = [examples[b - 1] - (examples[a - 1] if a else 0) for a, b in itertools.pairwise(steps)]
-    assert all(gap >= 4 for gap in gaps[:-1]) and len(steps) > 3

@@ -71,27 +71,6 @@ def test_samples_bring_the_log_probabilities_that_corrections_need(tmp_path):
     assert steps[0]["behavior_kl"] < 1e-9 < steps[-1]["behavior_kl"]
 
 
-@pytest.mark.parametrize(
-    ("program", "arguments", "says"),
-    [
-        ("sample", [], "out=???"),
-        ("sample", ["out=x.jsonl", "format=csv"], "format=csv"),
-        ("sample", ["out=x.jsonl", "sampler.max_tokens=60"], "sampler.max_tokens=60"),
-        ("label", ["in=nowhere.json", "out=x.jsonl", REWARD], "nowhere.json"),
-        ("label", ["in=nowhere.json", "out=x.jsonl"], "reward=???: choose a file of config/reward: adder, "),
-        ("label", ["in=nowhere.json", "out=x.jsonl", "experiment=math-grpo-online"], "in=nowhere.json"),
-        ("label", ["in=nowhere.json", "out=x.jsonl", "~reward"], "reward=???: choose a file of"),
-        ("label", ["in=nowhere.json", "out=x.jsonl", "rounds.tua=1"], "rounds.tua"),
-    ],
-)
-def test_one_message_says_what_is_wrong(program, arguments, says):
-    done = command(program, *arguments)
-    assert done.returncode == 2
-    (message,) = done.stderr.strip().splitlines()
-    assert message.startswith("error: ")
-    assert says in message
-
-
 def test_ranks_label_as_one(tmp_path):
     """Each scores a share of the batches. The file is that of one process; one message says what failed."""
     save_armorm(tmp_path / "armorm")
@@ -113,12 +92,3 @@ def test_ranks_label_as_one(tmp_path):
     done = programs.run(*programs.torchrun(2, "label.py", *words, f"out={tmp_path}/none.jsonl"))
     assert done.returncode != 0 and not (tmp_path / "none.jsonl").exists()
     assert done.stderr.count("error: reward.armorm.name_or_path=") == 1
-
-
-def test_feedback_that_would_be_empty_is_refused_with_what_leaves_something(tmp_path):
-    line = {"prompt": "1+1", "completions": [{"text": "2"}]}
-    (tmp_path / "samples.jsonl").write_text(json.dumps(line) + "\n")
-    words = (f"in={tmp_path}/samples.jsonl", f"out={tmp_path}/out.jsonl", "reward=function")
-    done = command("label", *words, "reward.function.path=tests.integration.rewarding.by_length")
-    assert done.returncode == 2 and not (tmp_path / "out.jsonl").exists()
-    assert "1 prompts: fewer than 2 samples have a score): use rounds.feedback=threshold, or" in done.stderr

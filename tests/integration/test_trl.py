@@ -132,12 +132,9 @@ def with_trl(
 
 
 CASES = [
-    ("dpo", 1, False, 1),
     ("dpo", 3, True, 2),
     ("kto", 3, False, 1),
-    ("kto", 1, True, 1),
     ("grpo", 1, False, 2),
-    ("grpo", 3, True, 1),
 ]
 
 
@@ -171,20 +168,6 @@ def test_ten_steps_of_trl_are_ten_of_ours(
         assert max(shares) > 0.1
         if accumulation == 1:  # TRL logs the mean over microbatches
             assert [line[f"humanline/{side}"] for line in said] == pytest.approx(shares, abs=1e-6)
-
-
-@pytest.mark.parametrize("loss", list(UNITS))
-def test_other_bounds_would_not_pass(tmp_path: Path, folder: Path, loss: str) -> None:
-    """The test above can fail, by a hundred times its tolerance and more: bounds change places, or are so far
-    out that only the sync is left."""
-    start = make_policy(lora=False)
-    config = settings(tmp_path, loss, 1, BOUNDS)
-    segment = make_segment(config, pairs=4 * STEPS)
-    ours, _ = run(config, segment, make_trainer(config, copy.deepcopy(start)))
-    for bounds in ((-BOUNDS[1], -BOUNDS[0]), (-9.0, 9.0)):
-        theirs = with_trl(loss, settings(tmp_path, loss, 1, bounds), segment, folder, str(folder))
-        moved, apart = distances(ours, theirs, start)
-        assert apart > 1e-3 * moved
 
 
 def test_grpo_samples_and_trains_by_itself_without_a_kl_term(tmp_path: Path, folder: Path, trl: Any) -> None:

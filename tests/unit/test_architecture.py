@@ -193,24 +193,6 @@ def test_no_circle_between_folders():
     assert circle(folder_arrows(every_source())) == []
 
 
-@pytest.mark.parametrize(
-    ("module", "code", "allowed"),
-    [
-        ("data.types", "import models.policy", False),
-        ("data.types", "from trainers import basic", False),
-        ("data.types", "from config import schema", True),
-        ("models.policy", "def f():\n    from trainers.basic import BasicTrainer", False),
-        ("trainers.losses.dpo", "from trainers.humanline import Humanline", False),
-        ("trainers.losses.dpo", "from trainers.losses.base import mean_where", True),
-        ("trainers.basic", "import train", False),
-        ("trainers.basic", "from models import policy", True),
-        ("launch.slurm", "import trainers.basic", False),
-    ],
-)
-def test_the_rule_sees_a_breach(module, code, allowed):
-    assert (breaches(module, ast.parse(code)) == []) is allowed
-
-
 def test_losses_need_torch_alone():
     standard = sys.stdlib_module_names | {"torch", "trainers"}
     strangers = [
@@ -322,21 +304,6 @@ def test_no_error_is_swallowed():
         for node in ast.walk(tree)
         if isinstance(node, ast.ExceptHandler) and swallows(node)
     ] == []
-
-
-@pytest.mark.parametrize(
-    ("handler", "bad"),
-    [
-        ("except:\n  raise", True),
-        ("except Exception: pass", True),
-        ("except BaseException: ...", True),
-        ("except Exception as e:\n  warn(e)", False),
-        ("except KeyError: pass", False),
-    ],
-)
-def test_the_rule_sees_a_swallowed_error(handler, bad):
-    tree = ast.parse(f"try: pass\n{handler}")
-    assert any(swallows(n) for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler)) is bad
 
 
 def test_nothing_is_left_for_later():

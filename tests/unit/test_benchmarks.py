@@ -6,7 +6,6 @@ import copy
 import json
 import re
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -181,29 +180,6 @@ def test_the_operations_of_a_gpus_step_are_those_of_its_rows(loss):
     counted = gpu.operations_of(config, shape("tiny"), plan) * plan.steps
     assert plan.steps == 3 and (counted == one.training + one.scoring) == (loss == "dpo")
     assert counted < 2 * one.training
-
-
-class Sides(trl_compare.Comparison):
-    """TRL is cheapest with 2 pairs at once and dies with 8; its grouped order dies in the second round."""
-
-    def side(self, side: str, at_once: int, pairs: int) -> trl_compare.Found | str:
-        self.asked = [*getattr(self, "asked", []), (side, at_once)]
-        if side == "trl" and at_once == 8:
-            return "died with exit code -9"
-        if side == "trl grouped" and self.asked.count((side, at_once)) == 2:
-            return "took more than 9 MiB"
-        return trl_compare.Found(1.0, 1 + abs(at_once - 2), [0.5], 10.0, 20.0)
-
-
-def test_a_side_that_dies_is_said_and_the_others_numbers_are_printed():
-    args = SimpleNamespace(batch_pairs=16, pairs=16, rounds=2)
-    compared = Sides("dpo", args)
-    *lines, last = compared.lines()
-    assert compared.at_once == {"ours": 2, "trl": 2} and ("trl", 16) not in compared.asked
-    assert "dpo, trl, 8 pairs at once: died with exit code -9" in lines
-    assert "dpo, trl grouped: took more than 9 MiB" in lines
-    assert "losses equal to 0.0e+00 nats" in lines
-    assert "| trl | 2 | 16.00 | 1.000 (1.000 to 1.000)" in last and "grouped" not in last
 
 
 def test_a_side_runs_in_a_process_of_its_own_that_may_take_so_much():

@@ -139,28 +139,3 @@ def test_a_terminal_gets_one_line_redrawn():
     assert text.count("\n") == 1
     assert "6/6" in text.split("\r")[-1]
     assert "loss 0.5000" in text.split("\r")[-1]
-
-
-def test_the_time_left_is_a_mean_over_what_was_measured():
-    """Of ten steps the first takes 90 seconds, the others four, and every third of them twice that."""
-    out, now = io.StringIO(), [0.0]
-    bar = progress(10, "train", stream=out)
-    bar._time = lambda: now[0]
-    bar.start_t = bar.last_print_t = 0.0
-    bar.wait()
-    now[0] = 80.0
-    bar.refresh()
-    now[0] = 90.0
-    bar.update()
-    bar.measure()
-    for step in range(1, 7):
-        now[0] += 8.0 if step % 3 == 0 else 4.0
-        bar.update()
-    bar.total = 8
-    now[0] += 0.0
-    bar.refresh()
-    bar.close()
-    lines = out.getvalue().splitlines()
-    assert "0/10 steps, 01:20 so far, ? to go" in lines[1] or "0/10 steps, 01:20 so far, ? to go" in lines[0]
-    assert any("7/10 steps, 02:02 so far, 00:16 to go" in line for line in lines)
-    assert any("7/8 steps, 02:02 so far, 00:05 to go" in line for line in lines)

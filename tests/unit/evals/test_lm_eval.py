@@ -160,10 +160,3 @@ def test_settings_that_cannot_be_honoured(tmp_path, tasks, own, message, monkeyp
     monkeypatch.setattr(lm_eval, "_manager", lambda *_: mine)  # the harness's own list takes half a minute
     with pytest.raises(ConfigError, match=message):
         lm_eval.check(target(tmp_path), stage(tasks, **own))
-
-
-def test_a_task_whose_data_is_not_there_is_refused_before_weights_are_loaded(tmp_path, tasks, monkeypatch):
-    (tasks / "docs.jsonl").unlink()
-    monkeypatch.setattr(lm_eval, "model_folder", None)
-    with pytest.raises(ConfigError, match=r"lm_eval.tasks=\['sums'\]: cannot be loaded .*"):
-        evaluate([target(tmp_path)], stage(tasks), start())

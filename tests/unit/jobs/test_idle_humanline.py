@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
@@ -67,16 +66,6 @@ def test_a_reference_that_outlives_rounds_sees_them_as_one(tmp_path, k):
         assert (said is not None) == (sum(rounds) <= k + 1)
 
 
-@pytest.mark.parametrize("mode", ["reset", "kl"])
-def test_other_ways_to_sync_are_the_same_without_humanline(tmp_path, mode):
-    settings = (*ONLINE, *FREE, f"sync_mode={mode}", "sync_freq=2")
-    with_it, without = (
-        engine_config(tmp_path, "dpo", *settings, f"humanline={on}") for on in ("true", "false")
-    )
-    assert "can change nothing" in (notice(with_it, [4, 4], exact=True) or "")
-    assert same(trained(with_it, [4, 4]), trained(without, [4, 4]))
-
-
 def test_a_bound_that_may_bind_is_no_silence_about_syncing():
     config = make_config("loss=dpo", "online=true", "humanline=true")
     said = notice(config, [2, 2], exact=False)
@@ -85,13 +74,6 @@ def test_a_bound_that_may_bind_is_no_silence_about_syncing():
     assert "only clips" in (notice(sampling, [1, 1], exact=False) or "")
     assert notice(config, [3, 3], exact=False) is None
     assert notice(make_config("loss=dpo", "online=true"), [1, 1], exact=True) is None
-
-
-def test_offline_the_reference_first_changes_behind_step_k():
-    for k, steps in itertools.product((1, 2, 5), range(1, 9)):
-        config = make_config("loss=dpo", "humanline=true", *FREE, f"sync_freq={k}")
-        assert (notice(config, [steps], exact=True) is not None) == (steps <= k + 1)
-        assert notice(config, [1, 1], exact=True) is None, "the second stretch starts with its own reference"
 
 
 def test_a_prepared_run_says_it_and_prints_nothing(tmp_path, capsys):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from config.removed import LAST
 from config.schema import Config
 from evals.targets import settings_of_run
 from jobs.run_folder import SELECTION, RunFolder
-from tests import programs
 from tests.full_disk import full_disk
 from tests.tiny_files import ROOT, everything
 
@@ -221,32 +219,3 @@ def test_a_full_disk_refuses_a_new_run_in_a_sentence(at):
 
 
 # -- one process at a time -------------------------------------------------------------------------
-
-HOLD = """
-import sys, time
-from pathlib import Path
-from config.load import load_saved
-from jobs.run_folder import RunFolder
-folder = RunFolder(load_saved(Path(sys.argv[1]).read_text()), "a")
-folder.claim()
-folder.prepare()
-print("holds", flush=True)
-time.sleep(600)
-"""
-
-
-def test_a_second_process_is_refused_until_the_first_is_gone(at):
-    path = begin(at(resume=True))
-    process = programs.start("-c", HOLD, path / RECORD)
-    try:
-        programs.until(lambda: process.said() == "holds\n" or process.poll() is not None, process.said)
-        assert process.poll() is None, process.said()
-        for flags in ({"resume": True}, {"overwrite": True}):
-            error = refused(at(**flags))
-            assert f"in use by process {process.pid} on {socket.gethostname()}, since" in error.remedy
-        begin(at(), "b")  # another run is another run
-    finally:
-        process.kill()
-        process.wait()
-    assert overwritten(at(resume=True))
-    assert started(path)

@@ -12,7 +12,7 @@ from common.errors import UserError
 from config.schema import Config
 from launch import composing
 from launch.composing import Composer, compose_config
-from launch.grid import Run, Sweep
+from launch.grid import Run
 
 
 def outcome(made: Any, *arguments: Any) -> Config | str:
@@ -69,19 +69,3 @@ def test_runs_that_differ_by_their_seed_have_their_own_settings(
     for seed in (1, "3", 2, -1):
         run = Run("s", f"s-c{seed}", seed, SETTINGS[1], None)  # type: ignore[arg-type]
         assert outcome(composer.config, run) == outcome(compose_config, run.overrides()), seed
-
-
-def test_hydra_is_asked_once_for_a_choice_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[str]] = []
-    composed = composing.composed
-    monkeypatch.setattr(composing, "composed", lambda words: asked.append(words) or composed(words))
-    grid = (
-        ({"loss": "dpo"}, {"loss": "kto"}),
-        tuple({"lr": i * 1e-6} for i in range(1, 6)),
-        ({"loss.beta": 0.1}, {"loss.beta": 0.2}),
-    )
-    runs = Sweep("s", grid=grid, seeds=(1, 2, 3)).runs()
-    composer = Composer()
-    configs = [composer.config(run) for run in runs]
-    assert (len(runs), asked) == (60, [["loss=dpo"], ["loss=kto"]])
-    assert len({repr(config) for config in configs}) == 60

@@ -84,6 +84,14 @@ def test_within_a_run_what_killed_exports_left_is_removed_and_nothing_else(tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others)
 
 
+def test_an_export_that_cannot_take_its_place_leaves_the_old_one(tmp_path):
+    folder = tmp_path / "model"
+    write(folder, "old")
+    with pytest.raises(FileNotFoundError), whole_folder(folder):
+        pass  # nothing was written
+    assert text_in(folder) == "old" and list(tmp_path.iterdir()) == [folder]
+
+
 def test_what_is_exported_stops_where_the_training_template_stops(tmp_path):
     policy = load(tmp_path / "base")
     model = policy.model.get_base_model()

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -14,11 +13,9 @@ import pytest
 import torch
 from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
-from benchmarks.steps import llama
 from models import attention, flash_kernel
-from models.attention import Heads, all_pack_rows, flash_fails, heads_of, packs_rows
+from models.attention import Heads, all_pack_rows
 from models.flash_kernel import choose
-from tests.unit.models.test_compiled_packing import kernel  # noqa: F401 (a fixture)
 from tests.unit.models.test_families import FAMILIES
 from tests.unit.models.test_packing import OPEN, no_gpu
 
@@ -84,54 +81,6 @@ def test_where_it_does_not_work_the_start_says_why(package: Path, code: str, fai
     said = choose(fails)
     assert said is not None and why in said
     assert flash_kernel.in_use() == "FlashAttention-2" and current_flash_attention_impl() is None
-
-
-@pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("wrong", [False, True])
-def test_the_start_of_a_run_tries_it(package: Path, monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
-    """A kernel that lets a row read its neighbour's last token is found, and the other takes its place."""
-    package.write_text(WORKING)
-    no_gpu(monkeypatch, present=True)
-    flash = attention._flash
-
-    def computed(query, key, value, limits, longest, scaling):
-        if wrong and current_flash_attention_impl() == "FA3":
-            value = value.roll(1, 2)
-        return flash(query, key, value, limits, longest, scaling)
-
-    monkeypatch.setattr(attention, "_flash", computed)
-    for shared in (False, True):
-        assert flash_fails(heads_of(FAMILIES["llama"]), shared) is None
-    for settings in (OPEN, replace(OPEN, packing=True)):
-        packed, said = packs_rows(settings, FAMILIES["llama"])
-        name = "FlashAttention-2 (flash-attn-3 is installed but" if wrong else "FlashAttention-3"
-        assert packed and f"by {name}" in said
-    assert current_flash_attention_impl() == (None if wrong else "FA3")
-    assert "by Flash" not in packs_rows(replace(OPEN, packing=True, dtype="float32"), FAMILIES["llama"])[1]
-
-
-@pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("heads", [(28, 4, 128), (5, 5, 20)])
-def test_the_model_s_own_heads_are_tried(
-    package: Path, monkeypatch: pytest.MonkeyPatch, heads: Heads
-) -> None:
-    """torch's kernel refuses heads of other sizes than multiples of 8; then rows are padded."""
-    no_gpu(monkeypatch, present=True)
-    flash, seen = attention._flash, []
-
-    def refused(query, key, value, limits, longest, scaling):
-        seen.append((query.shape[1], key.shape[1], query.shape[-1]))
-        if query.shape[-1] % 8:
-            raise RuntimeError("head_size must be a multiple of 8")
-        return flash(query, key, value, limits, longest, scaling)
-
-    monkeypatch.setattr(attention, "flash_fails", flash_fails)
-    monkeypatch.setattr(attention, "_flash", refused)
-    queries, keys, size = heads
-    found = llama(500, queries * size, 2, queries, keys, 128)
-    packed, said = packs_rows(OPEN, found)
-    assert set(seen) == {heads}
-    assert packed == (size % 8 == 0) and (packed or "head_size must be a multiple of 8" in said)
 
 
 @pytest.mark.parametrize("others", ["FlashAttention-2", "FlashAttention-3"])

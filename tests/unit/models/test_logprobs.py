@@ -156,20 +156,3 @@ def test_kept_logits_give_the_same_bits(monkeypatch, m, threads, form, dtype):
     for budget, results in found:
         wanted = next(results for other, results in found if other == budget)
         assert all(map(torch.equal, results, wanted))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("m", [0, 1, 37, 512])
-def test_a_gpu_multiplies_bfloat16_with_float32_results(m):
-    hidden, weight, bias, targets = (x.cuda() for x in case(max(m, 1), torch.bfloat16))
-    leaves = [x.detach().requires_grad_() for x in (hidden[:m], weight, bias)]
-    exact = [x.detach().double().requires_grad_() for x in leaves]
-    got, want = chunked_logprobs(*leaves, targets[:m], budget=64 * 512), plain(*exact, targets[:m])
-    assert got.dtype == torch.float32
-    torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-4)
-    for a, b in zip(
-        torch.autograd.grad(got.sum(), leaves), torch.autograd.grad(want.sum(), exact), strict=True
-    ):
-        torch.testing.assert_close(
-            a.double(), b, rtol=0, atol=2**-6 * (b.abs().max().item() if b.numel() else 0.0)
-        )

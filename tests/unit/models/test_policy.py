@@ -1,15 +1,12 @@
 """Loading, refusing, exporting, generating, and what the forward promises beyond its values."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.utils.flop_counter import FlopCounterMode
@@ -18,14 +15,13 @@ from transformers.utils import logging
 
 from common.errors import ConfigError
 from config.schema_model import ModelConfig
-from config.sections import typed, without_words
 from data.batches import FILL, collate
 from models.distributed import start
 from models.export import export, full_state
 from models.policy import decoder_blocks
 from models.pretrained import check_model, export_dtype, load_policy, load_tokenizer
 from models.sharding import shard
-from tests.tiny import ROOT, VOCABULARY, random_row, tiny_llama, tiny_policy
+from tests.tiny import VOCABULARY, random_row, tiny_llama, tiny_policy
 
 CPU = torch.device("cpu")
 logging.disable_progress_bar()
@@ -237,27 +233,3 @@ def test_what_transformers_loads_is_the_policy_in_the_export_dtype(tmp_path, tie
 
 
 # -- the shipped files -----------------------------------------------------------------------------
-
-
-def shipped() -> list[str]:
-    return sorted(path.stem for path in (ROOT / "config" / "model").glob("*.yaml") if path.stem != "base")
-
-
-@pytest.mark.parametrize("name", shipped())
-def test_every_model_file_composes_into_a_typed_config(name):
-    with initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-        cfg = compose("config", overrides=[f"model={name}"])
-    if name == "hub":
-        cfg.model.name_or_path = "org/name"
-    assert typed(cfg.model, ModelConfig).name == cfg.model.name
-    assert 0 < cfg.lr < 1e-2
-
-
-def test_every_setting_of_a_model_has_its_line_and_comment_in_base():
-    text = (ROOT / "config" / "model" / "base.yaml").read_text()
-    values = OmegaConf.to_container(OmegaConf.create(text)) | {"name": "x", "name_or_path": "y"}
-    assert without_words(values, ModelConfig) == asdict(ModelConfig(name="x", name_or_path="y"))
-    lines = [
-        line for line in text.splitlines() if ":" in line and not line.startswith("#") and line != "peft:"
-    ]
-    assert all("  # " in line for line in lines)

@@ -66,10 +66,3 @@ def test_what_was_not_measured_is_not_drawn(change):
     lines = [FIRST | change, *(line | entropy for line in intervals("chosen", drift=None))]
     missing = {"Drift from the initial weights", *(["Entropy of the policy"] if entropy else [])}
     assert titles(lines) == [title for title in ALL if title not in missing]
-
-
-def test_the_first_step_alone_has_spread_0():
-    """Policy and reference are the same weights: nothing for a logarithm."""
-    one = {"rows": 4, "tokens": 4, "length": 1.0, "log_ratio": 0.0, "spread": 0.0, "drift": 0.0}
-    one |= {"histogram": [4 * (k == BINS // 2) for k in range(BINS)], "positions": [[4, 0, 0]]}
-    assert titles([FIRST, {"step": 0, "first_step": 0, "entropy": 0.4, "chosen": one}]) == ALL

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from config.schema import WandbConfig
-from reports import tracking
 from reports.metrics import read_metrics
 from reports.tracking import Tracker
 
@@ -185,26 +184,3 @@ def test_what_keeps_a_run_from_wandb_is_said_once_and_it_is_tracked_offline(tmp_
     assert list(tmp_path.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
     (warning,) = [line for line in said.splitlines() if line.startswith("warning: wandb: ")]
     assert why in warning and "this run is tracked offline: `wandb sync" in warning and key not in warning
-
-
-@pytest.mark.parametrize(
-    ("env", "netrc", "mode"),
-    [
-        ({}, "", "offline"),
-        ({"WANDB_API_KEY": "a" * 40}, "", "online"),
-        ({"WANDB_API_KEY": "a" * 40, "WANDB_MODE": "offline"}, "", "offline"),
-        ({"WANDB_API_KEY": "a" * 40, "WANDB_MODE": "disabled"}, "", "disabled"),
-        ({}, "machine wandb.test login user password secret", "online"),
-        ({}, "machine elsewhere.test login user password secret", "offline"),
-    ],
-)
-def test_online_only_when_logged_in(tmp_path, monkeypatch, env, netrc, mode):
-    import wandb
-
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    (tmp_path / "no-netrc").write_text(netrc)
-    (tmp_path / "no-netrc").chmod(0o600)
-    read = wandb.Settings(base_url="https://wandb.test")
-    read.update_from_env_vars(dict(os.environ))
-    assert tracking._mode(read) == mode

@@ -28,21 +28,6 @@ def test_a_failure_is_not_waited_for_behind_slower_tasks():
     held.set()
 
 
-def test_what_had_not_begun_at_a_failure_is_not_run():
-    def run(task: int) -> int:
-        time.sleep(0.05)
-        if task == 1:
-            raise ValueError("one")
-        ran.append(task)
-        return task
-
-    ran: list[int] = []
-    pool = ThreadPoolExecutor(1)
-    with pytest.raises(ValueError, match="one"):
-        results([pool.submit(run, task) for task in (1, *range(2, 60))])
-    assert len(ran) < 50
-
-
 def test_a_pool_that_is_closed_at_work_leaves_no_process():
     settings = dict(section("reward/function.yaml:function")) | {
         "path": "tests.unit.rollouts.reward_functions.by_word",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -29,39 +27,3 @@ def test_a_login_node_installs_what_its_jobs_need(gpu, requirements, wanted):
     function = next(line for line in SCRIPT.splitlines() if line.startswith("wants_gpu()"))
     words = ["bash", "-c", f"{function}; wants_gpu && echo yes || echo no"]
     assert run(words, {"GPU": gpu, "PATH": "/usr/bin:/bin"}).stdout.strip() == wanted
-
-
-def stand_in(folder: Path, name: str, loop: int, *, complete: bool = True) -> Path:
-    """This Python, but for how long its loop takes, and whether it can make an environment."""
-    path = folder / name
-    path.write_text(
-        f"""#!/bin/bash
-case "$2" in
-    *process_time*) echo {loop} ;;
-    *ensurepip*) exit {int(not complete)} ;;
-    *) exec {sys.executable} "$@" ;;
-esac
-"""
-    )
-    path.chmod(0o755)
-    return path
-
-
-def chosen(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    functions = SCRIPT[SCRIPT.index("new_enough()") : SCRIPT.index("# A folder that was copied")]
-    env = {"PATH": f"{folder}:/usr/bin:/bin", **environment}
-    return run(["bash", "-c", f"{functions}\nfind_python"], env)
-
-
-@pytest.mark.parametrize(
-    ("first", "system", "complete", "taken"),
-    [(1600, 1000, True, "system"), (1200, 1000, True, "python3"), (1600, 1000, False, "python3")],
-)
-def test_the_systems_python_is_taken_where_it_is_much_faster(tmp_path, first, system, complete, taken):
-    stand_in(tmp_path, "python3", first)
-    other = stand_in(tmp_path, "system", system, complete=complete)
-    told = chosen(tmp_path, SYSTEM_PYTHONS=str(other))
-    assert told.stdout.strip() == str(tmp_path / taken)
-    assert (f"PYTHON={tmp_path / 'python3'} takes the first" in told.stderr) == (taken == "system")
-    asked = chosen(tmp_path, SYSTEM_PYTHONS=str(other), PYTHON="python3")
-    assert asked.stdout.strip() == str(tmp_path / "python3") and asked.stderr == ""

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tools.reference import settings_of
 
@@ -21,22 +20,6 @@ def test_the_made_pages_are_up_to_date():
         [sys.executable, "-m", "tools.reference", "--check"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-
-
-def leaves(tree, prefix=""):
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key
-
-
-def test_every_key_is_there_with_its_comment():
-    text = (ROOT / "config" / "config.yaml").read_text()
-    found = {s.key: s for _, s in settings_of(text) if s is not None}
-    keys = {k for k in leaves(yaml.safe_load(text)) if not k.startswith(("defaults", "hydra"))}
-    assert keys <= set(found)
-    assert [key for key in keys if not found[key].comment] == []
 
 
 def test_every_setting_stands_once_on_the_page():
