@@ -28,14 +28,10 @@ settings.load_profile("humanline")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The processes that share the tests share what programs are forked from; whose CPU seconds programs
-    take is known only where each has its own. The process that shares them out imports no torch."""
-    shares = bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
-    if not shares:
+    """The process that shares the tests out imports no torch."""
+    if not config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
         compose_quickly()
         prepare_once()
-    if shares and "HUMANLINE_TEST_CPU_LOG" not in os.environ:
-        programs.share()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -36,8 +36,6 @@ HANG = 900.0
 """Seconds that only a hang takes, however busy the machine is."""
 NOTHING_DRAWN = {FIRST: "tests.blank_charts:blank_charts"}
 """Environment of a program that draws no chart."""
-SHARED = "PYTEST_QUICK_PYTHON"
-"""Environment variable: the folder of a ``QuickPython`` of a process above."""
 
 
 class Program:
@@ -151,7 +149,7 @@ def writers(file: Path) -> list[int]:
     return found
 
 
-def use_quick_python(patch: pytest.MonkeyPatch, quick: Quick | None = None) -> None:
+def use_quick_python(patch: pytest.MonkeyPatch, quick: QuickPython | None = None) -> None:
     """From now on whatever this process starts as its own Python has done its imports, and draws no chart.
     ``quick``: another than ``quick_python``."""
     python = (quick or quick_python()).python
@@ -161,75 +159,30 @@ def use_quick_python(patch: pytest.MonkeyPatch, quick: Quick | None = None) -> N
         patch.setenv(name, value)
 
 
-def forked_from() -> Quick:
+def forked_from() -> QuickPython:
     """The process that ``start`` has its programs from."""
     return quick_python()
 
 
 @functools.cache
-def quick_python() -> Quick:
-    """The process that all are forked from; it lives as long as this one, or as the one that shares it."""
-    if SHARED in os.environ:
-        return Shared(Path(os.environ[SHARED]))
+def quick_python() -> QuickPython:
+    """The process that all are forked from; it lives as long as this one."""
     return QuickPython(_folder(), ROOT, dict(os.environ)).ready()
 
 
 @functools.cache
-def quick_vllm() -> Quick:
+def quick_vllm() -> QuickPython:
     """The process that vLLM's engines and servers are forked from, itself forked from the other."""
-    return _forked("vllm", VLLM)
-
-
-def _forked(name: str, modules: tuple[str, ...]) -> Quick:
     environment = {key: value for key, value in os.environ.items() if key != FIRST}
-    python = quick_python().python
-    if SHARED not in os.environ:
-        return QuickPython(_folder() / name, ROOT, environment, modules, python).ready()
-    folder = Path(os.environ[SHARED]) / name
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir()  # only the first who needs it can
-        os.mkfifo(folder / "open")
-        never_closed = os.open(folder / "open", os.O_RDWR)  # it ends with the one that it is forked from
-        QuickPython(folder, ROOT, environment, modules, python, never_closed)
-        os.close(never_closed)
-    return Shared(folder)
+    return QuickPython(_folder() / "vllm", ROOT, environment, VLLM, quick_python().python).ready()
 
 
-class Shared:
-    """A ``QuickPython`` of another process, which ends it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.python, self.address = folder / "python", folder / "ask"
-        until(self.address.exists, lambda: f"nobody answers at {self.address}")
-
-    def close(self) -> None:
-        """Nothing."""
-
-    def cpu_seconds(self) -> float:
-        """0: whose programs they were is not known."""
-        return 0.0
-
-
-Quick = QuickPython | Shared
-FORKED = (quick_vllm,)
-
-
-def share() -> None:
-    """From now on the processes that this one starts fork their programs from one process, which it ends."""
-    environment = {name: value for name, value in os.environ.items() if name != SHARED}
-    _sharing.append(QuickPython(_folder() / "shared", ROOT, environment))
-    os.environ[SHARED] = str(_folder() / "shared")
-
-
-_sharing: list[QuickPython] = []
+FORKED = (quick_vllm, quick_python)
 
 
 def end_all() -> None:
     """End the programs, and the processes that they are forked from."""
-    while _sharing:
-        _sharing.pop().close()
-        del os.environ[SHARED]
-    for quick in (*FORKED, quick_python):
+    for quick in FORKED:
         if quick.cache_info().currsize:
             quick().close()
             quick.cache_clear()
@@ -242,7 +195,7 @@ def cpu_seconds() -> float:
     """CPU seconds of this process, of its children that have ended, and of the programs that have."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     own = time.process_time() + children.ru_utime + children.ru_stime
-    made = [quick() for quick in (quick_python, *FORKED) if quick.cache_info().currsize]
+    made = [quick() for quick in FORKED if quick.cache_info().currsize]
     return own + sum(quick.cpu_seconds() for quick in made)
 
 

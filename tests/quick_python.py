@@ -4,7 +4,7 @@
 ``python`` (with ``torchrun`` and ``accelerate`` beside it) that hands its arguments, environment, working
 directory and open files to that process, which forks and does what Python would have done. Signals and exit
 codes go through, and the end of either is the end of the other, so that launchers, worker processes and
-killed runs behave as they do with any Python. What ``STAND_INS`` names is run in place of a module.
+killed runs behave as they do with any Python.
 """
 
 from __future__ import annotations
@@ -74,9 +74,8 @@ SCRIPTS = {
     "torchrun": ["-m", "torch.distributed.run"],
     "accelerate": ["-m", "accelerate.commands.accelerate_cli"],
 }
-STAND_INS, FIRST = "QUICK_PYTHON_STAND_INS", "QUICK_PYTHON_FIRST"
-"""Environment variables: ``module=other,…``: ``python -m module`` runs the other; ``module:function``: what
-is called before anything."""
+FIRST = "QUICK_PYTHON_FIRST"
+"""Environment variable, ``module:function``: what is called before anything."""
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _SAFE = 512
 """Least descriptor that is this file's own while a program's are put where they belong."""
@@ -119,12 +118,11 @@ class QuickPython:
         environment: dict[str, str],
         more: tuple[str, ...] = (),
         python: str | Path = PYTHON,
-        stdin: int = subprocess.PIPE,
     ) -> None:
         """``root``: a copy of the repository, whose modules are imported. ``environment``: what libraries
         read while they are imported. ``more``: modules to import besides.
-        ``python``: who runs the process; where that is another's, it begins with what that one has imported.
-        ``stdin``: what ends the process when it is closed, if not ``close`` does."""
+        ``python``: who runs the process; where that is another's, it begins with what that one has
+        imported."""
         folder.mkdir(parents=True, exist_ok=True)
         self.python, self.address = folder / "python", folder / "ask"
         for name in ("python", *SCRIPTS):
@@ -140,7 +138,7 @@ class QuickPython:
             [str(python), "-m", "tests.quick_python", str(self.address), str(self.python), *more],
             cwd=root,
             env=environment | {"PYTHONPATH": str(root)},
-            stdin=stdin,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
@@ -356,10 +354,8 @@ def _execute(arguments: list[str]) -> None:
         module = sys.modules["__main__"] = types.ModuleType("__main__")
         exec(compile(rest[0], "<string>", "exec"), module.__dict__)
     elif first == "-m":
-        stand_ins = dict(pair.split("=") for pair in os.environ.get(STAND_INS, "").split(",") if pair)
-        name = stand_ins.get(rest[0], rest[0])
         sys.argv, sys.path[:] = rest, [os.getcwd(), *path, *own]
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv, sys.path[:] = arguments, [os.path.dirname(os.path.realpath(first)), *path, *own]
         runpy.run_path(first, run_name="__main__")

@@ -7,7 +7,6 @@ import functools
 import io
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -38,7 +37,6 @@ SETTINGS = (
 def warm_up() -> None:
     """All of it, unless this process was forked from one that has."""
     compose_quickly()
-    launch_quickly()
     prepare_once()
     train_once()
 
@@ -54,23 +52,6 @@ def compose_quickly() -> None:
         return found(self, config_name, overrides) if said else None
 
     Hydra.get_mode = mode  # type: ignore[method-assign]
-
-
-def launch_quickly() -> None:
-    """From now on torchrun names its own callers, for a log, by looking at the frame alone. It does so by
-    ``inspect.stack``, which looks at every module that is imported, for every caller, and that sixteen times:
-    most of a second."""
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-
-    def name(depth: int = 2) -> str:
-        frame = sys._getframe()
-        for _ in range(depth):
-            if frame.f_back is None:
-                return "no_method_name"
-            frame = frame.f_back
-        return frame.f_code.co_name
-
-    dynamic_rendezvous.get_method_name = name
 
 
 def prepare_once() -> None:

@@ -3,7 +3,6 @@ numbers, again after a resume, and refused before weights load."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from pathlib import Path
@@ -14,7 +13,6 @@ from common.errors import UserError
 from config.cli import compose
 from config.schema import Config
 from launch.pictures import in_words
-from launch.results import report
 from tests.tiny import ROOT
 from train import train
 
@@ -81,36 +79,11 @@ def test_they_stand_beside_the_runs_own_numbers_and_change_none(folder):
     assert sum("eval_loss" in line for line in both) == 3
 
 
-def test_they_are_in_the_report_the_card_and_the_table_of_results(folder):
+def test_they_are_in_the_report_and_the_card(folder):
     page = (folder / "named-s1" / "report.html").read_text()
     assert "other: evaluation margin" in page
     assert "other: evaluation loss" in (folder / "named-s1" / "model" / "README.md").read_text()
-    options = argparse.Namespace(
-        sources=[folder / "named-s1", folder / "plain-s1"],
-        select="",
-        validation=None,
-        metric="eval_other_reward_accuracy",
-        baseline=None,
-        effects=False,
-        within=None,
-        frontier=False,
-        power=None,
-        tests=None,
-        name=None,
-        logs=folder,
-        out=folder / "results",
-    )
-    head = report(options).split("\n\n")[2].splitlines()[0]
-    assert "eval_other_reward_margin | eval_other_reward_accuracy" in head
-    assert "eval_same_accuracy_sampled" in head
     assert in_words("eval_other_reward_accuracy") == "other: evaluation reward accuracy"
-
-
-def test_the_best_by_a_named_set_is_kept(folder):
-    kept = {int(path.name[5:]) for path in (folder / "named-s1" / "checkpoints").iterdir()}
-    losses = {r["step"]: v for r in numbers(folder / "named-s1") if (v := r.get("eval_other_loss"))}
-    after = json.loads((folder / "named-s1" / "summary.json").read_text())["after"]["eval_other_loss"]
-    assert min(losses | {6: after}, key=(losses | {6: after}).__getitem__) in kept
 
 
 def test_a_resumed_run_measures_the_same(folder):
@@ -127,20 +100,10 @@ def test_a_resumed_run_measures_the_same(folder):
     assert json.loads((again / "summary.json").read_text())["after"] == summary["after"]
 
 
-def test_each_is_said_at_the_start_and_on_the_terminal(folder, capsys):
-    other = f"evaluations.other.path={folder}/other.jsonl"
-    train(config_of(folder, other, "n_examples=16", "n_eval_samples=1"), "said-s1")
-    out = capsys.readouterr().out
-    assert "evaluations.other: 16 pairs, 16 prompts whose answers are checked, 1 of 17 rows dropped" in out
-    assert "\n  other: margin +0.0000, reward accuracy 50.0%, sampled accuracy" in out
-
-
 @pytest.mark.parametrize(
     ("rows", "more", "message"),
     [
         (None, (), r"evaluations\.hard\.path=\S+hard\.jsonl: .*no such file"),
-        ([], (), r"evaluations\.hard: \S+hard\.jsonl: holds no row"),
-        ([{"foo": 1}], (), r"evaluations\.hard.*hard\.jsonl"),
         (
             [{"prompt": "1+1=", "completion": "2" * (1 + i), "label": i > 0} for i in range(3)],
             (),
@@ -150,11 +113,6 @@ def test_each_is_said_at_the_start_and_on_the_terminal(folder, capsys):
             [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}],
             ("keep_best=eval_hard_accuracy_sampled",),
             r"keep_best=eval_hard_accuracy_sampled: evaluations\.hard has no such number",
-        ),
-        (
-            [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}],
-            ("evaluations.hard.verifier=no.such",),
-            r"evaluations\.hard\.verifier=no\.such: cannot be imported",
         ),
         (
             [{"prompt": "Who are you?", "chosen": "Nobody", "rejected": "Somebody"}] * 9,
