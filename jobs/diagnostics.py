@@ -22,7 +22,7 @@ from jobs.tally import EDGES, SIDES, Tally, rounded, sides
 from models.distributed import gather_objects, sum_over_ranks
 from models.reference import score
 from models.sharding import reshard
-from reports.tracking import Tracking
+from reports.tracking import Tracker
 from trainers.basic import BasicTrainer
 from trainers.drift import change_since
 from trainers.losses.base import TokenScores, token_sum
@@ -72,7 +72,7 @@ class Diagnostics:
 
     # -- lines -------------------------------------------------------------------------------------
 
-    def begin(self, tracker: Tracking) -> None:
+    def begin(self, tracker: Tracker) -> None:
         """Write the first line of the file, before step 0.
 
         It holds what is needed to read the other lines, and the quantities that are measured once."""
@@ -97,7 +97,7 @@ class Diagnostics:
         step = self.trainer.progress.step
         return step > self.first and step % self.every == 0
 
-    def write(self, tracker: Tracking) -> None:
+    def write(self, tracker: Tracker) -> None:
         """Write the line for the steps since the last line, if there were any. Every rank calls it."""
         at = self.trainer.progress
         if at.step == self.first:

@@ -64,8 +64,7 @@ class Saver:
         dealt = dealing(trainer.packing, trainer.shares_prompts, trainer.work)
         state, mine = self.checkpoints.load(path, trainer.policy, trainer.optimizer, dealt)
         everywhere(lambda: self._restore(state, mine), path)
-        interval = trainer.progress.step if self.diagnostics is None else self.diagnostics.first
-        on_main(lambda: restore(self.folder, path, trainer.progress.step, interval))
+        on_main(lambda: restore(self.folder, path, trainer.progress.step))
         return state
 
     def _restore(self, state: dict[str, Any], mine: dict[str, Tensor]) -> None:

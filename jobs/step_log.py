@@ -18,7 +18,7 @@ from jobs.evaluation import Metrics
 from jobs.observers import Observers
 from reports.metrics import plain
 from reports.progress import round_line, status
-from reports.tracking import Tracking
+from reports.tracking import Tracker
 from rollouts.round_builder import TABLE_COLUMNS
 from trainers.basic import BasicTrainer, StepRecord
 from trainers.corrections import with_sample_size
@@ -51,7 +51,7 @@ class StepLog:
     ) -> None:
         self.folder, self.trainer, self.state = folder, trainer, RunState()
         self.observers = observers or Observers()
-        self.tracker: Tracking = Tracking()
+        self.tracker = Tracker()
         self.bar = progress(total_steps, "train", done=trainer.progress.step, shown=trainer.world.is_main)
         self.bar.wait()
         self._pending: tuple[StepRecord, float] | None = None

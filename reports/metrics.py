@@ -197,52 +197,22 @@ def _replace(path: Path, content: bytes) -> None:
         stream.write(content)
 
 
-def restore(run_dir: Path, checkpoint: Path, step: int, interval: int) -> None:
-    """Restore a run's files as they were when ``checkpoint``, the one before ``step``, was written.
-    ``interval`` is the first step that no line of diagnostics covers. A file that is not as the run left it
-    is reported, and kept beside the restored one as ``<name>.damaged``.
-
-    A checkpoint of an older version has no copies: the lines of the steps before it stay, and the missing
-    ones are named.
-    """
-    copied = (checkpoint / METRICS).exists()
-    for name, before in zip(FILES, (step, interval), strict=True):
-        path = run_dir / name
-        current = _content(path)
-        if step == 0:
-            kept, problem = b"", ""
-        elif copied:
-            kept = _content(checkpoint / name)
-            problem = _changed(current, kept, checkpoint)
-        else:
-            kept, problem = _kept(current, before)
-            problem = "" if name == DIAGNOSTICS and not path.exists() else problem
-        _put_back(path, current, kept, problem)
+def restore(run_dir: Path, checkpoint: Path, step: int) -> None:
+    """Restore a run's files as they were when ``checkpoint``, the one before ``step``, was written. A file
+    that is not as the run left it is reported, and kept beside the restored one as ``<name>.damaged``."""
+    for name in FILES:
+        current, kept = _content(run_dir / name), b"" if step == 0 else _content(checkpoint / name)
+        _put_back(run_dir / name, current, kept, checkpoint)
     if (checkpoint / ANSWERS).exists():
-        current, kept = _content(run_dir / ANSWERS), _content(checkpoint / ANSWERS)
-        _put_back(run_dir / ANSWERS, current, kept, _changed(current, kept, checkpoint))
+        _put_back(run_dir / ANSWERS, _content(run_dir / ANSWERS), _content(checkpoint / ANSWERS), checkpoint)
 
 
-def _changed(current: bytes, kept: bytes, checkpoint: Path) -> str:
-    return "" if current.startswith(kept) else f"it is put back from {checkpoint}"
-
-
-def _put_back(path: Path, current: bytes, kept: bytes, problem: str) -> None:
-    """Make the file hold ``kept``. With a ``problem``, which is printed, ``current`` is kept beside it."""
-    if problem:
-        print(f"{path} is not as the run left it; {problem}", flush=True)
+def _put_back(path: Path, current: bytes, kept: bytes, checkpoint: Path) -> None:
+    """Make the file hold ``kept``. Where ``current`` does not begin with it, that is printed, and ``current``
+    is kept beside it."""
+    if not current.startswith(kept):
+        print(f"{path} is not as the run left it; it is put back from {checkpoint}", flush=True)
         if current:
             _replace(path.with_name(f"{path.name}.damaged"), current)
     if path.exists() or kept:
         _replace(path, kept)
-
-
-def _kept(content: bytes, before: int) -> tuple[bytes, str]:
-    """Return (the lines that stay, those before a step; a message about missing lines, or "")."""
-    lines, records = sound_lines(content)
-    kept = [(line, r) for line, r in zip(lines, records, strict=True) if r["step"] < before]
-    missing = set(range(before)) - steps_of(r for _, r in kept)
-    message = (
-        f"the lines of steps {ranges(missing)} are missing, the run goes on without them" if missing else ""
-    )
-    return b"".join(line for line, _ in kept), message

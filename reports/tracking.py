@@ -1,9 +1,8 @@
 """Trackers that write a run's numbers to ``metrics.jsonl`` and show them to Weights & Biases. The file is the
 record, wandb mirrors it.
 
-Rank 0 holds a ``Tracker``, every other rank a ``Tracking`` that ignores every call; the trainer calls both
-alike. wandb may fail, be slow or be absent without affecting the run: the first failure prints a warning, and
-wandb is then not called again.
+Every rank holds a ``Tracker``, and the trainer calls all alike. wandb may fail, be slow or be absent without
+affecting the run: the first failure prints a warning, and wandb is then not called again.
 """
 
 from __future__ import annotations
@@ -42,103 +41,88 @@ Histograms = Mapping[str, tuple[Sequence[int], Sequence[float]]]
 """name -> (counts [bins], edges between the bins [bins - 1]); the two outer bins are open."""
 
 
-class Tracking:
-    """The interface through which the trainer records its numbers. The tracker of ranks above 0 is this class
-    itself, which ignores every call."""
-
-    @property
-    def wandb_id(self) -> str | None:
-        """The wandb id of this run; None when wandb is off."""
-        return None
-
-    def log(self, record: Record) -> None:
-        """Append one line to metrics.jsonl and show it to wandb. ``record["step"]`` is an int above that of
-        the line before."""
-
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        """Show a table of samples to wandb; ``step`` is that of the last line or of the next one."""
-
-    def diagnostics(self, record: Record, histograms: Histograms) -> None:
-        """Append one line to diagnostics.jsonl, and show ``histograms`` to wandb at ``record["step"]``, the
-        step of the last line of metrics."""
-
-    def summary(self, values: Record) -> None:
-        """Show the numbers that summarize the whole run in wandb's list of runs."""
-
-    def settle(self) -> None:
-        """Check that the files hold every line that was logged (LineFile.settle). Raises OSError."""
-
-    def copy_to(self, folder: Path) -> None:
-        """Copy the files, as they are, into a checkpoint's ``folder``. Raises OSError."""
-
-    def close(self) -> None:
-        """Close the files and let wandb finish, for at most FINISH_SECONDS."""
-
-
-class Tracker(Tracking):
-    """The tracker of rank 0.
+class Tracker:
+    """The tracker of a run: on rank 0 with the run's folder, on every other rank without, where it ignores
+    every call.
 
     ``resumed``: the run continues the lines that its files have (reports.metrics.restore has cut them);
     otherwise the tracker discards what a killed process left. ``wandb_id``: the id that this run had before
     it was resumed, or None. The attribute of that name is the id in use, which the caller keeps in its
-    checkpoints.
+    checkpoints; None when wandb is off.
     """
 
     def __init__(
         self,
-        run_dir: Path,
-        config: Record,
-        wandb: WandbConfig,
+        run_dir: Path | None = None,
+        config: Record | None = None,
+        wandb: WandbConfig | None = None,
         resumed: bool = False,
         wandb_id: str | None = None,
     ) -> None:
-        self._metrics = LineFile(run_dir / METRICS, fresh=not resumed)
-        self._open_diagnostics = lambda: LineFile(run_dir / DIAGNOSTICS, fresh=not resumed)
-        self._diagnostics: LineFile | None = None
+        self._run_dir, self._fresh = run_dir, not resumed
+        self._files: dict[str, LineFile] = {}
         self._wandb = Wandb(wandb_id)
-        self._shown = [self._wandb.fused(run_dir, config, wandb), *open_trackers(run_dir, config)]
+        self._shown: list[Fused] = []
+        if run_dir is not None and config is not None and wandb is not None:
+            self._file(METRICS)
+            first = Fused("wandb", lambda: self._wandb.start(run_dir, config, wandb))
+            self._shown = [first, *open_trackers(run_dir, config)]
 
     @property
     def wandb_id(self) -> str | None:
         return self._wandb.id
 
     def log(self, record: Record) -> None:
+        """Append one line to metrics.jsonl and show it to wandb. ``record["step"]`` is an int above that of
+        the line before."""
         record = plain(record)
-        self._metrics.append(record)
+        self._append(METRICS, record)
         self._tell("log", record, record["step"])
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """Show a table of samples to wandb; ``step`` is that of the last line or of the next one."""
         self._tell("table", name, columns, rows, step)
 
-    def _tell(self, method: str, *arguments: Any) -> None:
-        for tracker in self._shown:
-            tracker.tell(method, *arguments)
-
     def diagnostics(self, record: Record, histograms: Histograms) -> None:
-        if self._diagnostics is None:
-            self._diagnostics = self._open_diagnostics()
-        self._diagnostics.append(plain(record))
+        """Append one line to diagnostics.jsonl, and show ``histograms`` to wandb at ``record["step"]``, the
+        step of the last line of metrics."""
+        self._append(DIAGNOSTICS, plain(record))
         for name, (counts, edges) in histograms.items():
             self._tell("histogram", name, counts, edges, record["step"])
 
     def summary(self, values: Record) -> None:
+        """Show the numbers that summarize the whole run in wandb's list of runs."""
         self._tell("summary", plain(values))
 
-    def _files(self) -> list[LineFile]:
-        return [self._metrics, *([] if self._diagnostics is None else [self._diagnostics])]
-
     def settle(self) -> None:
-        for file in self._files():
+        """Check that the files hold every line that was logged (LineFile.settle). Raises OSError."""
+        for file in self._files.values():
             file.settle()
 
     def copy_to(self, folder: Path) -> None:
-        for file in self._files():
+        """Copy the files, as they are, into a checkpoint's ``folder``. Raises OSError."""
+        for file in self._files.values():
             file.copy_to(folder)
 
     def close(self) -> None:
-        for file in self._files():
+        """Close the files and let wandb finish, for at most FINISH_SECONDS."""
+        for file in self._files.values():
             file.close()
         self._tell("finish")
+
+    def _append(self, name: str, record: Record) -> None:
+        if self._run_dir is not None:
+            self._file(name).append(record)
+
+    def _file(self, name: str) -> LineFile:
+        if name not in self._files:
+            assert self._run_dir is not None
+            self._files[name] = LineFile(self._run_dir / name, self._fresh)
+        return self._files[name]
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        for tracker in self._shown:
+            tracker.tell(method, *arguments)
 
 
 def mirror_evaluation(
@@ -151,7 +135,7 @@ def mirror_evaluation(
     if run_id is None:
         return False
     mirror = Wandb(run_id)
-    tracker = mirror.fused(run_dir, config, wandb)
+    tracker = Fused("wandb", lambda: mirror.start(run_dir, config, wandb))
     shown = {f"{name}/{key}": value for key, value in numbers(plain(values))}
     step = max(mirror.step, *(record["step"] + 1 for record in read_metrics(run_dir / "metrics.jsonl")), 0)
     tracker.tell("log", shown, step)
@@ -188,6 +172,17 @@ def _cell(value: Any) -> Any:
     )
 
 
+@contextmanager
+def clean_arguments() -> Iterator[None]:
+    """Let no secret be among the program's arguments, which wandb records."""
+    original = sys.argv
+    sys.argv = scrub_words(original)
+    try:
+        yield
+    finally:
+        sys.argv = original
+
+
 class Wandb:
     """wandb as a tracker (``reports.trackers.ExternalTracker``).
 
@@ -198,23 +193,17 @@ class Wandb:
         self._run: Any = None
         self._tables: list[tuple[int, dict[str, Any]]] = []
 
-    def fused(self, run_dir: Path, config: Record, settings: WandbConfig) -> Fused:
-        """Start the wandb run, and return the tracker that its first failure disables."""
-
-        def start() -> Wandb | None:
-            with clean_arguments():
-                shown = replace(settings, **scrub(vars(settings)))
-                self._start(run_dir, scrub(config), shown)
-            return None if self._run is None else self
-
-        return Fused("wandb", start if settings.enabled else lambda: None)
-
-    def _start(self, run_dir: Path, config: Record, settings: WandbConfig) -> None:
+    @clean_arguments()
+    def start(self, run_dir: Path, config: Record, settings: WandbConfig) -> Wandb | None:
+        """Start the wandb run and return this tracker; None where it is off."""
+        if not settings.enabled:
+            return None
         import wandb  # the import takes half a second, which a run without wandb is spared
 
         mode = _mode(wandb.setup().settings)
         if mode == "disabled":
-            return
+            return None
+        config, settings = scrub(config), replace(settings, **scrub(vars(settings)))
         self.id = self.id or secrets.token_hex(4)
         if settings.dir is not None:
             Path(settings.dir).mkdir(parents=True, exist_ok=True)
@@ -232,6 +221,7 @@ class Wandb:
             )
             wandb.teardown()  # the failed attempt still holds the id
             self._init("offline", run_dir, config, settings)
+        return self
 
     def _init(self, mode: Any, run_dir: Path, config: Record, settings: WandbConfig) -> None:
         import wandb
@@ -296,17 +286,6 @@ class Wandb:
         self._show_tables()
         self._run.finish()
         self._run = None
-
-
-@contextmanager
-def clean_arguments() -> Iterator[None]:
-    """Let no secret be among the program's arguments, which wandb records."""
-    original = sys.argv
-    sys.argv = scrub_words(original)
-    try:
-        yield
-    finally:
-        sys.argv = original
 
 
 def _mode(settings: Any) -> str:

@@ -117,7 +117,7 @@ def test_a_run_that_goes_on_has_the_lines_of_its_checkpoint_whatever_became_of_i
     path.write_bytes(changed)
     if damage == "removed":
         path.unlink()
-    restore(run, checkpoint, before, before)
+    restore(run, checkpoint, before)
     assert path.read_bytes() == (checkpoint / METRICS).read_bytes()
     as_left = changed.startswith((checkpoint / METRICS).read_bytes())
     kept = run / f"{METRICS}.damaged"
@@ -139,7 +139,7 @@ def test_an_unfinished_interval_has_no_line_after_going_on(tmp_path):
     LineFile(tmp_path / METRICS, fresh=True).copy_to(tmp_path / "checkpoint")
     file.copy_to(tmp_path / "checkpoint")
     file.append({"step": 3, "first_step": 2})
-    restore(tmp_path, tmp_path / "checkpoint", 4, 2)
+    restore(tmp_path, tmp_path / "checkpoint", 4)
     assert steps(tmp_path / DIAGNOSTICS) == [-1, 1]
 
 
@@ -148,5 +148,5 @@ def test_a_run_that_goes_on_from_its_start_forgets_what_was_done(tmp_path):
     for name in (METRICS, DIAGNOSTICS):
         (tmp_path / name).write_text('{"step": -1}\n{"step": 0}\n')
         (tmp_path / "checkpoint" / name).write_text('{"step": -1}\n')
-    restore(tmp_path, tmp_path / "checkpoint", 0, 0)
+    restore(tmp_path, tmp_path / "checkpoint", 0)
     assert steps(tmp_path / METRICS) == steps(tmp_path / DIAGNOSTICS) == []
