@@ -40,7 +40,8 @@ def evaluate(cfg: DictConfig, overridden: list[str]) -> None:
     options |= {key: [options[key]] for key in ("run", "against") if isinstance(options[key], str)}
     stage = typed(OmegaConf.create(options), EvalStage)
 
-    from evals.early import check_early
+    from evals.running import check_early
+    from evals.running import evaluate as measure
     from evals.targets import expanded, refuse_unread, run_of, targets_of
 
     refuse_unread(overridden, list(options), bool(stage.run), composed)
@@ -67,7 +68,6 @@ def evaluate(cfg: DictConfig, overridden: list[str]) -> None:
         with importing("torch"):
             from transformers.utils.logging import disable_progress_bar
 
-            from evals.running import evaluate as measure
             from models.distributed import start, stop
 
         disable_progress_bar()  # transformers draws a bar for every file; sampling has its own bar

@@ -15,11 +15,12 @@ from common.imports import import_function
 from config.schema_stages import EvalStage
 from data.chat import Renderer
 from data.types import Prompt
-from evals import answers, statistics
+from evals import answers
 from evals.answers import check_answering, described
 from evals.base import Evaluation, Target, fingerprints
-from evals.early import verifier_path
+from evals.running import verifier_path
 from models.distributed import World, on_main
+from reports import statistics
 from rollouts.answers import Request
 from rollouts.samplers import Sample, SamplingSettings
 from rollouts.verify import Verifier, say_failures, text_of, verdicts_of

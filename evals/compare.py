@@ -18,11 +18,11 @@ from common.errors import ConfigError, StoppedError, require
 from common.files import lines_of
 from config.schema_stages import EvalStage
 from data.types import Prompt
-from evals import answers, statistics
+from evals import answers
 from evals.answers import check_answering, described
 from evals.base import Evaluation, Target, fingerprints
 from models.distributed import World, on_main
-from reports.statistics import shown_p
+from reports import statistics
 from rollouts.answers import Request
 from rollouts.files import read_samples
 from rollouts.rewards.base import make_reward
@@ -298,7 +298,7 @@ def printed(values: dict[str, Any], title: str, counts: dict[str, Any], confiden
         low, high = values[f"{name}_ci"]
         table.append([words, form.format(values[name]), f"[{form.format(low)}, {form.format(high)}]"])
     for name, words in (("p_t", "p, paired t"), ("p_wilcoxon", "p, Wilcoxon"), ("p_sign", "p, sign test")):
-        table.append([words, shown_p(values[name])])
+        table.append([words, statistics.shown_p(values[name])])
     table += [
         [words, f"{values[name]:.1f}"]
         for name, words in (("length", "our tokens an answer"), ("length_against", "theirs"))

@@ -1,28 +1,40 @@
-"""Run one kind of evaluation on one or several targets, and write, mirror and print the results."""
+"""One kind of evaluation on one or several targets: checked before torch is imported, then run, its results
+written, mirrored and printed."""
 
 from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import StoppedError
+from common.errors import ConfigError, StoppedError, require
 from common.files import write_whole
+from common.imports import check_importable
 from common.secrets import scrub
 from common.worker_process import WorkerError
+from config.schema_data import DataConfig
 from config.schema_stages import EvalStage
 from evals.base import Evaluation, Target
 from reports.metrics import plain
 from reports.tracking import mirror_evaluation
 from rollouts.files import refuse_existing
+from rollouts.inputs import check_inputs
 from rollouts.rewards.base import RewardError
 
 if TYPE_CHECKING:
     from models.distributed import World
 
+PACKAGES = {"alpacaeval": "alpaca_eval", "lm_eval": "lm_eval"}
+"""Kind of evaluation -> the package that it needs."""
+FILES = ("annotations", "outputs", "reference")
+"""Settings of a kind of evaluation that name a file."""
+MATHS = ("gsm8k", "math")
+MATH_VERIFY = "rollouts.rewards.verifier.accuracy"
 SHOWN = 64
 """Largest number of answers that are shown in wandb."""
 
@@ -117,3 +129,47 @@ def text_table(table: list[list[str]]) -> str:
     widths = [max(map(len, column)) for column in zip_longest(*table, fillvalue="")]
     aligned = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in table)
     return "\n".join("  ".join(row).rstrip() for row in aligned)
+
+
+# -- before torch is imported ----------------------------------------------------------------------
+
+
+def check_early(targets: Sequence[Target], stage: EvalStage) -> None:
+    """Raise ConfigError for a result that is there already, and for a package, a model, data or a function
+    that are not; DataError for data that are damaged at their beginning."""
+    if package := PACKAGES.get(stage.kind):
+        needs = f"needs the package {package}: make eval-tools, or pip install -r requirements/eval.txt"
+        require(find_spec(package) is not None, "kind", stage.kind, needs)
+    options = getattr(stage, stage.kind)
+    for key in FILES:
+        value = getattr(options, key, None)
+        there = value is None or Path(value).is_file()
+        require(there, f"{stage.kind}.{key}", value, f"no such file (the working directory is {Path.cwd()})")
+    for target in targets:
+        path = result_path(target, stage)
+        for file in (path, path.with_suffix(".jsonl")):  # the result, its answers
+            refuse_existing(file, stage.overwrite_out)
+        inputs = {"data", "sampler"} if stage.kind in ("accuracy", "compare") else set()
+        for side in (target, target.other):
+            if side is not None and side.answers is None:
+                silent = side.config.model.head == "reward"
+                require(not silent, "run", side.run or side.name, "is a reward model: it answers nothing")
+                check_inputs(side.config, {"model"} | inputs)
+        if stage.kind == "accuracy":
+            check_importable("accuracy.verifier", verifier_path(target.config.data, stage))
+        chosen = stage.kind != "compare" or target.config.reward is not None
+        what = "choose what compares: a file of config/reward, as in reward=armorm"
+        require(chosen, "reward", None, what)
+
+
+def verifier_path(data: DataConfig, stage: EvalStage) -> str:
+    """Return the import path of the verifier of the answers. Raises ConfigError where there is none."""
+    path = stage.accuracy.verifier or data.verifier or (MATH_VERIFY if data.format in MATHS else None)
+    if path is None:
+        raise ConfigError(
+            "accuracy.verifier",
+            None,
+            f"data={data.name} names nothing that checks answers: give data.verifier, as in "
+            f"accuracy.verifier={MATH_VERIFY}, or compare by a reward (kind=compare)",
+        )
+    return path

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -30,8 +29,8 @@ def refuse_unread(overridden: Sequence[str], stage_keys: Sequence[str], runs: bo
     ``overridden``: the dotted keys of the command line; ``stage_keys``: eval.py's own keys; ``runs``: whether
     ``run`` is given, which already names the model; ``tree``: the composed settings."""
     for key in overridden:
-        top, value = key.split(".")[0], reduce(_within, key.split("."), tree)
-        shown = "…" if isinstance(value, dict) else value  # a file's whole content says nothing
+        top, value = key.split(".")[0], _at(tree, key)
+        shown = "…" if value is None or isinstance(value, dict) else value  # a file's content says nothing
         require(
             top in (*READ, *stage_keys, "hydra"),
             key,
@@ -44,10 +43,6 @@ def refuse_unread(overridden: Sequence[str], stage_keys: Sequence[str], runs: bo
             shown,
             "run= says which model; leave one of them out",
         )
-
-
-def _within(tree: Any, key: str) -> Any:
-    return tree.get(key, "…") if isinstance(tree, dict) else "…"
 
 
 def expanded(paths: Sequence[str]) -> list[Path]:

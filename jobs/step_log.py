@@ -16,8 +16,8 @@ from data.batches import Segment
 from jobs.checks import check_gathered_weights, without_signal, write_batch
 from jobs.evaluation import Metrics
 from jobs.observers import Observers
+from reports.evaluations import round_line, status
 from reports.metrics import plain
-from reports.progress import round_line, status
 from reports.tracking import Tracker
 from rollouts.round_builder import TABLE_COLUMNS
 from trainers.basic import BasicTrainer, StepRecord

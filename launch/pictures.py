@@ -18,6 +18,7 @@ from config.schema_evaluations import named_measure
 from launch.cells import Cell
 from launch.collect import Result
 from reports import charts
+from reports.evaluations import MEASURES
 from reports.outcome import FINISHED
 from reports.statistics import Comparison, SeedMean, mean
 
@@ -27,16 +28,7 @@ STROKES = ("-", "--", ":")
 GAP = {"wspace": 0.3}
 MOST_CURVES = 60
 STYLE = charts.STYLE | {"axes.titlesize": 10, "axes.titleweight": "normal", "legend.fontsize": "medium"}
-WORDS = {
-    "eval_accuracy_sampled": "sampled accuracy",
-    "eval_accuracy_greedy": "greedy accuracy",
-    "eval_length_sampled": "answer length, tokens",
-    "eval_loss": "evaluation loss",
-    "eval_reward_margin": "evaluation margin, β·nats",
-    "eval_reward_accuracy": "evaluation reward accuracy",
-    "eval_drift": "drift from start, nats/token",
-    "eval_kl_initial": "KL from start, nats/token",
-}
+WORDS = {key: label for key, label, _ in MEASURES}
 
 
 def in_words(metric: str) -> str:

@@ -46,21 +46,12 @@ from launch.frontier import Frontier, power_rows
 from launch.grid import Sweep, read_sweep
 from launch.slurm import ROOT
 from launch.state import FAILED
-from reports.evaluations import names_of, of_name
+from reports.evaluations import MEASURES, names_of, of_name
 from reports.outcome import FINISHED
 from reports.statistics import Comparison, compare, shown, shown_p
 
 PREFERRED = ("eval_accuracy_sampled", "eval_reward_accuracy", "eval_reward_margin", "eval_loss")
-SHOWN = (
-    "eval_accuracy_sampled",
-    "eval_accuracy_greedy",
-    "eval_length_sampled",
-    "eval_reward_margin",
-    "eval_reward_accuracy",
-    "eval_drift",
-    "eval_kl_initial",
-)
-
+SHOWN = tuple(key for key, *_ in MEASURES if key != "eval_loss")
 MEASURED_BY = (
     *("data.name", "data.eval_path", "data.eval_split", "data.eval_fraction", "data.verifier"),
     *("n_eval_examples", "n_eval_prompts", "n_eval_samples", "sampler.temperature", "sampler.top_p"),

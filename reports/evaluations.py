@@ -1,11 +1,23 @@
-"""Evaluations as text lines for the terminal, and the measures of each named evaluation set."""
+"""A run's numbers as lines for the terminal: steps, rounds, and evaluations with those of each named set."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from config.schema_evaluations import named_measure
 
+MEASURES = (
+    ("eval_accuracy_sampled", "sampled accuracy", "{:.1%}"),
+    ("eval_accuracy_greedy", "greedy accuracy", "{:.1%}"),
+    ("eval_length_sampled", "length of sampled answers (tokens)", "{:.1f}"),
+    ("eval_reward_margin", "evaluation margin (β·nats)", "{:+.4f}"),
+    ("eval_reward_accuracy", "evaluation reward accuracy", "{:.1%}"),
+    ("eval_loss", "evaluation loss", "{:.4f}"),
+    ("eval_drift", "drift from the initial weights (nats/token)", "{:+.4f}"),
+    ("eval_kl_initial", "KL from the initial weights (nats/token)", "{:.4f}"),
+)
+"""(key, label, form) of what an evaluation measures, in the order of tables."""
 _SHOWN = (
     ("eval_reward_margin", "margin {:+.4f}"),
     ("eval_reward_accuracy", "reward accuracy {:.1%}"),
@@ -41,3 +53,26 @@ def evaluation_lines(step: int, values: Mapping[str, float | None]) -> list[str]
         f"evaluation at step {step}: {main}",
         *(f"  {name}: {measured(keys)}" for name, keys in named.items()),
     ]
+
+
+def status(record: dict[str, Any]) -> str:
+    """Return the numbers of a metrics line that are worth watching, as far as it has them."""
+    shown = (
+        ("loss", "loss {:.4f}"),
+        ("reward_margin", "margin {:+.3f}"),
+        ("reward_accuracy", "accuracy {:.0%}"),
+        ("lr", "lr {:.2e}"),
+        ("tokens_per_second", "{:,.0f} tokens/s"),
+        ("gpu_memory_gib", "{:.1f} GiB"),
+    )
+    return ", ".join(form.format(record[key]) for key, form in shown if record.get(key) is not None)
+
+
+def round_line(index: int, metrics: dict[str, Any]) -> str:
+    """Return a round's sampling metrics as a line for the terminal."""
+    reward = "no reward" if metrics["reward"] is None else f"reward {metrics['reward']:.3f}"
+    return (
+        f"round {index}: {metrics['contexts']} contexts, {metrics['keep_rate']:.0%} kept, {reward}, "
+        f"{metrics['length']:.0f} tokens a sample, {metrics['finished']:.0%} finished; "
+        f"sampled in {metrics['sample_seconds']:.1f} s, scored in {metrics['score_seconds']:.1f} s"
+    )

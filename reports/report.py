@@ -32,21 +32,11 @@ from config.cli import answered
 from config.schema_trainer import recorded_numbers
 from reports import data_tables
 from reports.answers import before_and_after
-from reports.evaluations import names_of, of_name
+from reports.evaluations import MEASURES, names_of, of_name
 from reports.metrics import numbers, read_metrics
 from reports.outcome import symptoms, text_of
 from reports.provenance import variant
 
-MEASURES = (
-    ("eval_accuracy_sampled", "sampled accuracy", "{:.1%}"),
-    ("eval_accuracy_greedy", "greedy accuracy", "{:.1%}"),
-    ("eval_length_sampled", "length of sampled answers (tokens)", "{:.1f}"),
-    ("eval_reward_margin", "evaluation margin (β·nats)", "{:+.4f}"),
-    ("eval_reward_accuracy", "evaluation reward accuracy", "{:.1%}"),
-    ("eval_loss", "evaluation loss", "{:.4f}"),
-    ("eval_drift", "drift from the initial weights (nats/token)", "{:+.4f}"),
-    ("eval_kl_initial", "KL from the initial weights (nats/token)", "{:.4f}"),
-)
 ABSENT = "–"
 
 
@@ -122,8 +112,7 @@ def write_report(run_dir: Path) -> Path:
     """Write the self-contained ``run_dir/report.html`` and return its path. It is made of config.yaml,
     metrics.jsonl, diagnostics.jsonl, answers.jsonl, summary.json and data_report.json, as far as they exist,
     without their secrets. Raises OSError, and ConfigError if a file is damaged."""
-    from reports.charts import charts  # matplotlib: a second, which a run's start is spared
-    from reports.diagnostic_charts import diagnostic_charts
+    from reports import charts  # matplotlib: a second, which a run's start is spared
 
     config = scrub(_read(run_dir / "config.yaml"))
     summary = scrub(_read(run_dir / "summary.json"))
@@ -141,8 +130,8 @@ def write_report(run_dir: Path) -> Path:
         command=summary.get("command"),
         compared=compared(summary),
         answers=before_and_after(run_dir),
-        charts=charts([*records, *_end(summary, records)]),
-        diagnostics=diagnostic_charts(diagnostics),
+        charts=charts.charts([*records, *_end(summary, records)]),
+        diagnostics=charts.diagnostic_charts(diagnostics),
         noise=next((line["noise"] for line in diagnostics if line.get("noise")), None),
         settings=[*_settings(config), *memory_facts(summary)],
         data=data,

@@ -14,7 +14,7 @@ from common import progress as module
 from common.files import write_whole
 from common.progress import progress
 from config.cli import STOPPED, guarded
-from reports.progress import status
+from reports.evaluations import status
 from tests.full_disk import full_disk
 
 ROOT = Path(__file__).parents[3]

@@ -16,8 +16,7 @@ from data.chat import Renderer
 from evals import accuracy, compare
 from evals.answers import limited
 from evals.base import Evaluation, Target
-from evals.early import check_early
-from evals.running import write_result
+from evals.running import check_early, write_result
 from launch.collect import NO_NUMBERS
 from reports.metrics import numbers
 from rollouts.samplers import Sample

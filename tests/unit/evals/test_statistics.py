@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evals.statistics import intervals, mean_of, paired_tests, pass_at_k, table_of
+from reports.statistics import intervals, mean_of, paired_tests, pass_at_k, table_of
 
 counts = st.integers(1, 7).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n)))
 

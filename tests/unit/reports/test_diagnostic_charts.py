@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jobs.tally import BINS, EDGES, SIDES
-from reports.diagnostic_charts import diagnostic_charts
+from reports.charts import diagnostic_charts
 
 FIRST = {
     **{"step": -1, "every": 2, "edges": list(EDGES), "sides": list(SIDES), "entropy": 0.4},
