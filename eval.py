@@ -68,14 +68,11 @@ def evaluate(cfg: DictConfig, overridden: list[str]) -> None:
         with importing("torch"):
             from transformers.utils.logging import disable_progress_bar
 
-            from models.distributed import start, stop
+            from models.distributed import started
 
         disable_progress_bar()  # transformers draws a bar for every file; sampling has its own bar
-        world = start()
-        try:
+        with started() as world:
             measure(targets, stage, world)
-        finally:
-            stop()
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="eval")

@@ -38,13 +38,12 @@ def export_run(run: Path, step: int | None, to: Path | None, trust_remote_code: 
     with importing("torch"):
         from data.chat import make_renderer
         from models.checkpoint import Checkpoints
-        from models.distributed import start, stop
+        from models.distributed import started
         from models.export import export, full_state
         from models.loading import load_sharded
         from models.pretrained import export_dtype, load_tokenizer
 
-    world = start()
-    try:
+    with started() as world:
         checkpoints = Checkpoints(run / "checkpoints", world, config.keep_checkpoints)
         path = checkpoints.newest_sound() if step is None else checkpoints.path(step)
         if path is None or not path.is_dir():
@@ -63,8 +62,6 @@ def export_run(run: Path, step: int | None, to: Path | None, trust_remote_code: 
         folder = to or run / "model"
         export_arguments = (export_dtype(config.model), renderer.stop_token_ids)
         export(full_state(policy), policy, tokenizer, folder, *export_arguments)
-    finally:
-        stop()
     return folder
 
 

@@ -46,13 +46,10 @@ def label(cfg: DictConfig) -> None:
     read_samples(Path(stage.samples), first=100)
     with importing("torch"):
         from jobs import stages
-        from models.distributed import start, stop
+        from models.distributed import started
 
-    world = start(deterministic=config.deterministic)
-    try:
+    with started(deterministic=config.deterministic) as world:
         stages.label(config, stage, world)
-    finally:
-        stop()
 
 
 def _is_chosen(hydra: Any) -> bool:

@@ -51,13 +51,10 @@ def sample(cfg: DictConfig, overridden: list[str]) -> None:
     check_inputs(config, {"model", "data", "sampler"})
     with importing("torch"):
         from jobs import stages
-        from models.distributed import start, stop
+        from models.distributed import started
 
-    world = start(deterministic=config.deterministic)
-    try:
+    with started(deterministic=config.deterministic) as world:
         stages.sample(config, stage, world)
-    finally:
-        stop()
 
 
 def of_run(run: str, rest: DictConfig, overridden: list[str]) -> Config:

@@ -26,10 +26,9 @@ from transformers import PretrainedConfig
 from benchmarks.measure import Work, machine
 from benchmarks.steps import Stepper, drawn_pairs, operations, rows_of, score_all, segment
 from common.errors import UserError
-from common.options import options_of
+from config.cli import compose_config, options_of
 from config.schema import Config
 from data.batches import Segment
-from launch.composing import compose_config
 from memory.decisions import PlannedSettings, measured
 from models.distributed import World, on_main, start, stop
 from models.policy import decoder_blocks

@@ -118,8 +118,3 @@ def machine() -> str:
         "thread(s); Python "
         f"{platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
     )
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """Return a markdown table."""
-    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measure import Variant, Work, alternate, machine, table
+from benchmarks.measure import Variant, Work, alternate, machine
 from benchmarks.steps import (
     Pair,
     Settings,
@@ -32,7 +32,8 @@ from benchmarks.steps import (
     segment_of,
     shape,
 )
-from common.options import options_of
+from common.markdown import table
+from config.cli import options_of
 from data.batches import Segment
 from models.logprobs import keeps_logits
 from models.policy import Policy

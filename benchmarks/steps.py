@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
+from config.cli import compose_config
 from config.schema import Config
 from data.batches import Segment
 from data.types import Example, Sequence
 from data.views import mismatched
-from launch.composing import compose_config
 from models.distributed import World, start
 from models.policy import Policy, decoder_blocks, set_up_layers
 from models.shapes import known_shapes, without_weights

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import ROOT, Sample, machine, peak_rss, ratio, rss, table, timed
+from benchmarks.measure import ROOT, Sample, machine, peak_rss, ratio, rss, timed
 from benchmarks.steps import (
     Settings,
     Stepper,
@@ -42,7 +42,8 @@ from benchmarks.steps import (
     segment_of,
     shape,
 )
-from common.options import options_of
+from common.markdown import table
+from config.cli import options_of
 
 TOLERANCE = 1e-4
 """Tolerance for a step's mean DPO loss, nats: float32 sums in another order differ."""

@@ -1,6 +1,8 @@
-"""Escaping of text of unknown origin for pages that are written as Markdown."""
+"""Tables of pages that are written as Markdown, and escaping of text of unknown origin for them."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 _MARKUP = {ord(character): f"&#{ord(character)};" for character in "\\`*[]|"}
 _MARKUP |= {ord("&"): "&amp;", ord("<"): "&lt;", ord(">"): "&gt;"}
@@ -16,3 +18,8 @@ def literal(text: str) -> str:
     """
     seen = "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in " ".join(text.split()))
     return seen.translate(_MARKUP)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table whose cells are Markdown already."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ("---",) * len(header), *rows))

@@ -8,6 +8,7 @@ start again.
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import errno
 import gc
@@ -147,6 +148,13 @@ def answered(work: Callable[[], int | None]) -> int:
         return complain(message, STOPPED)
 
 
+def options_of(program: str, about: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose help has ``about``, a module's docstring, as it is written. ``program``: as it is
+    typed, ``python -m launch.status``."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(program, description=about, formatter_class=form)
+
+
 def guarded(work: Callable[[], object]) -> None:
     """Call ``work``, and end the program where it is not done (``answered``)."""
 
@@ -214,6 +222,12 @@ def compose(*words: str) -> tuple[Config, str]:
     refuse_default_data(config, overrides)
     say(check_idle(config, overrides))
     return config, run_name(config, overrides)
+
+
+def compose_config(overrides: list[str]) -> Config:
+    """Return the settings that ``python train.py <overrides>`` would have. Raises UserError."""
+    with reworded(overrides):
+        return load(composed(overrides))
 
 
 def in_our_words(error: Exception, overrides: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ from functools import cache
 from itertools import starmap
 from typing import Any, NamedTuple, get_type_hints
 
+from common.markdown import table
 from common.secrets import is_secret
 from config.files import FOLDER, section
 from config.removed import why_removed
@@ -213,9 +214,9 @@ def names(schema: type, prefix: str = "") -> Iterator[str]:
 
 def guide_table(rows: tuple[Equivalent, ...]) -> str:
     """Return the rows as a markdown table for the guide."""
-    lines = ["| there | here |", "|---|---|"]
+    lines = []
     for row in rows:
         there = ", ".join(f"`{name}`" for name in row.there)
         here = ", or ".join(f"`{setting}`" for setting in row.here)
-        lines.append(f"| {there} | {': '.join(part for part in (here, row.note) if part)} |")
-    return "\n".join(lines) + "\n"
+        lines.append((there, ": ".join(part for part in (here, row.note) if part)))
+    return table(("there", "here"), lines) + "\n"

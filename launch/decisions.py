@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median, stdev
 
 from common.errors import require
-from launch.cells import Cell
+from launch.collect import Cell
 from launch.frontier import ENOUGH, seeds_needed
 from launch.grid import SAME, PlannedTest, Sweep
 from launch.state import FAILED

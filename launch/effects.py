@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from common.errors import require
-from launch.cells import Cell
+from launch.collect import Cell
 from launch.grid import Sweep
 from reports.statistics import Comparison, with_holm
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.errors import require
-from launch.cells import Cell
+from launch.collect import Cell
 from launch.grid import Sweep
 from reports.statistics import (
     FEWEST_PAIRS,

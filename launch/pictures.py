@@ -15,8 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from common.files import write_whole
 from config.schema_evaluations import named_measure
-from launch.cells import Cell
-from launch.collect import Result
+from launch.collect import Cell, Result
 from reports import charts
 from reports.evaluations import MEASURES
 from reports.outcome import FINISHED

@@ -36,10 +36,10 @@ from typing import NamedTuple
 
 from common.errors import require
 from common.files import check_name, write_whole
+from common.markdown import table
 from common.options import options_of, run_folder
 from config.cli import answered
-from launch.cells import Cell, cells_of
-from launch.collect import Result, of_folders, of_sweep
+from launch.collect import Cell, Result, cells_of, of_folders, of_sweep
 from launch.decisions import NOTE, Decision, decide, decision_rows, planned_power_rows
 from launch.effects import Crossing
 from launch.frontier import Frontier, power_rows
@@ -90,9 +90,9 @@ def test_rows(comparisons: Sequence[Comparison]) -> list[list[str]]:
     return out
 
 
-def markdown(table: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table]
-    return "\n".join([lines[0], "|" + " --- |" * len(table[0]), *lines[1:]])
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    head, *body = ([cell.replace("|", "\\|") for cell in row] for row in rows)
+    return table(head, body)
 
 
 def failure(run: Result) -> str:
@@ -224,13 +224,13 @@ def report(options: argparse.Namespace) -> str:
     powers, of = powers_of(options, tests, decisions)
     folder = options.out or Path("results") / name
     folder.mkdir(parents=True, exist_ok=True)
-    table, test_table = rows(cells, metrics), test_rows(tests)
+    cell_table, test_table = rows(cells, metrics), test_rows(tests)
     decided = decision_rows(decisions) if decisions else []
     text = "\n\n".join(
         [
             f"# {name}",
             notes[0],
-            markdown(table),
+            markdown(cell_table),
             *(["\n".join(map(failure, failed))] if failed else []),
             *notes[1:],
             *([markdown(means)] if means else []),
@@ -247,7 +247,7 @@ def report(options: argparse.Namespace) -> str:
         write_csv(folder / "decisions.csv", decided)
     effects = tests if compared.notes else []
     parts: dict[str, object] = {"name": name, "planned": decided, "planned_note": NOTE.format(len(decisions))}
-    parts |= {"notes": notes, "failed": failed, "table": table, "means": means, "powers": powers}
+    parts |= {"notes": notes, "failed": failed, "table": cell_table, "means": means, "powers": powers}
     parts["tests"] = test_table if tests else []
     drawn = None if frontier is None else frontier.figure()
     write_html(folder / "index.html", cells, metric, effects, drawn, parts)

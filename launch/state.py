@@ -6,22 +6,29 @@ A run's log says when each start began and with which exit code it ended (job.sh
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from common.errors import ConfigError, UserError
 from common.lock import holder
-from config.load import Change
+from config.cli import UNREADABLE, compose_config
+from config.composing import composed
+from config.files import walk
+from config.load import Change, load
 from config.record import LOCK, changes, refused_changes, started
 from config.schema import Config
-from launch.composing import Composer
-from launch.grid import CONFIG_DIR, Run
+from launch.grid import CONFIG_DIR, Run, override
 from launch.slurm import SlurmError, ask, queued, submitted
 from reports import outcome
 from reports.outcome import FINISHED, NOTHING_LEARNT
@@ -43,6 +50,66 @@ _ERROR = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Ex
 _RANK = re.compile(r"^\[rank\d+\]:")
 _NOISE = re.compile(r"(?:srun|slurmstepd[\w.-]*|slurmd[\w.-]*): ")
 _LINES = 400
+_PLAIN_KEY = re.compile(r"(?!hydra\b)[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)
+_READ_AS_MORE = re.compile(r"\$|[+-]?\.inf$")
+"""Matches texts that Hydra or ``config.load`` does not take literally."""
+
+
+class Composer:
+    """Makes the settings of a sweep's runs as ``compose_config`` does, but calls Hydra once for each choice
+    of files.
+
+    Settings of unusual form or value, and all that are refused, go through ``compose_config`` itself, which
+    decides and words the error.
+    """
+
+    def __init__(self) -> None:
+        self._bases: dict[tuple[str, ...], tuple[dict[str, Any], set[str], bool]] = {}
+
+    def config(self, run: Run) -> Config:
+        """Return the settings of ``run``. Raises UserError."""
+        if all(map(_is_plain, run.all_settings.values())):
+            try:
+                return self._filled(run)
+            except (*UNREADABLE, ConfigError, LookupError):
+                pass
+        return compose_config(run.overrides())
+
+    def _filled(self, run: Run) -> Config:
+        """Return the settings of ``run``. Raises LookupError for a setting that the composed files do not
+        have."""
+        choices = (override(key, value) for key, value in run.settings.items() if _chooses(key))
+        base, keys, refers = self._base(tuple(choices))
+        tree = copy.deepcopy(base)
+        for key, value in run.all_settings.items():
+            if not _chooses(key):
+                if key not in keys:
+                    raise LookupError(key)
+                *sections, last = key.split(".")
+                reduce(getitem, sections, tree)[last] = value
+        return load(OmegaConf.create(tree) if refers else tree)
+
+    def _base(self, choices: tuple[str, ...]) -> tuple[dict[str, Any], set[str], bool]:
+        """Return the composed files of ``choices``, the set of settings that they have, and whether one of
+        these refers to another."""
+        if choices not in self._bases:
+            tree: Any = OmegaConf.to_container(composed(list(choices)))
+            self._bases[choices] = tree, {key for key, _ in walk(tree)}, "${" in repr(tree)
+        return self._bases[choices]
+
+
+def _chooses(key: str) -> bool:
+    """Whether a setting is more than a value: it chooses a file, or its key uses a sign of Hydra's
+    grammar."""
+    return _PLAIN_KEY.fullmatch(key) is None or (CONFIG_DIR / key.replace(".", "/")).is_dir()
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(_is_plain(item) and not isinstance(item, list) for item in value)
+    if isinstance(value, str):
+        return _READ_AS_MORE.search(value) is None
+    return value is None or isinstance(value, bool | int | float)
 
 
 @dataclass(frozen=True)
@@ -106,9 +173,7 @@ def last_line(folder: Path) -> dict[str, Any]:
     path = folder / "metrics.jsonl"
     if not path.exists():
         return {}
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 65536))
-        whole = file.read().rpartition(b"\n")[0].splitlines()
+    whole = _end_of(path).rpartition(b"\n")[0].splitlines()
     try:
         metrics = json.loads(whole[-1]) if whole else {}
     except ValueError:  # damaged: the run itself will report it when it goes on
@@ -116,13 +181,17 @@ def last_line(folder: Path) -> dict[str, Any]:
     return metrics if isinstance(metrics, dict) else {}
 
 
+def _end_of(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 65536))
+        return file.read()
+
+
 def tail(path: Path, lines: int = 15) -> list[str]:
     """Return the last lines of a log, with a progress bar cut to its last state; [] without the file."""
     if not path.exists():
         return []
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 65536))
-        text = file.read().decode(errors="replace")
+    text = _end_of(path).decode(errors="replace")
     return [line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n")[:-1]][-lines:]
 
 
@@ -138,16 +207,6 @@ class Status:
     def __str__(self) -> str:
         where = f" ({self.log})" if self.log is not None else ""
         return f"{self.kind}: {self.detail}{where}" if self.detail else self.kind
-
-
-@dataclass(frozen=True)
-class Ending:
-    """The outcome of the last start in a log. ``code``: its exit code; None if the log does not say.
-    ``said``: the message that tells why it ended. ``stopped``: whether Slurm ended the job."""
-
-    code: int | None
-    said: str
-    stopped: bool
 
 
 class Statuses:
@@ -173,21 +232,21 @@ class Statuses:
             return Status(RUNNING, process)
         begun = started(folder)
         log = self.newest.get(name)
-        ending = ending_of(log) if log is not None else None
-        if ending is not None and ending.code is not None:
-            if ending.code in _STOPPED or ending.stopped:
-                return Status(INTERRUPTED, log=log)
-            return Status(FAILED, ending.said or f"exit code {ending.code}", log)
-        return self._unsaid(name, begun or log is not None, log, ending)
+        code, message, stopped = (None, "", False) if log is None else ending_of(log)
+        if code in _STOPPED or (code is not None and stopped):
+            return Status(INTERRUPTED, log=log)
+        if code is not None:
+            return Status(FAILED, message or f"exit code {code}", log)
+        return self._unsaid(name, begun or log is not None, log, message)
 
-    def _unsaid(self, name: str, begun: bool, log: Path | None, ending: Ending | None) -> Status:
-        """Return the status of a run without a recorded end: its process was killed, or it never began."""
+    def _unsaid(self, name: str, begun: bool, log: Path | None, message: str) -> Status:
+        """Return the status of a run without a recorded end: its process was killed, or it never began.
+        ``message``: what its ``log`` says last."""
         task = self.task.get(name, "")
         task_log = self.logs / "slurm" / f"{task}.out"
         state = self.accounts.get(task, "")
         words = [line for line in tail(task_log) if line.strip()]
         if state in _FAILURES:
-            message = ending.said if ending is not None else ""
             return Status(FAILED, f"Slurm: {state}" + (f"; {message}" if message else ""), log or task_log)
         if log is None and words and not state.startswith("CANCELLED"):
             return Status(FAILED, words[-1], task_log)
@@ -216,8 +275,9 @@ def newest_logs(logs: Path) -> dict[str, Path]:
     return newest
 
 
-def ending_of(log: Path) -> Ending:
-    """Return the outcome of the last start in ``log``, from the log's last lines."""
+def ending_of(log: Path) -> tuple[int | None, str, bool]:
+    """Return (the exit code of the last start in ``log``, None if the log does not say; the message about why
+    it ended; whether Slurm ended the job), from the log's last lines."""
     lines = tail(log, _LINES)
     ours = [(at, match["said"]) for at, line in enumerate(lines) if (match := _OURS.fullmatch(line))]
     first = max((at for at, message in ours if message.startswith("on ")), default=-1)
@@ -226,7 +286,7 @@ def ending_of(log: Path) -> Ending:
     output = [line for line in lines[first + 1 :] if not _OURS.fullmatch(line)]
     early = [message for message in since if message.startswith("failed before")]
     words = (early or [last_words(output)])[-1]
-    return Ending(codes[-1] if codes else None, words, "Slurm ends this job" in since)
+    return codes[-1] if codes else None, words, "Slurm ends this job" in since
 
 
 def last_words(lines: Sequence[str]) -> str:

@@ -26,11 +26,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from common.errors import ConfigError, require
-from common.options import options_of
 from common.progress import SOON, progress, pulse
-from config.cli import answered
+from config.cli import answered, options_of
 from config.schema import CARDS
-from launch.composing import Composer
 from launch.estimate import SHARE_OF_PEAK, dry_run, hours_at, hours_of, usual_rate
 from launch.grid import Run, Sweep, parse_overrides, read_sweep
 from launch.local import STOPPED, Pool, failures
@@ -49,7 +47,7 @@ from launch.slurm import (
     script,
     submit,
 )
-from launch.state import CHANGED, State, inspect, named, newest_logs, tail
+from launch.state import CHANGED, Composer, State, inspect, named, newest_logs, tail
 from reports.outcome import FINISHED
 
 QUEUED = "in the queue"

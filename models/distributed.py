@@ -140,6 +140,16 @@ def make_mesh(device: str, size: int, replicas: int) -> DeviceMesh:
     return init_device_mesh(device, (size,), mesh_dim_names=("shard",))
 
 
+@contextmanager
+def started(**settings: Any) -> Iterator[World]:
+    """Hold the process group of ``start(**settings)`` within."""
+    world = start(**settings)
+    try:
+        yield world
+    finally:
+        stop()
+
+
 def stop() -> None:
     global _long_timeout
     _long_timeout = None

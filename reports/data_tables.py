@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from common import markdown
 from common.markdown import literal
 
 Facts = Mapping[str, Any]
@@ -95,8 +96,8 @@ def page(data: Facts) -> str:
     """Return everything as Markdown, with headings from level 2 on."""
     lines = ["## Data", "", *(f"- {label}: {literal(value)}" for label, value in facts(data)), ""]
     for table in tables(data):
-        rows = (table.header, ("---",) * len(table.header), *(tuple(map(literal, row)) for row in table.rows))
-        lines += [f"### {table.title}", "", *(f"| {' | '.join(row)} |" for row in rows), ""]
+        rows = [tuple(map(literal, row)) for row in table.rows]
+        lines += [f"### {table.title}", "", markdown.table(table.header, rows), ""]
     if shown := example(data):
         lines += ["### The first example, as the model reads it", ""]
     for title, text in shown:

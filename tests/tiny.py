@@ -41,7 +41,7 @@ def make_config(*overrides: str) -> Config:
 
 
 def compose_config(overrides: list[str]) -> Config:
-    """``launch.composing.compose_config`` for settings that compose, as quick as ``make_config``."""
+    """``config.cli.compose_config`` for settings that compose, as quick as ``make_config``."""
     return copy.deepcopy(_composed(tuple(overrides)))
 
 

@@ -24,8 +24,7 @@ import torch
 from matplotlib.figure import Figure
 
 from common.errors import require
-from common.options import options_of
-from config.cli import guarded
+from config.cli import guarded, options_of
 from config.load import load_run
 from config.schema import Config
 from data import views
@@ -35,7 +34,7 @@ from data.examples import make_examples
 from data.sources import load_splits
 from data.types import Example, Group, Prompt, Sequence
 from data.views import prompts_of
-from models.distributed import World, start, stop
+from models.distributed import World, started
 from models.policy import Policy
 from models.pretrained import load_policy, load_tokenizer
 from models.reference import score
@@ -128,8 +127,7 @@ def of_run(run: Path, prompts: int) -> Figure:
     require(config.model.head != "reward", "run", run, answers)
     whole: dict[str, Any] = {"use_peft": False, "head": None, "dtype": "float32", "packing": False}
     whole |= {"compile": False, "activation_checkpointing": False}
-    world = start()
-    try:
+    with started() as world:
         renderer = make_renderer(load_tokenizer(config.model), config.model, config.data)
         train, _ = load_splits(config.data)
         chosen = {prompt.id: prompt for prompt in prompts_of(train.groups)[:prompts]}
@@ -148,8 +146,6 @@ def of_run(run: Path, prompts: int) -> Figure:
         on_policy = surprisals(now, before, rows.pop(""), world.device)
         offline = {kind: surprisals(now, before, some, world.device) for kind, some in rows.items() if some}
         return draw(on_policy, offline, (config.log_epsilon_P, config.log_epsilon_R))
-    finally:
-        stop()
 
 
 def main() -> None:

@@ -27,9 +27,9 @@ from benchmarks.steps import (
     segment_of,
     shape,
 )
+from config.cli import compose_config
 from data.types import Sequence
 from data.views import mismatched
-from launch.composing import compose_config
 from trainers.basic import BasicTrainer
 
 

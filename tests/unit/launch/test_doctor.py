@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from config.cli import compose_config
 from launch import doctor
-from launch.composing import compose_config
 from launch.doctor import BAD, OK, packages, run, runs_folder, why
 
 pytestmark = pytest.mark.usefixtures("quick_python")

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from launch.composing import Composer
 from launch.grid import read_sweep
 from launch.memory import cell_plans
 from launch.slurm import make_job
-from launch.state import inspect
+from launch.state import Composer, inspect
 from launch.sweep import refuse_too_large
 
 SWEEP = """

@@ -19,9 +19,9 @@ from config.schema import Config
 from data.balance import row_tokens
 from data.batches import Segment
 from data.types import Example, Sequence
-from launch.composing import Composer
 from launch.grid import read_sweep
 from launch.slurm import make_job
+from launch.state import Composer
 from memory.decisions import describe_memory, heaviest_batch, why_cut
 from memory.fit import PROBE, with_settings
 from memory.parts import Card, neighbours, on_host, own_answers, reward_models
