@@ -5,7 +5,7 @@
     python sample.py model=hub model.name_or_path=runs/mine data=alpacaeval data.path=alpaca_eval.json data.eval_fraction=0 \\
         rounds.samples=1 format=alpacaeval out=outputs.json
 
-It reads model, data, sampler, environment and a few other settings of train.py (config/reads.yaml), and those of
+It reads model, data, sampler and a few other settings of train.py (config/reads.yaml), and those of
 config/sample.yaml: python sample.py --cfg job
 """  # noqa: E501
 

@@ -26,8 +26,9 @@ from transformers import PretrainedConfig
 from benchmarks.measure import Work, machine
 from benchmarks.steps import Stepper, drawn_pairs, operations, rows_of, score_all, segment
 from common.errors import UserError
-from config.cli import compose_config, options_of
-from config.schema import Config
+from common.options import options_of
+from config.cli import compose_config
+from config.schema import CARDS, Config
 from data.batches import Segment
 from memory.decisions import PlannedSettings, measured
 from models.distributed import World, on_main, start, stop
@@ -37,8 +38,8 @@ from models.shapes import architecture
 from models.sharding import shard
 from trainers.assembly import make_loss, trainer_class
 
-PEAK = 989e12
-"""Dense bfloat16 operations a second of an H100 or H200 by the vendor's datasheet; MFU is relative to it."""
+PEAK = CARDS["H100"][1]
+"""Dense bfloat16 operations a second of an H100 or H200; MFU is relative to it."""
 WARM_UP = 2
 
 

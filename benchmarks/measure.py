@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import platform
-import resource
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -95,11 +94,6 @@ def peak_rss() -> int:
         line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")
     )
     return int(line.split()[1]) * 1024
-
-
-def rss() -> int:
-    """Return the current memory of this process, bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def machine() -> str:

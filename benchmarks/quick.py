@@ -33,7 +33,7 @@ from benchmarks.steps import (
     shape,
 )
 from common.markdown import table
-from config.cli import options_of
+from common.options import options_of
 from data.batches import Segment
 from models.logprobs import keeps_logits
 from models.policy import Policy

@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 
 from common.markdown import table
-from config.cli import options_of
+from common.options import options_of
 from data.constraints import all_met
 from data.groups import read_groups, write_groups
 from data.types import Group

@@ -26,12 +26,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]  # accelerate brings it
 import torch
 
-from benchmarks.measure import ROOT, Sample, machine, peak_rss, ratio, rss, timed
+from benchmarks.measure import ROOT, Sample, machine, peak_rss, ratio, timed
 from benchmarks.steps import (
     Settings,
     Stepper,
@@ -43,7 +43,7 @@ from benchmarks.steps import (
     shape,
 )
 from common.markdown import table
-from config.cli import options_of
+from common.options import options_of
 
 TOLERANCE = 1e-4
 """Tolerance for a step's mean DPO loss, nats: float32 sums in another order differ."""
@@ -51,6 +51,8 @@ KIN = {"ours": "ours", "ours padded": "ours", "trl": "trl", "trl grouped": "trl"
 """Side -> the side whose number of pairs at once it takes."""
 POLL = 0.1
 """Seconds between two looks at the memory of a side's process."""
+MOST = 0.9 * psutil.virtual_memory().available / 2**20
+"""Nine tenths of the MiB that this machine can give."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def measured(loss: str, side: str, at_once: int, model: str, pairs: int, batch_p
         trainer = make_trainer(settings, policy)
         score_all(trainer, plan)
         run = partial(all_steps, Stepper(trainer, plan))
-    before, losses = rss(), list[float]()
+    before, losses = psutil.Process().memory_info().rss, list[float]()
     sample = timed(lambda: losses.extend(run()))
     return Found(sample.wall, sample.cpu, losses, (peak_rss() - before) / 2**20, peak_rss() / 2**20)
 
@@ -108,8 +110,9 @@ def of_side(words: list[str], memory: float) -> Found | str:
     """Return what a side's process found, or how it died. ``memory``: MiB that it may take."""
     command = [sys.executable, "-m", "benchmarks.trl_compare", *words]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        looked_at = psutil.Process(process.pid)
         while process.poll() is None:
-            if resident(process.pid) > memory:
+            if looked_at.memory_info().rss > memory * 2**20:
                 process.kill()
                 return f"took more than {memory:,.0f} MiB"
             time.sleep(POLL)
@@ -118,21 +121,6 @@ def of_side(words: list[str], memory: float) -> Found | str:
     if process.returncode != 0:
         return f"died with exit code {process.returncode}"
     return Found(**json.loads(lines[-1]))
-
-
-def resident(pid: int) -> float:
-    """Return the MiB that a process holds; 0 where it has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0.0
-    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS")), 0.0)
-
-
-def available() -> float:
-    """Return nine tenths of the MiB that this machine can give."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return 0.9 * next(int(line.split()[1]) / 1024 for line in lines if line.startswith("MemAvailable"))
 
 
 class Comparison:
@@ -217,7 +205,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=64)
     parser.add_argument("--batch-pairs", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--memory", type=float, default=available(), help="MiB that a side may take")
+    parser.add_argument("--memory", type=float, default=MOST, help="MiB that a side may take")
     parser.add_argument("--side", choices=list(KIN), help="measure this side alone, in this process")
     parser.add_argument("--at-once", type=int, default=1, help="with --side: pairs at once")
     args = parser.parse_args()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import atexit
+import copy
 import gc
 import importlib
 import importlib.util
@@ -142,27 +143,17 @@ def written_attributes(path: str) -> dict[str, Any]:
 
 
 def written_signature(path: str) -> inspect.Signature | None:
-    """Return the signature of the function ``path`` as the source of its module has it, annotations as texts,
-    without an import of the module. None where the source has no such function, or only a decorated one."""
+    """Return the signature of the function ``path`` as the source of its module has it, without an import of
+    the module: annotations are texts, and a default is ``...``. None where the source has no such function,
+    or only a decorated one."""
     module, _, name = path.rpartition(".")
     functions = [part for part in _source(module) if isinstance(part, ast.FunctionDef) and part.name == name]
     if not functions or functions[-1].decorator_list:
         return None
-    arguments, kinds = functions[-1].args, inspect.Parameter
-    takes: list[tuple[ast.arg, Any, ast.expr | None]] = [
-        (one, kinds.POSITIONAL_OR_KEYWORD, None) for one in arguments.posonlyargs + arguments.args
-    ]
-    keywords = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    takes += [(one, kinds.KEYWORD_ONLY, default) for one, default in keywords]
-    takes += [(arguments.kwarg, kinds.VAR_KEYWORD, None)] if arguments.kwarg else []
-    return inspect.Signature(
-        [
-            kinds(
-                one.arg,
-                kind,
-                default=kinds.empty if default is None else default,
-                annotation=kinds.empty if one.annotation is None else ast.unparse(one.annotation),
-            )
-            for one, kind, default in takes
-        ]
-    )
+    arguments = copy.deepcopy(functions[-1].args)
+    arguments.vararg = None
+    arguments.defaults = [ast.Constant(...) for _ in arguments.defaults]
+    arguments.kw_defaults = [default and ast.Constant(...) for default in arguments.kw_defaults]
+    scope: dict[str, Any] = {}
+    exec(f"from __future__ import annotations\ndef bare({ast.unparse(arguments)}): ...", scope)
+    return inspect.signature(scope["bare"])

@@ -22,4 +22,6 @@ def literal(text: str) -> str:
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table whose cells are Markdown already."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ("---",) * len(header), *rows))
+    lines = ["|" + "|".join(f" {cell} " if cell else " " for cell in row) + "|" for row in (header, *rows)]
+    lines.insert(1, "|" + "---|" * len(header))
+    return "\n".join(lines)

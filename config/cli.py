@@ -8,7 +8,6 @@ start again.
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import errno
 import gc
@@ -146,13 +145,6 @@ def answered(work: Callable[[], int | None]) -> int:
         disk = f" {on_disk(error.filename)}" if isinstance(error.filename, str | Path) else ""
         message = f"{error}{disk}; make room and start the same command again (a run with resume=true)"
         return complain(message, STOPPED)
-
-
-def options_of(program: str, about: str | None) -> argparse.ArgumentParser:
-    """Return a parser whose help has ``about``, a module's docstring, as it is written. ``program``: as it is
-    typed, ``python -m launch.status``."""
-    form = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(program, description=about, formatter_class=form)
 
 
 def guarded(work: Callable[[], object]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml  # type: ignore[import-untyped]
+from omegaconf._utils import get_yaml_loader
 
 from common.errors import ConfigError, UserError
 
@@ -30,10 +31,7 @@ class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mis
     """A YAML loader that reads like OmegaConf's but ten times faster: 1e-5 is a number, a date is a text, and
     a repeated key is an error."""
 
-    yaml_implicit_resolvers: ClassVar = {
-        first: [(tag, rule) for tag, rule in rules if tag != "tag:yaml.org,2002:timestamp"]
-        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
+    yaml_implicit_resolvers: ClassVar = get_yaml_loader().yaml_implicit_resolvers
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys: set[str] = set()
@@ -44,13 +42,6 @@ class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mis
             keys.add(str(key.value))
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
-
-
-Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?\d+(?:_\d+)*(?:\.[\d_]*)?[eE][-+]?\d+$", re.ASCII),
-    list("-+0123456789"),
-)
 
 
 _ALIAS = re.compile(r"(^|[\s\[{,:?-])\*[^\s]")

@@ -1,4 +1,5 @@
-"""Conversion of what Hydra composed, or of a run's config.yaml, into typed settings, and back.
+"""Conversion of what Hydra composed, or of a run's config.yaml, into typed settings, and back; and what a
+run's folder says about its run: whether it is one, whether the run has begun, and its settings.
 
 All refusals here happen before torch is imported, so that a wrong command line costs a second.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -16,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from common.errors import ConfigError, require
-from common.files import check_name, regular_file
+from common.files import check_name, read_sealed, regular_file
 from common.secrets import same_but_for_secrets, scrub, scrub_text
 from config.files import parsed, section, walk
 from config.removed import LAST, refuse_removed
@@ -32,6 +33,17 @@ ABSENT = "not a setting"
 """The value that stands for a setting that is missing."""
 VERSION = "0.2.0"
 """This version of the project. A run's config.yaml begins with the version that wrote it."""
+MARKER = "run.json"
+"""The file that marks a folder as a run's; written before anything else."""
+RECORD = "config.yaml"
+"""The settings of the run; written once weights and data are loaded."""
+LOCK = "run.lock"
+"""Held by the process that is working in the folder (common.lock)."""
+KIND = "humanline run"
+MAY_CHANGE = section("reads.yaml")["may_change"].split()
+"""Settings that may differ when a run is resumed. They change what is measured or kept, which machines
+sample, how weights reach them or how long they stay gathered, but not what is trained."""
+_SECTIONS = {"model", "data", "loss", "trainer", "runs_dir"}
 
 
 def of_run(key: str, default: Any, *, _parent_: DictConfig) -> Any:
@@ -94,7 +106,7 @@ def load_run(run: Path, trust_remote_code: bool) -> Config:
     """Return the configuration of a run's folder, for a program that loads its weights. With
     ``trust_remote_code`` False, settings that would run code that comes with a model are refused. Raises
     ConfigError."""
-    record = run / "config.yaml"
+    record = run / RECORD
     require(record.is_file(), "run", run, "is not the folder of a run: it has no config.yaml")
     text = record.read_text(encoding="utf-8", errors="replace")
     require(bool(settings_of(text)), "run", run, f"has no settings: {record} is damaged; put it back")
@@ -179,3 +191,82 @@ def texts(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield (dotted key, value) of every text of nested settings, those of the section ``prefix``."""
     inside = walk({prefix: tree} if prefix else tree, lists=True)
     return ((key, value) for key, value in inside if isinstance(value, str))
+
+
+# -- a run's folder --------------------------------------------------------------------------------
+
+
+def marked(folder: Path) -> bool:
+    """Return whether ``folder`` has the marker of a run: texts, and lists of notes, as they were written."""
+    try:
+        about = read_sealed(folder / MARKER)
+    except (OSError, ValueError):
+        return False
+    if not isinstance(about, dict) or about.get("kind") != KIND:
+        return False
+    lists = [value for value in about.values() if not isinstance(value, str)]
+    return all(isinstance(value, list) and all(isinstance(one, dict) for one in value) for value in lists)
+
+
+def unmarked_run(folder: Path) -> bool:
+    """Return whether ``folder`` has a run's settings but no marker, or a damaged one."""
+    return not marked(folder) and settings_of(_record(folder)).keys() >= _SECTIONS
+
+
+def started(folder: Path) -> bool:
+    """Return whether ``folder`` holds a run that can be resumed: a checkpoint, a logged step, or a finished
+    run.
+
+    A start that was refused leaves none of these. A run that lost its marker counts as started.
+    """
+    metrics = folder / "metrics.jsonl"
+    return (
+        (folder / "summary.json").exists()
+        or (folder / "model").exists()
+        or any((folder / "checkpoints").glob("step_*[0-9]"))
+        or (metrics.is_file() and metrics.stat().st_size > 0)
+        or unmarked_run(folder)
+    )
+
+
+def settings_before(folder: Path) -> dict[str, Any]:
+    """Return the settings that the run in ``folder`` was started with, as plain data; {} if there is no
+    record of them. Raises ConfigError for a damaged record, and for one of another version."""
+    if not (folder / RECORD).exists():
+        return {}
+    text = _record(folder)
+    before = settings_of(text)
+    if not before.keys() >= _SECTIONS:
+        raise ConfigError(
+            "exp_name",
+            folder.name,
+            f"{folder / RECORD} is damaged: settings are missing. Put it back; or delete that file, and "
+            "resume=true "
+            "goes on with the settings of the command line, which must be those that the run was started "
+            "with",
+        )
+    check_version(text, folder)
+    return before
+
+
+def changes(folder: Path, config: Config) -> list[Change]:
+    """Return the settings that differ between the start of the run in ``folder`` and ``config`` and that
+    change what is computed. The list is empty if there is no record of the run's settings.
+
+    Raises ConfigError for a damaged record, and for one of another version.
+    """
+    before = settings_before(folder)
+    return changed(before, config) if before else []
+
+
+def refused_changes(made: Iterable[Change]) -> list[Change]:
+    """Return those of ``made`` (by ``changes``) with which the run cannot be resumed."""
+    return [other for other in made if other.key not in MAY_CHANGE]
+
+
+def _record(folder: Path) -> str:
+    """Return the text of the record; empty if there is no readable record."""
+    try:
+        return regular_file(folder / RECORD).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""

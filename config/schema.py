@@ -15,8 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from common.errors import ConfigError, require
-from config.schema_data import DataConfig
-from config.schema_evaluations import check_keep_best, evaluation_sets
+from config.schema_data import DataConfig, check_keep_best, evaluation_sets
 from config.schema_model import ModelConfig
 from config.schema_rewards import RewardConfig, completed
 from config.schema_rounds import RoundsConfig

@@ -1,12 +1,16 @@
-"""Settings of the data: where groups come from and which of them are kept."""
+"""Settings of the data: where groups come from and which of them are kept; and of further evaluation sets
+(``evaluations``): their names, and where their rows come from."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
-from common.errors import require
+from common.errors import ConfigError, DataError, UserError, one_of, require
 from config.files import of_project
 from config.sections import (
     All,
@@ -17,6 +21,7 @@ from config.sections import (
     Text,
     dataclass,
     must,
+    typed,
     yaml_defaults,
 )
 
@@ -25,10 +30,7 @@ RANGE = (
     "give two shares of the groups, from the least likely on, as in [0.25, 1]: 0 <= low < high <= 1; or all"
 )
 """What data.logprob_range takes."""
-
-
-def _is_range(ends: list[float]) -> bool:
-    return len(ends) == 2 and 0 <= ends[0] < ends[1] <= 1
+IS_RANGE = must(lambda ends: len(ends) == 2 and 0 <= ends[0] < ends[1] <= 1, RANGE)
 
 
 Kept = Annotated[Share, "is a share of the examples"]
@@ -81,10 +83,115 @@ class DataConfig:
     verifier: Text | None
     frac_unique_desirable: Kept
     frac_unique_undesirable: Kept
-    logprob_range: All[Annotated[list[float], must(_is_range, RANGE)]]
+    logprob_range: All[Annotated[list[float], IS_RANGE]]
     mix: list[MixPart] | None
 
     def __post_init__(self) -> None:
         mixes = self.source == "data.mix.mixed"
         example = "name the sets, as in 'data.mix=[{name: hh, weight: 0.7}, {name: shp, weight: 0.3}]'"
         require(bool(self.mix) == mixes, "data.mix", self.mix, example if mixes else "is for data=mix")
+
+
+# -- further evaluation sets -----------------------------------------------------------------------
+
+OF_ROWS = ("loss", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "drift")
+OF_ANSWERS = ("accuracy_sampled", "accuracy_greedy", "length_sampled")
+MEASURED = (*OF_ROWS, *OF_ANSWERS)
+"""Measures of every set, including the unnamed one: ``eval_<measure>``, ``eval_<name>_<measure>``."""
+_ONLY_UNNAMED = ("kl_initial",)
+RANKED = ("loss", "reward_margin", "reward_accuracy", "accuracy_sampled", "accuracy_greedy")
+"""Measures that ``keep_best`` may name."""
+_OF_FILES = ("data.sources.local", "data.sources.hub_table")
+_OWN_WORD = {"eval_path": "path", "eval_split": "split"}
+"""Settings of the data -> their names here."""
+_SET_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*", re.ASCII)
+
+
+@dataclass
+class SetConfig:
+    """Settings of an evaluation set. All others are those of the run's own data."""
+
+    path: Text | None = None
+    split: Text | None = None
+    verifier: Text | None = None
+
+
+KEYS = tuple(item.name for item in fields(SetConfig))
+_OF_DATA = re.compile(rf"\bdata\.({'|'.join((*KEYS, *_OWN_WORD))})\b")
+
+
+def named_measure(key: str) -> tuple[str, str] | None:
+    """Return ("hard", "loss") for ``eval_hard_loss``; None for a key that is not a measure of a named set."""
+    rest = key.removeprefix("eval_")
+    if rest == key or rest in (*MEASURED, *_ONLY_UNNAMED):
+        return None
+    suffix = next((measure for measure in MEASURED if rest.endswith(f"_{measure}")), None)
+    return None if suffix is None else (rest.removesuffix(f"_{suffix}"), suffix)
+
+
+def check_keep_best(key: str | None, evaluations: Mapping[str, Any]) -> None:
+    """Raise ConfigError if ``keep_best`` is not a measure of the run."""
+    named = (f"eval_{name}_{measure}" for name in evaluations for measure in RANKED)
+    one_of("keep_best", key or "off", ("off", *(f"eval_{measure}" for measure in RANKED), *named))
+
+
+def evaluation_sets(evaluations: Mapping[str, Any], own: DataConfig) -> dict[str, DataConfig]:
+    """Return the data settings of each set by its name; its rows are the split "eval" of these settings.
+    ``own`` are the settings of the run's data, from which a set starts.
+
+    Raises ConfigError for an invalid name, a name that collides with a number of the run, an unknown key or a
+    wrong type.
+    """
+    for name in evaluations:
+        _check_set_name(name)
+    return {name: _settings_of_set(name, settings, own) for name, settings in evaluations.items()}
+
+
+def _check_set_name(name: str) -> None:
+    key = f"evaluations.{name}"
+    require(
+        _SET_NAME.fullmatch(name) is not None,
+        key,
+        name,
+        "is a name of letters, digits and _, which begins with a letter",
+    )
+    taken = [m for m in (*MEASURED, *_ONLY_UNNAMED) if m == name or m.startswith(f"{name}_")]
+    require(
+        not taken,
+        key,
+        name,
+        f"would stand before its numbers as in eval_{(taken or [''])[0]}, a number of the run; take another",
+    )
+
+
+def _settings_of_set(name: str, settings: Any, own: DataConfig) -> DataConfig:
+    key = f"evaluations.{name}"
+    mapping = f"is a mapping, as in {key}.path=hard.jsonl"
+    require(isinstance(settings, dict) and bool(settings), key, settings, mapping)
+    one = typed(settings, SetConfig, f"{key}.")
+    require(one != SetConfig(), key, settings, "names the run's own held-out rows; give path or split")
+    files = own.source in _OF_FILES
+    no_splits = f"data={own.name} has no splits to choose from; give a path"
+    require(one.split is None or one.path is not None or files, f"{key}.split", one.split, no_splits)
+    changes: dict[str, Any] = {"verifier": one.verifier} if "verifier" in settings else {}
+    if one.path is not None:
+        changes |= {"path": one.path, "eval_path": one.path, "eval_split": None, "mix": None}
+        if not files:  # the settings of a task for its own files do not apply to another file
+            changes["source"] = _OF_FILES[0]
+    if one.split is not None:  # of the path: the set's, or the run's own
+        changes |= {"eval_path": None, "eval_split": one.split}
+    return replace(own, **changes)
+
+
+def of_set(key: str, error: ConfigError | DataError) -> UserError:
+    """Return an error about ``data`` as an error about the set ``key`` of ``evaluations``."""
+    if isinstance(error, DataError):
+        return DataError(f"{key}: {error}")
+    if error.key == key:
+        return error
+    section, _, word = error.key.removeprefix(f"{key}.").rpartition(".")
+    if section not in ("", "data"):
+        return ConfigError(error.key, error.value, f"for {key}, {error.remedy}")
+    word = _OWN_WORD.get(word, word)
+    remedy = _OF_DATA.sub(lambda match: f"{key}.{_OWN_WORD.get(match[1], match[1])}", error.remedy)
+    return ConfigError(f"{key}.{word}" if word in KEYS else key, error.value, remedy)

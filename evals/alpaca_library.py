@@ -39,7 +39,11 @@ def read_rows(key: str, path: Path, texts: Sequence[str], of_one: Sequence[str])
         raise DataError(f"{key}={path}: is no JSON ({error})") from error
     if not isinstance(rows, list) or not rows:
         raise DataError(f"{key}={path}: must be a list of objects with {', '.join(texts)}, and has none")
-    bad = [f"row {i}: {problem}" for i, row in enumerate(rows) if (problem := _problem(row, texts))]
+    bad = []
+    for i, row in enumerate(rows):
+        row = row if isinstance(row, dict) else {}
+        if missing := [name for name in texts if not isinstance(row.get(name), str)]:
+            bad.append(f"row {i}: has no text under {', '.join(missing)}")
     if bad:
         why = "; ".join(bad[:3])
         raise DataError(f"{key}={path}: {len(bad)} of {len(rows)} rows cannot be used; {why}")
@@ -49,11 +53,6 @@ def read_rows(key: str, path: Path, texts: Sequence[str], of_one: Sequence[str])
             why = f"one model against one baseline is rated; {name} is {', '.join(every[:3])}"
             raise DataError(f"{key}={path}: {why}{' …' * (len(every) > 3)}")
     return rows
-
-
-def _problem(row: Any, texts: Sequence[str]) -> str:
-    missing = [name for name in texts if not isinstance(row, dict) or not isinstance(row.get(name), str)]
-    return f"has no text under {', '.join(missing)}" if missing else ""
 
 
 def read_outputs(key: str, path: Path) -> list[Row]:
@@ -106,10 +105,9 @@ def annotator_settings(name: str) -> dict[str, Any]:
     asks no OpenAI-compatible endpoint. Does not import the library."""
     spec = importlib.util.find_spec("alpaca_eval")
     folder = Path(str(spec and spec.origin)).parent / "evaluators_configs"
-    there = (folder / name / "configs.yaml").is_file()
-    require(there, "alpacaeval.annotator", name, f"the alpaca_eval library has no such annotator in {folder}")
-    text = (folder / name / "configs.yaml").read_text("utf-8")
-    settings: dict[str, Any] = next(iter(yaml.safe_load(text).values()))
+    path, none = folder / name / "configs.yaml", f"the alpaca_eval library has no such annotator in {folder}"
+    require(path.is_file(), "alpacaeval.annotator", name, none)
+    settings: dict[str, Any] = next(iter(yaml.safe_load(path.read_text("utf-8")).values()))
     chats = settings.get("fn_completions") == "openai_completions"
     require(chats, "alpacaeval.annotator", name, "does not ask an OpenAI-compatible endpoint")
     return settings | {"prompt_template": str(folder / settings["prompt_template"])}

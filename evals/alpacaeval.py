@@ -68,25 +68,19 @@ def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
         digest = {"annotations": files_digest([Path(options.annotations)])}
         return rated(annotations_of(stage), {"annotations": options.annotations}, digest)
     reference, source = reference_of(stage)
-    settings: dict[str, Any] = {"outputs": options.outputs}
+    side = target if options.outputs is None else replace(target, answers=Path(options.outputs))
+    digests, settings = fingerprints(side, reference=files_digest([source])), {"outputs": options.outputs}
     if options.outputs is None:
         settings = answers.described(target, stage)
-        digests = fingerprints(target, reference=files_digest([source]))
         outputs = sampled(target, reference, digests["weights"], world)
     else:
         outputs = outputs_of(stage, reference)
-        digests = fingerprints(
-            replace(target, answers=Path(options.outputs)), reference=files_digest([source])
-        )
     if not world.is_main:
         return Evaluation({})
     write_whole(place / "outputs.json", json.dumps(outputs, indent=1, ensure_ascii=False) + "\n")
     rows = alpaca.ask_judge(outputs, reference, options, place)
-    judge = {
-        "model": options.model,
-        "annotator": options.annotator,
-        "base_url": os.environ.get("OPENAI_API_BASE"),
-    }
+    judge = {key: getattr(options, key) for key in ("model", "annotator")}
+    judge["base_url"] = os.environ.get("OPENAI_API_BASE")
     return rated(rows, settings | {"reference": str(source), "judge": judge}, digests)
 
 
@@ -159,8 +153,8 @@ def rated(rows: list[alpaca.Row], settings: dict[str, Any], digests: dict[str, A
         print(f"no length-controlled rate: {missing}", flush=True)
     values["avg_length"] = int(fmean(len(row["output_2"]) for row in rows))  # cut, as the leaderboard's
     values["counts"] = {key: rates[key] for key in ("n_wins", "n_wins_base", "n_draws")}
-    values["counts"] |= {"rows": len(rows), "without_judgement": len(bad)}
-    values["counts"]["without_judgement_rows"] = bad[:100]
+    left_out = {"without_judgement": len(bad), "without_judgement_rows": bad[:100]}
+    values["counts"] |= {"rows": len(rows)} | left_out
     sides = f"{rows[0].get('generator_2')} against {rows[0].get('generator_1')}, {len(rows)} instructions"
     table = [[sides, "percent", "std. error"]]
     for label, keys in (("win rate", shown[:2]), ("length-controlled win rate", controlled)):

@@ -13,8 +13,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from common.errors import ConfigError, require
-from config.load import check_version, load_saved, settings_of
-from config.record import RECORD
+from config.load import RECORD, check_version, load_saved, settings_of
 from config.schema import Config
 from config.schema_stages import READ, EvalStage
 from evals.base import Target

@@ -19,7 +19,7 @@ import torch
 
 from common.files import read_sealed
 from common.progress import SOON, interruptible, progress
-from config.record import MARKER
+from config.load import MARKER
 from config.schema import Config
 from data.batches import Segment
 from data.chat import Renderer

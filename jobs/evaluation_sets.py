@@ -11,8 +11,7 @@ import numpy as np
 from common.errors import require
 from common.imports import import_function
 from config.schema import Config
-from config.schema_data import DataConfig
-from config.schema_evaluations import evaluation_sets
+from config.schema_data import DataConfig, evaluation_sets
 from data.batches import Segment
 from data.chat import Renderer
 from data.examples import Examples, make_examples, token_ids

@@ -119,11 +119,8 @@ class Job:
         folder, trainer = self.folder.path, watch.trainer
         state = watch.saver.resume() if exists else None
         if exists:
-            self.say(
-                f"resumed before step {trainer.progress.step}"
-                if state
-                else "no checkpoint to resume from: starting afresh"
-            )
+            resumed = f"resumed before step {trainer.progress.step}"
+            self.say(resumed if state else "no checkpoint to resume from: starting afresh")
         settings = asdict(trainer.config)
         if self.world.is_main:
             wandb_id = state["wandb_id"] if state else None

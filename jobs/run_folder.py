@@ -21,16 +21,19 @@ from common.files import (
     write_whole,
 )
 from common.lock import FileLock, LockedError
-from config.load import ABSENT, Change, dump, texts
-from config.record import (
+from config.load import (
+    ABSENT,
     KIND,
     LOCK,
     MARKER,
     RECORD,
+    Change,
     changes,
+    dump,
     marked,
     refused_changes,
     started,
+    texts,
     unmarked_run,
 )
 from config.schema import Config

@@ -18,7 +18,7 @@ from common.errors import ConfigError, require
 from common.files import files_digest, read_json
 from config.load import texts
 from config.schema import Config
-from config.schema_evaluations import evaluation_sets
+from config.schema_data import evaluation_sets
 from data.batches import Segment
 from data.examples import groups_digest, prompts_digest, token_values_digest
 from data.types import Group

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import DataError, require
-from config.load import OPERATIONAL, flat, settings_of
-from config.record import RECORD
+from config.load import OPERATIONAL, RECORD, flat, settings_of
 from launch.grid import Run, Settings, unselected
 from launch.slurm import ROOT
 from launch.state import (
@@ -29,6 +28,7 @@ from launch.state import (
 )
 from reports.metrics import numbers, read_metrics
 from reports.outcome import FINISHED
+from reports.provenance import variant
 from reports.statistics import SeedMean, mean
 
 NO_NUMBERS = ("settings", "fingerprints", "config", "counts")
@@ -121,8 +121,6 @@ def read_run(folder: Path, cell: str | None = None) -> Result:
     tags = tuple(config.get("wandb.tags") or ())
     of_sweep = len(tags) > 1 and folder.name == f"{tags[1]}-s{seed}"
     default = tags[1] if of_sweep else folder.name.removesuffix(f"-s{seed}")
-    variant = "online" if config.get("online") else "offline"
-    variant += "+humanline" if config.get("humanline") else ""
     lines = read_metrics(folder / "metrics.jsonl")
     values: dict[str, float] = {}
     done = (folder / "summary.json").exists()
@@ -142,8 +140,8 @@ def read_run(folder: Path, cell: str | None = None) -> Result:
         computed(config),
         values,
         lines,
-        f"{config.get('loss.name', '')}-{variant}",
-        (*tags, str(config.get("loss.name", "")), variant),
+        f"{config.get('loss.name', '')}-{variant(config)}",
+        (*tags, str(config.get("loss.name", "")), variant(config)),
     )
 
 

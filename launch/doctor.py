@@ -18,8 +18,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from common.options import options_of
 from common.progress import phase, pulse
-from config.cli import answered, compose, options_of
+from config.cli import answered, compose
 from config.schema import Config
 from launch.slurm import ROOT
 from launch.state import last_words

@@ -46,12 +46,12 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from common.errors import ConfigError, require
 from common.files import check_name
 from common.secrets import IN_FILES, REMOVED, same_but_for_secrets, scrub
+from config.files import FOLDER
 from config.removed import refuse_removed, why_removed
 from config.sections import dataclass as section
 from config.sections import must, typed
 
 Settings = dict[str, Any]
-CONFIG_DIR = Path(__file__).parent.parent / "config"
 OWN_KEYS = ("seed", "exp_name", "resume", "overwrite", "dry_run", "idle_settings", "wandb.tags")
 """Settings that the sweep itself gives to every run."""
 MOST_RUNS = 10_000
@@ -341,7 +341,7 @@ def label(key: str, value: Any) -> str:
     if isinstance(value, bool):
         return last if value else f"no_{last}"
     text = re.sub(r"[^A-Za-z0-9._-]+", "_", _text(value)).strip("_")
-    return text if (CONFIG_DIR / key).is_dir() else f"{last}{text}"
+    return text if (FOLDER / key).is_dir() else f"{last}{text}"
 
 
 def unselected(cell: str, selected: Settings) -> str:

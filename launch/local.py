@@ -138,13 +138,10 @@ class Pool:
             for task in self.tasks:
                 task.status = STOPPED if task.status == WAITING else task.status
 
-    def _devices(self, slot: int) -> list[str]:
-        each = len(self.gpus) // self.slots
-        return self.gpus[slot * each : (slot + 1) * each]
-
     def _environments(self, task: Task, slot: int) -> list[dict[str, str]]:
         """Return the environment of each rank of a run."""
-        devices = self._devices(slot)
+        each = len(self.gpus) // self.slots
+        devices = self.gpus[slot * each : (slot + 1) * each]
         ranks = max(1, len(devices))
         threads = str(max(1, (os.cpu_count() or 1) // (self.slots * ranks)))
         shared = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from common.files import write_whole
-from config.schema_evaluations import named_measure
+from config.schema_data import named_measure
 from launch.collect import Cell, Result
 from reports import charts
 from reports.evaluations import MEASURES

@@ -24,11 +24,10 @@ from common.errors import ConfigError, UserError
 from common.lock import holder
 from config.cli import UNREADABLE, compose_config
 from config.composing import composed
-from config.files import walk
-from config.load import Change, load
-from config.record import LOCK, changes, refused_changes, started
+from config.files import FOLDER, walk
+from config.load import LOCK, Change, changes, load, refused_changes, started
 from config.schema import Config
-from launch.grid import CONFIG_DIR, Run, override
+from launch.grid import Run, override
 from launch.slurm import SlurmError, ask, queued, submitted
 from reports import outcome
 from reports.outcome import FINISHED, NOTHING_LEARNT
@@ -101,7 +100,7 @@ class Composer:
 def _chooses(key: str) -> bool:
     """Whether a setting is more than a value: it chooses a file, or its key uses a sign of Hydra's
     grammar."""
-    return _PLAIN_KEY.fullmatch(key) is None or (CONFIG_DIR / key.replace(".", "/")).is_dir()
+    return _PLAIN_KEY.fullmatch(key) is None or (FOLDER / key.replace(".", "/")).is_dir()
 
 
 def _is_plain(value: Any) -> bool:
@@ -131,7 +130,7 @@ class State:
 
 def folder_of(config: Config, run: Run) -> Path:
     """Return the run's folder; a relative runs_dir is relative to the repository, where runs are started."""
-    return CONFIG_DIR.parent / config.runs_dir / run.name
+    return FOLDER.parent / config.runs_dir / run.name
 
 
 @contextmanager

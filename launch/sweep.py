@@ -18,18 +18,22 @@ if not __package__:  # started by its path, where nothing beside its folder is f
 
 import argparse
 import fnmatch
+import re
 import shlex
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from statistics import fmean
 
-from common.errors import ConfigError, require
+from common.errors import ConfigError, StoppedError, require
+from common.options import options_of
 from common.progress import SOON, progress, pulse
-from config.cli import answered, options_of
+from config.cli import answered
 from config.schema import CARDS
-from launch.estimate import SHARE_OF_PEAK, dry_run, hours_at, hours_of, usual_rate
+from launch.collect import read_json
 from launch.grid import Run, Sweep, parse_overrides, read_sweep
 from launch.local import STOPPED, Pool, failures
 from launch.memory import cell_plans
@@ -48,6 +52,7 @@ from launch.slurm import (
     submit,
 )
 from launch.state import CHANGED, Composer, State, inspect, named, newest_logs, tail
+from reports.metrics import numbers
 from reports.outcome import FINISHED
 
 QUEUED = "in the queue"
@@ -55,6 +60,12 @@ JOB = {field.name for field in fields(Job)}
 """A job's settings"""
 USUAL = -1.0
 """``--rate`` without a number"""
+_TOKENS = re.compile(r"(\d+) tokens to train on")
+_SIZE = re.compile(r"([\d.]+) M parameters")
+DRY_RUN_SECONDS = 1800
+SHARE_OF_PEAK = 0.3
+OPERATIONS = 8
+"""Operations on each weight for a token: 2 in the forward, 4 in the backward, 2 in the reference's."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -297,6 +308,70 @@ def print_scripts(job: Job, sweep: str, runs: Sequence[Run], logs: Path) -> None
         print(note, file=sys.stderr)
     for part in arrays:
         print(script(job, sweep, part, logs), end="")
+
+
+# -- cost: from finished runs, the sweep's file, or a dry run and a rate in tokens a second -----------
+
+
+class EstimateError(StoppedError):
+    """A dry run failed; the message is its last output."""
+
+
+def hours_of(states: Sequence[State]) -> dict[str, float]:
+    """Return run name -> expected hours, where known: the mean of its cell's finished runs, else the file's
+    ``hours``."""
+    measured: dict[str, list[float]] = {}
+    for state in states:
+        if state.kind == FINISHED:
+            taken = numbers(read_json(state.folder / "summary.json").get("seconds"))
+            measured.setdefault(state.run.cell, []).extend(seconds / 3600 for _, seconds in taken)
+    expected = {
+        state.run.name: fmean(hours) if (hours := measured.get(state.run.cell)) else state.run.hours
+        for state in states
+    }
+    return {name: hours for name, hours in expected.items() if hours is not None}
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a dry run says of a run. ``tokens``: of prompts and completions, all steps together, at most with
+    rounds. ``parameters``: the model's; 0 where the memory could not be planned."""
+
+    tokens: int
+    parameters: float
+
+
+def dry_run(state: State) -> Size:
+    """Return a run's size, counted by train.py on its real data. Raises EstimateError."""
+    words = [sys.executable, *command(state.run), "dry_run=true"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=DRY_RUN_SECONDS)
+    if done.returncode or (size := size_in(done.stdout)) is None:
+        lines = (done.stderr or done.stdout).strip().splitlines()[-5:]
+        failed = f"{state.run.name}: the dry run failed (exit code {done.returncode}):"
+        raise EstimateError("\n".join([failed, *lines]))
+    return size
+
+
+def size_in(output: str) -> Size | None:
+    """Return the Size that the output of a dry run names, or None."""
+    tokens, parameters = (part.search(output.replace(",", "")) for part in (_TOKENS, _SIZE))
+    if tokens is None:
+        return None
+    return Size(int(tokens[1]), float(parameters[1]) * 1e6 if parameters else 0.0)
+
+
+def usual_rate(parameters: float, card: str) -> float:
+    """Return the tokens a second that a rank on ``card`` trains at SHARE_OF_PEAK of its peak. Raises
+    EstimateError for a model of unknown size."""
+    if not parameters:
+        raise EstimateError("the dry run does not say how large the model is: --rate R, in tokens a second")
+    return SHARE_OF_PEAK * CARDS[card][1] / (OPERATIONS * parameters)
+
+
+def hours_at(tokens: int, per_second: float, job: Job) -> float:
+    """Return the hours in which all ranks of a run train ``tokens``, each at ``per_second`` tokens a second.
+    Sampling and evaluation come on top."""
+    return tokens / (per_second * job.world_size) / 3600
 
 
 if __name__ == "__main__":

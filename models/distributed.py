@@ -30,7 +30,6 @@ from common.secrets import scrub_text
 from common.versions import refusal
 from common.worker_process import run_workers_on
 from config.machine import refuse_left_over
-from models.deterministic import compute_as_torch_does, compute_deterministically
 
 TIMEOUT = timedelta(minutes=10)
 """How long a collective between devices may take: a rank that is dead or hangs ends the others after it."""
@@ -45,6 +44,18 @@ T = TypeVar("T")
 R = TypeVar("R")
 Done = tuple[T | None, BaseException | None]
 """The result of a work, or the exception that it raised."""
+
+ENVIRONMENT: dict[str, Sequence[str]] = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NCCL_ALGO": ("Ring", "Tree"),
+    "FLASH_ATTENTION_DETERMINISTIC": ("1",),
+    "TORCHINDUCTOR_DETERMINISTIC": ("1",),
+    "VLLM_BATCH_INVARIANT": ("1",),
+}
+"""Variable -> the value that ``deterministic=true`` sets on a machine with a GPU, and others that are as
+good. They are those of cuBLAS, NCCL (whose sums within a switch vary), flash-attn by transformers,
+torch.compile, and vLLM, whose processes inherit them."""
+_deterministic = False
 
 _long_timeout: Group | None = None
 """Gloo group for waits on the CPU: ranks may wait for hours while one samples or scores a round, or writes a
@@ -156,6 +167,34 @@ def stop() -> None:
     compute_as_torch_does()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def compute_deterministically(gpu: bool) -> None:
+    """Let torch choose operations whose bits do not vary from run to run, in the whole process, and refuse
+    others when they are called. Called before anything is on the device. Raises UserError for a variable of
+    the environment that says otherwise."""
+    for name, values in ENVIRONMENT.items() if gpu else ():
+        if os.environ.setdefault(name, values[0]) not in values:
+            wanted = " or ".join(values)
+            raise UserError(f"deterministic=true needs {name}={wanted}, not {os.environ[name]}: unset it")
+    global _deterministic
+    _deterministic = True
+    torch.use_deterministic_algorithms(True)
+    filling(False)  # nothing here reads such memory
+
+
+def filling(on: bool) -> None:
+    """Let torch write NaN into memory that it has just allocated, as its flag asks for by itself."""
+    torch.utils.deterministic.fill_uninitialized_memory = on  # type: ignore[attr-defined]
+
+
+def compute_as_torch_does() -> None:
+    """Undo ``compute_deterministically``, if it was called, but for the environment."""
+    global _deterministic
+    if _deterministic:
+        _deterministic = False
+        filling(True)
+        torch.use_deterministic_algorithms(False)
 
 
 # -- collectives -----------------------------------------------------------------------------------

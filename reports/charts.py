@@ -54,12 +54,13 @@ class Curve:
 @dataclass(frozen=True)
 class Panel:
     """Curves that share axes. ``unit`` labels the y axis; ``share``: the numbers are in [0, 1] and shown as
-    percentages."""
+    percentages; ``log``: the y axis is logarithmic."""
 
     title: str
     unit: str
     curves: tuple[Curve, ...]
     share: bool = False
+    log: bool = False
 
 
 def _both(key: str, training: str = "training", evaluation: str = "evaluation") -> tuple[Curve, Curve]:
@@ -146,6 +147,8 @@ def draw(panel: Panel, records: Sequence[Record]) -> Figure | None:
     if panel.share:
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
         axes.set_ylim(max(axes.get_ylim()[0], -0.02), min(max(axes.get_ylim()[1], 1e-3), 1.02))
+    if panel.log:
+        axes.set_yscale("log")
     put_legend(figure, axes)
     return figure
 
@@ -187,6 +190,15 @@ def svg(figure: Figure, **saved: Any) -> bytes:
 COLORS = {"chosen": BLUE, "rejected": ORANGE, "neutral": PURPLE}
 DIAGNOSTIC_PANELS = (
     Panel(
+        "Spread of the log-ratios",
+        "nats, root mean square",
+        (
+            *(Curve(f"spread_{side}", side, color, True) for side, color in COLORS.items()),
+            Curve("noise", "noise of a log-ratio", "#888888"),
+        ),
+        log=True,
+    ),
+    Panel(
         "Drift from the initial weights",
         "nats per token",
         (Curve("drift_chosen", "chosen", BLUE, True), Curve("drift_rejected", "rejected", ORANGE, True)),
@@ -202,42 +214,22 @@ def diagnostic_charts(lines: Sequence[Record]) -> list[tuple[str, bytes]]:
     if len(lines) < 2 or "edges" not in lines[0]:
         return []
     first, intervals = lines[0], lines[1:]
+    noise = (first["noise"] or {}).get("rms") or None  # nothing that is 0 has a logarithm
+    numbers = [{"step": 0, "entropy": first["entropy"]}, *(flattened(line, noise) for line in intervals)]
     with matplotlib.rc_context(STYLE):
-        drawn = [
-            ("Spread of the log-ratios", svg(spread(first, intervals))),
-            ("Beyond the clipping range, by position", svg(by_position(first, intervals))),
-        ]
-    return [
-        *drawn,
-        *charts([{"step": 0, "entropy": first["entropy"]}, *map(flattened, intervals)], DIAGNOSTIC_PANELS),
-    ]
+        positions = svg(by_position(first, intervals))
+    return [*charts(numbers, DIAGNOSTIC_PANELS), ("Beyond the clipping range, by position", positions)]
 
 
-def flattened(line: Record) -> Record:
-    """Return an interval as a line of metrics: ``drift_chosen`` …, and the entropy at its end."""
-    sides = {side: line[side] for side in COLORS if side in line}
-    drift = {f"drift_{side}": values["drift"] for side, values in sides.items()}
-    return {"step": line["step"] + 1, "entropy": line["entropy"]} | drift
-
-
-def spread(first: Record, intervals: Sequence[Record]) -> Figure:
-    """Draw the root mean square of the log-ratios over the steps, with the noise floor below it."""
-    figure, axes = _axes("Spread of the log-ratios", "nats, root mean square")
-    for side, color in COLORS.items():
-        points = [
-            (line["step"] + 1, line[side]["spread"])
-            for line in intervals
-            if side in line and line[side]["spread"]
-        ]
-        if points:
-            axes.plot(
-                *np.array(points, float).T, color=color, label=side, marker="o", markersize=3.5, linewidth=1.4
-            )
-    if noise := (first["noise"] or {}).get("rms"):
-        axes.axhline(noise, color="#888888", linestyle=":", label=f"noise of a log-ratio, {noise:.1g}")
-    axes.set_yscale("log")
-    put_legend(figure, axes)  # nothing is drawn if the reference was synced at every step shown
-    return figure
+def flattened(line: Record, noise: float | None) -> Record:
+    """Return an interval as a line of metrics: ``spread_chosen``, ``drift_chosen`` …, the noise floor below
+    these spreads, and the entropy at its end."""
+    numbers = {"step": line["step"] + 1, "entropy": line["entropy"], "noise": noise}
+    for side in COLORS:
+        if side in line:
+            numbers[f"spread_{side}"] = line[side]["spread"] or None
+            numbers[f"drift_{side}"] = line[side]["drift"]
+    return numbers
 
 
 def by_position(first: Record, intervals: Sequence[Record]) -> Figure:

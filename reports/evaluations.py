@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from config.schema_evaluations import named_measure
+from config.schema_data import named_measure
 
 MEASURES = (
     ("eval_accuracy_sampled", "sampled accuracy", "{:.1%}"),

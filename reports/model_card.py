@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from common.files import write_whole
-from common.markdown import literal
+from common.markdown import literal, table
 from common.secrets import scrub, scrub_text
 from config.schema_trainer import recorded_numbers
 from reports.answers import LINES, Answered, before_and_after, shortened
@@ -50,8 +50,10 @@ def model_card(config: dict[str, Any], summary: dict[str, Any]) -> str:
     base = str(model["name_or_path"])
     taken = recorded_numbers(config)
     numbers = ", ".join(f"{key} = {value}" for key, value in taken.items())
+    on_hub = _HUB_ID.fullmatch(base) is not None and not Path(base).exists()
+    clip = ", ".join(f"{key} = {config.get(key)}" for key in ("log_epsilon_P", "log_epsilon_R", "sync_freq"))
     front = ModelCardData(
-        base_model=base if _is_hub_id(base) else None,  # the hub accepts only an id
+        base_model=base if on_hub else None,  # the hub accepts only an id
         library_name="transformers",
         pipeline_tag="text-classification" if model.get("head") == "reward" else "text-generation",
         tags=["alignment", _TAG.sub("-", str(loss["name"])), variant(config)],
@@ -59,7 +61,7 @@ def model_card(config: dict[str, Any], summary: dict[str, Any]) -> str:
     facts = {
         "Base model": base + (f", revision {model['revision']}" if model.get("revision") else ""),
         "Loss": str(loss["name"]) + (f" ({numbers})" if numbers else ""),
-        "Variant": variant(config) + _humanline(config),
+        "Variant": variant(config) + (f" ({clip})" if config.get("humanline") else ""),
         "Data": str(data.get("path") or data["name"])
         + (f", revision {data['revision']}" if data.get("revision") else ""),
         "Seed": config["seed"],
@@ -74,9 +76,7 @@ def model_card(config: dict[str, Any], summary: dict[str, Any]) -> str:
         "Versions": ", ".join(f"{package} {version}" for package, version in versions().items()),
     }
     cells = {key: literal(str(value)) for key, value in facts.items() if value is not None}
-    rows = "\n".join(
-        f"| {key} | {f'<code>{cell}</code>' if key == 'Command' else cell} |" for key, cell in cells.items()
-    )
+    rows = [(key, f"<code>{cell}</code>" if key == "Command" else cell) for key, cell in cells.items()]
     title = literal(f"{Path(base).name}, {loss['name']}, {variant(config)}")
     return f"""---
 {front.to_yaml().strip()}
@@ -86,38 +86,16 @@ def model_card(config: dict[str, Any], summary: dict[str, Any]) -> str:
 
 Trained with the humanline framework, which implements the paper *{PAPER}*.
 
-| | |
-|---|---|
-{rows}
+{table(("", ""), rows)}
 {_evaluation(summary)}"""
-
-
-def _humanline(config: dict[str, Any]) -> str:
-    if not config.get("humanline"):
-        return ""
-    return (
-        " ("
-        + ", ".join(f"{key} = {config[key]}" for key in ("log_epsilon_P", "log_epsilon_R", "sync_freq"))
-        + ")"
-    )
 
 
 def _evaluation(summary: dict[str, Any]) -> str:
     """Return the table of measures before and after; "" if nothing was evaluated."""
-    rows = "\n".join(f"| {label} | {before} | {after} |" for label, before, after in compared(summary))
-    return (
-        f"""
-## Evaluation
-
-On held-out data; rewards are unclipped and against the initial weights.
-
-| | before | after |
-|---|---|---|
-{rows}
-"""
-        if rows
-        else ""
-    )
+    if not (rows := compared(summary)):
+        return ""
+    about = "On held-out data; rewards are unclipped and against the initial weights."
+    return f"\n## Evaluation\n\n{about}\n\n{table(('', 'before', 'after'), rows)}\n"
 
 
 def _answers(answers: list[Answered]) -> str:
@@ -148,8 +126,3 @@ def _padding(model_dir: Path) -> str:
     return (
         f"\n## Scoring\n\nThe reward is the one logit, read at a row's last token, which ends a turn. {how}\n"
     )
-
-
-def _is_hub_id(name: str) -> bool:
-    """Whether a model's name is an id of the hub (``name`` or ``owner/name``) rather than a folder."""
-    return bool(_HUB_ID.fullmatch(name)) and not Path(name).exists()

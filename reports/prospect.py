@@ -79,19 +79,3 @@ def _differences(mass: Array, perceived: Capacity) -> Array:
     cumulative = np.concatenate([[0.0], np.cumsum(mass)])
     # Capacity is infinitely steep at 1: a sum's rounding error of 1e-16 there would become 1e-6 of weight.
     return np.diff(perceived(np.where(cumulative > 1 - 1e-12, 1.0, cumulative)))
-
-
-def subjective_expected_utility(
-    outcomes: ArrayLike,
-    probabilities: ArrayLike,
-    *,
-    lam: float = LAMBDA,
-    alpha: float = ALPHA,
-    z0: float = 0.0,
-    gains: Capacity = GAINS,
-    losses: Capacity = LOSSES,
-) -> float:
-    """Return ``sum of omega(z) v(z)`` (Definition 3.3). Arguments as for ``value`` and
-    ``decision_weights``."""
-    weights = decision_weights(outcomes, probabilities, z0=z0, gains=gains, losses=losses)
-    return float(weights @ value(outcomes, lam, alpha, z0))

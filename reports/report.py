@@ -28,7 +28,7 @@ from common.files import write_whole
 from common.options import options_of, run_folder
 from common.secrets import scrub
 from config.arguments import as_typed
-from config.cli import answered, options_of
+from config.cli import answered
 from config.schema_trainer import recorded_numbers
 from reports import data_tables
 from reports.answers import before_and_after

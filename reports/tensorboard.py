@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from common import markdown
 from common.errors import ConfigError
 from reports.metrics import Record
 
@@ -37,8 +38,7 @@ class TensorBoard:
                 writer.add_scalar(key, value, step)
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        lines = [columns, ["---"] * len(columns), *rows]
-        text = "\n".join("| " + " | ".join(_cell(value) for value in line) + " |" for line in lines)
+        text = markdown.table(columns, ([_cell(value) for value in row] for row in rows))
         self._opened(step).add_text(name, text, step)
 
     def histogram(self, name: str, counts: Sequence[int], edges: Sequence[float], step: int) -> None:

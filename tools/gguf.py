@@ -23,7 +23,8 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 from transformers.utils.logging import disable_progress_bar
 
 from common.errors import StoppedError, UserError
-from config.cli import guarded, options_of
+from common.options import options_of
+from config.cli import guarded
 from config.files import section
 from models.export import export, full_state, whole_folder
 from models.policy import Policy

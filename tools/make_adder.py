@@ -14,7 +14,7 @@ from statistics import fmean
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
-from config.cli import options_of
+from common.options import options_of
 from config.schema_data import DataConfig
 from config.schema_model import ModelConfig
 from config.sections import with_defaults

@@ -24,7 +24,8 @@ import torch
 from matplotlib.figure import Figure
 
 from common.errors import require
-from config.cli import guarded, options_of
+from common.options import options_of
+from config.cli import guarded
 from config.load import load_run
 from config.schema import Config
 from data import views

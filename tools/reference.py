@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from config.cli import options_of
+from common.options import options_of
 from config.unknown_keys import guide_table, sources
 
 ROOT = Path(__file__).resolve().parents[1]

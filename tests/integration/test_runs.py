@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.errors import REQUEUE, ConfigError, Requeue, StoppedError
-from config.record import LOCK
+from config.load import LOCK
 from export import export_run
 from jobs.watch import RunWatch
 from models.checkpoint import Checkpoints

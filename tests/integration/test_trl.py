@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.trl_rows import generated, rows_of
 from config.schema import Config
 from data.batches import Segment
 from data.views import mismatched
@@ -74,6 +73,7 @@ def with_trl(
     from datasets import Dataset
     from transformers import AutoTokenizer
 
+    from benchmarks.trl_side import generated, rows_of
     from tools import humanline_trl
 
     batches = [segment.batch(t) for t in range(STEPS)]

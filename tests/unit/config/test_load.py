@@ -10,12 +10,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from common.errors import ConfigError
+from config.cli import compose_config
 from config.files import files_of
 from config.load import changed, dump, load_saved, run_name, settings_of
 from config.schema import Config
 from config.sections import word_of
 from config.unknown_keys import names
-from launch.composing import compose_config
 
 EXPERIMENTS = files_of("experiment")
 

@@ -12,6 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from common.errors import ConfigError
+from config.cli import compose_config
 from config.files import section
 from config.load import split_settings
 from config.schema import Config, CorrectionConfig
@@ -19,7 +20,6 @@ from config.schema_data import DataConfig
 from config.schema_model import ModelConfig
 from config.schema_stages import EvalStage, LabelStage, SampleStage
 from config.sections import word_of
-from launch.composing import compose_config
 from tests.tiny import ROOT
 
 FILES = {"config.yaml": Config, "eval.yaml": EvalStage, "sample.yaml": SampleStage, "label.yaml": LabelStage}

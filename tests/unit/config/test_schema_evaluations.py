@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from common.errors import ConfigError
 from config.cli import compose
-from config.schema_evaluations import MEASURED, evaluation_sets, named_measure
+from config.schema_data import MEASURED, evaluation_sets, named_measure
 from tests.tiny import make_config
 
 

@@ -10,8 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from common.errors import ConfigError
-from config.load import VERSION, load, load_run
-from config.record import LOCK, MARKER, RECORD, marked, started
+from config.load import LOCK, MARKER, RECORD, VERSION, load, load_run, marked, started
 from config.removed import LAST
 from config.schema import Config
 from evals.targets import settings_of_run

@@ -9,10 +9,12 @@ import pytest
 from omegaconf import DictConfig
 
 from common.errors import UserError
+from config import cli
+from config.cli import compose_config
 from config.schema import Config
-from launch import composing
-from launch.composing import Composer, compose_config
+from launch import state
 from launch.grid import Run
+from launch.state import Composer
 
 
 def outcome(made: Any, *arguments: Any) -> Config | str:
@@ -56,7 +58,7 @@ def test_composed_with_others_or_alone_is_the_same() -> None:
 def test_runs_that_differ_by_their_seed_have_their_own_settings(
     monkeypatch: pytest.MonkeyPatch, reads: str | None
 ) -> None:
-    composed = composing.composed
+    composed = state.composed
 
     def files(words: list[str]) -> DictConfig:
         found = composed(words)
@@ -64,7 +66,8 @@ def test_runs_that_differ_by_their_seed_have_their_own_settings(
             found.runs_dir = reads
         return found
 
-    monkeypatch.setattr(composing, "composed", files)
+    for module in (state, cli):
+        monkeypatch.setattr(module, "composed", files)
     composer = Composer()
     for seed in (1, "3", 2, -1):
         run = Run("s", f"s-c{seed}", seed, SETTINGS[1], None)  # type: ignore[arg-type]

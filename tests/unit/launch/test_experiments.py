@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from config.files import FOLDER
 from config.schema import Config
-from launch.grid import CONFIG_DIR
 from tests.tiny import compose_config, make_config
 from train import train
 
@@ -95,7 +95,7 @@ def adam(config: Config) -> tuple[float, float, float, float]:
 
 
 def test_every_experiment_file_is_in_these_tables() -> None:
-    files = (CONFIG_DIR / "experiment").glob("*.yaml")
+    files = (FOLDER / "experiment").glob("*.yaml")
     shipped = {path.stem for path in files if not path.stem.startswith("_")}
     tables = {name(*row) for row in TABLE_3} | {row[0] for row in MATHS_RECIPES}
     assert shipped == tables | {f"{recipe}-authors" for recipe in tables}

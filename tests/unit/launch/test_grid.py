@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
-from launch.composing import Composer, compose_config
+from config.cli import compose_config
 from launch.grid import override, parse_overrides, read_sweep
+from launch.state import Composer
 
 SWEEPS = sorted((Path(__file__).parents[3] / "sweeps").glob("*.yaml"))
 

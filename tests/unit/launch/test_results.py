@@ -16,8 +16,7 @@ from scipy import stats
 
 from config.load import dump
 from launch import results, status
-from launch.cells import cells_of
-from launch.collect import of_folders
+from launch.collect import cells_of, of_folders
 from reports.statistics import SeedMean, compare, holm, paired
 from tests.tiny import compose_config
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from config.record import LOCK
+from config.load import LOCK
 from launch.slurm import RECORD, ROOT
 from launch.state import Statuses, last_words
 from tests.unit.launch.test_slurm import fakes

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from config.cli import compose_config
 from config.load import dump
 from launch import local, sweep
-from launch.composing import compose_config
-from launch.estimate import EstimateError, Size, dry_run, hours_at, hours_of
 from launch.grid import Run
 from launch.local import STOPPED, Pool
 from launch.slurm import Job
 from launch.state import CHANGED, FAILED, NEW, PARTIAL, State, Statuses, inspect
+from launch.sweep import EstimateError, Size, dry_run, hours_at, hours_of
 from reports.outcome import FINISHED
 from tests.programs import until
 

@@ -40,9 +40,9 @@ def titles(lines: list[dict]) -> list[str]:
 
 ALL = [
     "Spread of the log-ratios",
-    "Beyond the clipping range, by position",
     "Drift from the initial weights",
     "Entropy of the policy",
+    "Beyond the clipping range, by position",
 ]
 
 
@@ -66,3 +66,9 @@ def test_what_was_not_measured_is_not_drawn(change):
     lines = [FIRST | change, *(line | entropy for line in intervals("chosen", drift=None))]
     missing = {"Drift from the initial weights", *(["Entropy of the policy"] if entropy else [])}
     assert titles(lines) == [title for title in ALL if title not in missing]
+
+
+def test_a_spread_of_0_and_no_noise_have_no_logarithm():
+    one = intervals("chosen")[0]
+    one["chosen"]["spread"] = 0.0
+    assert titles([FIRST | {"noise": None}, one]) == ALL[1:]

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.errors import UserError
-from models import deterministic
+from models import distributed
 from models.distributed import start, stop
 from rollouts.decoding import Decoder
 from rollouts.embedded import uniforms
@@ -76,5 +76,5 @@ def test_a_running_sum_is_the_sum(on, length):
 def test_what_would_undo_it_is_refused(monkeypatch):
     monkeypatch.setattr(os, "environ", {"NCCL_ALGO": "NVLS"})
     with pytest.raises(UserError, match="NCCL_ALGO=Ring or Tree, not NVLS: unset it"):
-        deterministic.compute_deterministically(gpu=True)
+        distributed.compute_deterministically(gpu=True)
     assert not torch.are_deterministic_algorithms_enabled()
