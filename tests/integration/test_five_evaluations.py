@@ -6,10 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
-from common.errors import ConfigError
-from jobs.watch import RunWatch
+from tests.integration.online import cut_off
 from tests.tiny import make_config
 from train import train
 
@@ -35,10 +32,6 @@ ONLINE = (
 )
 
 
-class KilledError(Exception):
-    pass
-
-
 def go(folder: Path, name: str, *words: str):
     return train(make_config(*words, f"runs_dir={folder}", f"cache_dir={folder}/cache"), name)
 
@@ -52,18 +45,9 @@ def weights(run: Path) -> bytes:
     return (run / "model" / "model.safetensors").read_bytes()
 
 
-def test_the_quarters_of_an_offline_run_that_is_killed(tmp_path, monkeypatch):
-    real = RunWatch.before_step
-
-    def before_step(self, segment):
-        if self.trainer.progress.step == 9:
-            raise KilledError
-        real(self, segment)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RunWatch, "before_step", before_step)
-        with pytest.raises(KilledError):
-            go(tmp_path, "five", *OFFLINE, "eval_every=null")
+def test_the_quarters_of_an_offline_run_that_is_killed(tmp_path):
+    with cut_off(at=9):
+        go(tmp_path, "five", *OFFLINE, "eval_every=null")
     go(tmp_path, "five", *OFFLINE, "eval_every=null", "resume=true")
     go(tmp_path, "two", *OFFLINE, "eval_every=0")
     # 100 examples of 8 a step: the first steps with 25, 50 and 75 behind them are 4 (32), 7 (56) and 10 (80).
@@ -84,8 +68,3 @@ def test_the_quarters_of_rounds(tmp_path):
         first.setdefault(line["round"], line["step"])
     assert steps == sorted(first.values()) and len(steps) == 4
     assert summary["after"]["eval_loss"] is not None
-
-
-def test_what_is_no_number_of_examples_is_refused():
-    with pytest.raises(ConfigError, match=r"eval_every=-1.*at least 0"):
-        make_config("loss=dpo", "eval_every=-1")

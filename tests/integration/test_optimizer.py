@@ -1,16 +1,14 @@
-"""The real program with an optimizer that is named by its import path: killed and gone on with, refused a run
-of another optimizer, and refused before weights load where the path names none."""
+"""A run with an optimizer that is named by its import path: killed and gone on with, refused a run of another
+optimizer, and refused before weights load where the path names none."""
 
 from __future__ import annotations
-
-import signal
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from common.errors import ConfigError
-from tests import programs
+from tests.integration.online import cut_off
 from tests.integration.test_runs import SMALL
 from tests.tiny import make_config
 from train import train
@@ -18,37 +16,27 @@ from train import train
 METHOD = ("loss=dpo", "humanline=true", "sync_freq=2", "save_every=4", *SMALL)
 
 
-def command(folder, name: str, optimizer: str) -> list[str]:
+def settings(folder, name: str, optimizer: str):
     places = (f"runs_dir={folder}", f"cache_dir={folder / 'cache'}", f"exp_name={name}")
-    return ["train.py", *METHOD, "resume=true", f"optimizer={optimizer}", *places]
+    return make_config(*METHOD, "resume=true", f"optimizer={optimizer}", *places)
 
 
 def weights(run):
     return load_file(run / "model" / "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    "optimizer", ["torch.optim.SGD", "torch.optim.RMSprop"], ids=["without state", "with state"]
-)
-def test_a_killed_run_ends_to_the_bit_where_it_would_have(tmp_path, optimizer):
-    done = programs.run(*command(tmp_path, "whole", optimizer))
-    assert done.returncode == 0, done.stdout + done.stderr
-    killed = programs.start(*command(tmp_path, "killed", optimizer))
-    metrics = tmp_path / "killed" / "metrics.jsonl"
-    programs.until(
-        lambda: killed.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") >= 3)
-    )
-    killed.send_signal(signal.SIGKILL)
-    assert killed.wait() == -9, killed.said()
-    done = programs.run(*command(tmp_path, "killed", optimizer))
-    assert done.returncode == 0 and "resumed before step" in done.stdout, done.stdout + done.stderr
+def test_a_killed_run_ends_to_the_bit_where_it_would_have(tmp_path):
+    optimizer = "torch.optim.RMSprop"
+    train(settings(tmp_path, "whole", optimizer), "whole")
+    with cut_off(at=4):
+        train(settings(tmp_path, "killed", optimizer), "killed")
+    train(settings(tmp_path, "killed", optimizer), "killed")
     begin = load_file("assets/adder/model/model.safetensors")
     one, other = weights(tmp_path / "whole"), weights(tmp_path / "killed")
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert any(not torch.equal(one[name], begin[name]) for name in one)
-    done = programs.run(*command(tmp_path, "whole", "AdamW"))
-    assert done.returncode != 0
-    assert f"optimizer=AdamW: was {optimizer} when the run in " in done.stdout + done.stderr
+    with pytest.raises(ConfigError, match=f"optimizer=AdamW: was {optimizer} when the run in "):
+        train(settings(tmp_path, "whole", "AdamW"), "whole")
 
 
 @pytest.mark.parametrize(
