@@ -9,6 +9,8 @@ cd "$(dirname "$0")/.."
 CPU_TORCH=https://download.pytorch.org/whl/cpu
 CPU_TORCH_SECONDS=5  # an index that does not answer within this long is done without
 VENV_PYTHON=.venv/bin/python
+PIP_LOG=.venv/pip.log
+NO_NEWS="is ignored: it is neither a file nor a directory"
 
 new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
@@ -79,13 +81,27 @@ usable() {
 # GPU=1 is for a login node, whose jobs have what it has not.
 wants_gpu() { if [ -n "${GPU:-}" ]; then [ "$GPU" = 1 ]; else nvidia-smi >/dev/null 2>&1; fi; }
 
-# Says what is large, what is built and when it is all there; a file index that lacks a package is no news.
+# Repeats the last line of a file, with the seconds so far, for as long as this script runs.
+say_every() {
+    local began=$SECONDS
+    while sleep "$1" >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
+        echo "  $((SECONDS - began)) s: $(tail -n 1 "$2" | cut -c 1-100)"
+    done
+}
+
+# On a terminal pip shows its own progress; elsewhere its last line stands every ten seconds. A file index that lacks a package is no news.
 pip_install() {
-    PYTHONUNBUFFERED=1 "$VENV_PYTHON" -m pip install --disable-pip-version-check --progress-bar off "$@" \
-        2> >(grep -v "is ignored: it is neither a file nor a directory" >&2) |
-        awk '/^ *Downloading .*([0-9][0-9][0-9]\.[0-9] MB|GB)/ { print "  downloading " $2, $3, $4; fflush() }
-             /^ *Building wheel/ { print "  " $0; fflush() }
-             /^Installing collected packages/ { print "  installing " NF - 3 " packages"; fflush() }'
+    local pip=("$VENV_PYTHON" -m pip install --disable-pip-version-check "$@") status=0
+    if [ -t 1 ]; then
+        "${pip[@]}" 2> >(grep -v "$NO_NEWS" >&2)
+        return
+    fi
+    : >"$PIP_LOG"
+    say_every "${SAY_EVERY:-10}" "$PIP_LOG" &
+    local sayer=$!
+    PYTHONUNBUFFERED=1 "${pip[@]}" --progress-bar off >"$PIP_LOG" 2> >(grep -v "$NO_NEWS" >&2) || status=$?
+    kill "$sayer" && wait "$sayer" 2>/dev/null || true
+    return "$status"
 }
 
 if ! usable; then

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pty
+import re
 import subprocess
 
 import pytest
@@ -27,3 +29,28 @@ def test_a_login_node_installs_what_its_jobs_need(gpu, requirements, wanted):
     function = next(line for line in SCRIPT.splitlines() if line.startswith("wants_gpu()"))
     words = ["bash", "-c", f"{function}; wants_gpu && echo yes || echo no"]
     assert run(words, {"GPU": gpu, "PATH": "/usr/bin:/bin"}).stdout.strip() == wanted
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_an_install_is_seen_while_it_lasts(tmp_path, status):
+    """On a terminal by what pip shows, in a log by its last line again and again. It ends as pip does."""
+    pip = tmp_path / "pip"
+    pip.write_text(f'#!/bin/bash\necho "Downloading $*"; echo no news: 404 >&2; sleep 1.3; exit {status}\n')
+    pip.chmod(0o755)
+    functions = SCRIPT[SCRIPT.index("# Repeats the last") : SCRIPT.index("if ! usable")]
+    env = {"PATH": "/usr/bin:/bin", "VENV_PYTHON": str(pip), "PIP_LOG": str(tmp_path / "pip.log")}
+    words = ["bash", "-c", f"set -euo pipefail\n{functions}\npip_install torch"]
+    env |= {"NO_NEWS": "no news", "SAY_EVERY": "0.4"}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status and done.stderr == ""
+    said = done.stdout.splitlines()
+    assert len(said) >= 2
+    assert all(
+        re.fullmatch(r"  \d s: Downloading -m pip install .* torch --progress-bar off", one) for one in said
+    )
+    reader, terminal = pty.openpty()
+    shown = subprocess.run(words, env=env, stdout=terminal, stderr=subprocess.PIPE, timeout=60)
+    os.close(terminal)
+    assert shown.returncode == status and shown.stderr == b""
+    assert re.fullmatch(r"Downloading -m pip install .* torch\s*", os.read(reader, 4096).decode())
+    os.close(reader)
