@@ -76,7 +76,7 @@ def by_hand(name: str, low: float, high: float, delta: float, rows) -> list[list
     return out
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(
     ("name", "low", "high", "delta"),
     [
