@@ -110,7 +110,7 @@ def make_trainer(settings: Settings, policy: Policy, world: World | None = None)
 
 def score_all(trainer: BasicTrainer, segment: Segment) -> None:
     """Score every row of the plan under the current weights, as the reference of offline training."""
-    trainer.reference.refresh(trainer.policy, 0, trainer.upcoming(segment, 0, 0))
+    trainer.reference.refresh(trainer.policy, 0, trainer.reference.upcoming(segment, 0, 0))
 
 
 class Stepper:
@@ -124,7 +124,7 @@ class Stepper:
 
     def __call__(self) -> list[float | None]:
         """Do one step and return the losses of the steps read so far."""
-        record = self.trainer.step(self.trainer.dealt(self.segment))
+        record = self.trainer.step(self.trainer.dealer.dealt(self.segment, self.trainer.progress.position))
         last = self.trainer.progress.position == self.segment.steps
         done = filter(None, (self.waiting, record if last else None))
         self.losses += [step.pending.read()["loss"] for step in done]

@@ -33,7 +33,7 @@ def check_first_scores(trainer: BasicTrainer, segment: Segment) -> None:
     every rank.
     """
     config = trainer.config
-    micro = trainer.microbatches(segment.batch(0))[0]
+    micro = trainer.dealer.microbatches(segment.batch(0))[0]
     scores = trainer.scorer_with(trainer.reference, Humanline()).score_without_gradient(0, micro.sequences)
     policy, reference = (torch.where(scores.mask, x, 0.0) for x in (scores.policy, scores.reference))
     mine = (bool(policy.isfinite().all()), float((policy - reference).abs().nan_to_num(math.inf).max()))

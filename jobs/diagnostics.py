@@ -152,7 +152,7 @@ class Diagnostics:
 def shares(trainer: BasicTrainer, examples: list[Example]) -> list[Microbatch]:
     """Return this rank's microbatches of ``examples``, cut as evaluation cuts them; [] without examples."""
     size = max(1, trainer.config.model.eval_batch_size // (trainer.world.size * trainer.rows_per_example))
-    return trainer.microbatches(examples, size) if examples else []
+    return trainer.dealer.microbatches(examples, size) if examples else []
 
 
 def noise_floor(trainer: BasicTrainer, examples: list[Example]) -> dict[str, float | None] | None:

@@ -138,7 +138,9 @@ class Evaluator:
         trainer, meters = self.trainer, Meters()
         rewards: dict[str, tuple[float, int]] = {}
         micros = [
-            (i, micro) for i, batch in enumerate(self.batches) for micro in trainer.share(batch, self.size)
+            (i, micro)
+            for i, batch in enumerate(self.batches)
+            for micro in trainer.dealer.share(batch, self.size)
         ]
         prepared = trainer.prepare(micros, self.scorer)
         todo = progress(

@@ -85,11 +85,11 @@ def initial_scores(
         batches = Lazy(batches, trainer.arrange)
     wanted = _wanted(batches, reference)
     if not reference.by_row:
-        several = trainer.packing and trainer.world.size > 1
+        several = trainer.dealer.packing and trainer.world.size > 1
         parts = parts | {
             "cut": f"{size}{' examples' * isinstance(size, int)} x {trainer.world.size} ranks"
-            + f", {dealing(True, trainer.shares_prompts, trainer.work)}" * several,
-            "packing": "prompts shared" if trainer.shares_prompts else str(trainer.packing),
+            + f", {dealing(True, trainer.dealer.shares_prompts, trainer.dealer.work)}" * several,
+            "packing": "prompts shared" if trainer.dealer.shares_prompts else str(trainer.dealer.packing),
         }
         parts["rows"] = hashlib.sha256(b"\n".join(wanted.tolist())).hexdigest()
     cache = ScoreCache(Path(trainer.config.cache_dir), parts, trainer.world.rank)
@@ -172,7 +172,7 @@ def _work(
     """Return the work left to score and its number of pieces. ``missing``: [n] keys, dtype S."""
     if not reference.by_row:
         steps = sorted({int(key.split(b"/")[0]) for key in missing.tolist()})
-        return ((i, trainer.share(batches[i], size)) for i in steps), len(steps)
+        return ((i, trainer.dealer.share(batches[i], size)) for i in steps), len(steps)
     assert isinstance(size, int), "rows that are scored alone are counted"
     stride = size * trainer.world.size
     whole, rest = divmod(len(missing), WINDOW)
@@ -201,5 +201,5 @@ def alone(trainer: BasicTrainer, windows: Iterable[list[Sequence]], size: int) -
     for rows in windows:
         for first in range(0, len(rows), stride):
             examples = [Example(prompt_id=row.key, rows=(row,)) for row in rows[first : first + stride]]
-            mine = cut(examples, trainer.world.rank, trainer.world.size, size, 1, trainer.packing)
-            yield 0, [microbatch(part, trainer.world.device, trainer.packing) for part in mine]
+            mine = cut(examples, trainer.world.rank, trainer.world.size, size, 1, trainer.dealer.packing)
+            yield 0, [microbatch(part, trainer.world.device, trainer.dealer.packing) for part in mine]

@@ -203,18 +203,19 @@ def _score(plan: Plan, trainer: BasicTrainer, parts: dict[str, str]) -> OfRows |
     reference or as the anchor of its KL term. Otherwise only the rows of one batch in n are scored, if
     ``drift`` is logged."""
     config = trainer.config
-    fixed = trainer.fixed_reference or trainer.anchor is not None
+    fixed = trainer.reference.fixed or trainer.reference.anchor is not None
     if not config.has_reference or config.online or not (fixed or config.log_drift):
         return None
     reference = Reference(by_row=trainer.reference.by_row or not fixed)
     by_row = config.reference_batch_size or config.model.eval_batch_size
-    size = by_row if reference.by_row else trainer.micro_size
+    size = by_row if reference.by_row else trainer.dealer.size
     n = plan.train.n_examples
     every = 1 if fixed else max(1, n // (config.drift_examples or n))
     batches = Lazy(range(0, plan.steps, every), plan.train.batch)
     scores = initial_scores(trainer, batches, size, reference, parts, "score training rows (n_examples)")
     rows = OfRows(scores, batches, reference)
-    trainer.use_initial_scores(rows, scores)
+    trainer.initial_logprobs = rows
+    trainer.reference.use_initial(scores)
     return rows
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from common.errors import Requeue, StoppedError
 from common.progress import phase
-from data.batches import dealing
 from jobs.diagnostics import Diagnostics
 from jobs.ranking import Patience, RankedCheckpoints, Ranking
 from jobs.same_data import DATA, INPUTS, hub_commits
@@ -23,7 +22,8 @@ from models.checkpoint_reading import CheckpointError
 from models.distributed import StopRequest, any_rank, from_main, on_main
 from reports.answers import copy_answers
 from reports.metrics import restore
-from trainers.basic import BasicTrainer, Progress
+from trainers.basic import BasicTrainer
+from trainers.dealing import Progress
 
 
 class Saver:
@@ -61,8 +61,7 @@ class Saver:
         if path is None:
             return None
         trainer = self.trainer
-        dealt = dealing(trainer.packing, trainer.shares_prompts, trainer.work)
-        state, mine = self.checkpoints.load(path, trainer.policy, trainer.optimizer, dealt)
+        state, mine = self.checkpoints.load(path, trainer.policy, trainer.optimizer, trainer.dealer.dealing)
         everywhere(lambda: self._restore(state, mine), path)
         on_main(lambda: restore(self.folder, path, trainer.progress.step))
         return state
@@ -98,7 +97,7 @@ class Saver:
                 INPUTS: self.inputs | hub_commits(trainer.config),
             }
         )
-        mine = trainer.reference_scores()
+        mine = trainer.reference.state()
 
         def records(part: Path) -> None:
             self.log.tracker.copy_to(part)

@@ -119,7 +119,7 @@ class StepLog:
         self._count(bool(skipped), silent, record)
 
     def _count(self, skipped: bool, silent: bool, record: StepRecord) -> None:
-        in_a_row = self.trainer.count(skipped, silent)
+        in_a_row = self.trainer.progress.count(skipped, silent)
         if skipped and self.trainer.world.is_main:
             path = self.folder / "skipped" / f"step_{record.known['step']:08d}.jsonl"
             print(

@@ -10,7 +10,6 @@ from typing import Any
 from common.errors import Requeue
 from common.progress import pause_together
 from data.batches import Segment
-from data.types import Microbatch
 from jobs.checks import check_first_scores
 from jobs.diagnostics import Diagnostics
 from jobs.evaluation import Evaluator, Metrics
@@ -27,6 +26,7 @@ from reports.evaluations import evaluation_lines
 from reports.metrics import plain
 from rollouts.verify import COLUMNS
 from trainers.basic import BasicTrainer, StepRecord
+from trainers.dealing import DealtBatch
 from trainers.losses.base import TokenScores
 
 ROUNDING = 1e-9
@@ -60,7 +60,6 @@ class RunWatch:
         self.state = self.log.state
         self.after: Metrics = {}
         self.stopped_why: str | None = None
-        self._micro = 0
         self._undo: Callable[[], None] = lambda: None
 
     # -- steps (trainers.basic.Watch) --------------------------------------------------------------
@@ -97,7 +96,6 @@ class RunWatch:
             )
         if (why := self.log.observers.stops(step)) is not None:
             raise EnoughError(why)
-        self._micro = 0
         if self.diagnostics is not None:
             self._undo = self.diagnostics.mark()
         self.log.step_begins()
@@ -105,10 +103,10 @@ class RunWatch:
     def before_first_step(self, segment: Segment) -> None:
         check_first_scores(self.trainer, segment)
 
-    def observe(self, micro: Microbatch, scores: TokenScores) -> None:
-        """Pass a microbatch of a step to the diagnostics, and count it. A run that was asked to stop stops
+    def observe(self, batch: DealtBatch, index: int, scores: TokenScores) -> None:
+        """Pass a microbatch of a step to the diagnostics. A run that was asked to stop stops
         here: nothing but the gradients has changed since the step began."""
-        n_microbatches = self.trainer.microbatches_of_step
+        n_microbatches = len(batch.microbatches)
         try:
             if n_microbatches > 1:
                 pause_together()
@@ -116,11 +114,10 @@ class RunWatch:
             self._undo()
             self.saver.stop_if_requested()
             raise
-        self._micro += 1
         if n_microbatches > 1:
-            self.log.bar.desc = f"train (microbatch {self._micro}/{n_microbatches})"
+            self.log.bar.desc = f"train (microbatch {index + 1}/{n_microbatches})"
         if self.diagnostics is not None:
-            self.diagnostics.observe(micro, scores)
+            self.diagnostics.observe(batch.microbatches[index], scores)
 
     def after_step(self, record: StepRecord) -> None:
         self.log.step_ends(record)

@@ -182,20 +182,21 @@ def take_steps(tracker: StorageTracker, trainer: BasicTrainer, segment: Segment)
     """Take two steps as training does, and return the tokens of the widest microbatch."""
     tracker.peaks.clear()
     if trainer.config.has_reference:
-        for step, micros in trainer.upcoming(segment, 0, 0):
+        for step, micros in trainer.reference.upcoming(segment, 0, 0):
             keep_scores(trainer.reference, step, micros)
-    if trainer.anchor is not None:
+    if trainer.reference.anchor is not None:
         for step in range(segment.steps):
-            keep_scores(trainer.anchor, step, trainer.microbatches(segment.batch(step)))
+            keep_scores(trainer.reference.anchor, step, trainer.dealer.microbatches(segment.batch(step)))
     trainer.optimizer.register_step_pre_hook(lambda *_: tracker.enter(("update", None)))
     for _ in range(STEPS):
         gc.collect()
         tracker.enter(("beginning", None))
-        trainer.step(trainer.dealt(segment))
+        trainer.step(trainer.dealer.dealt(segment, trainer.progress.position))
         assign_states(tracker, trainer)
     gc.collect()
-    (slot, *_) = trainer.deal(trainer.arrange(segment.batch(0)), trainer.micro_size)
-    return share_tokens(slot[0], trainer.packing, trainer.shares_prompts)
+    dealer = trainer.dealer
+    (slot, *_) = dealer.deal(trainer.arrange(segment.batch(0)), dealer.size)
+    return share_tokens(slot[0], dealer.packing, dealer.shares_prompts)
 
 
 def keep_scores(reference: Reference, step: int, micros: list[Microbatch]) -> None:
@@ -217,7 +218,7 @@ def evaluate(tracker: StorageTracker, trainer: BasicTrainer, examples: list[Exam
     own = export_dtype(trainer.config.model)
     computed = getattr(torch, trainer.config.model.dtype)
     with rounded(trainer.policy, torch.float32 if own == computed else own):
-        micro = trainer.share(trainer.arrange(examples), size)[0]
+        micro = trainer.dealer.share(trainer.arrange(examples), size)[0]
         keep_scores(reference, 0, [micro])
         scorer.score_without_gradient(0, micro.sequences)
 
@@ -225,19 +226,19 @@ def evaluate(tracker: StorageTracker, trainer: BasicTrainer, examples: list[Exam
 def deal_heaviest(trainer: BasicTrainer) -> None:
     """Make the trainer deal only the heaviest slot of every batch, with its heaviest share on rank 0.
 
-    Where a batch has more slots, the heaviest is dealt twice from the second step on, so that its second
-    pass runs with accumulated gradients in memory."""
-    dealt = trainer.deal
+    Where a batch has more slots, the heaviest is dealt twice, so that its second pass runs with accumulated
+    gradients in memory."""
+    dealer, dealt = trainer.dealer, trainer.dealer.deal
 
     def deal(arranged: list[Example], size: Size) -> Slots:
         slots = [
-            sorted(slot, key=lambda share: -share_tokens(share, trainer.packing, trainer.shares_prompts))
+            sorted(slot, key=lambda share: -share_tokens(share, dealer.packing, dealer.shares_prompts))
             for slot in dealt(arranged, size)
         ]
-        heaviest = max(slots, key=lambda slot: share_tokens(slot[0], trainer.packing, trainer.shares_prompts))
-        return [heaviest] * (2 if len(slots) > 1 and trainer.progress.step > 0 else 1)
+        heaviest = max(slots, key=lambda slot: share_tokens(slot[0], dealer.packing, dealer.shares_prompts))
+        return [heaviest] * min(len(slots), 2)
 
-    trainer.deal = deal  # type: ignore[method-assign]
+    dealer.deal = deal  # type: ignore[method-assign]
 
 
 # -- what is told apart ----------------------------------------------------------------------------
@@ -247,7 +248,7 @@ def assign_states(tracker: StorageTracker, trainer: BasicTrainer) -> None:
     """Tell the tracker which tensors are weights, gradients, optimizer state and a second reference."""
     parameters = list(trainer.policy.parameters())
     tracker.assign("weights", [p.detach() for p in parameters])
-    for held in (trainer.soft, trainer.initial):
+    for held in (trainer.reference.soft, trainer.reference.initial):
         if held is not None:
             tracker.assign("reference", held.buffers())
     assign_gradients(tracker, parameters)

@@ -34,7 +34,7 @@ class Log:
 
     def before_first_step(self, segment) -> None: ...
 
-    def observe(self, micro, scores) -> None: ...
+    def observe(self, batch, index, scores) -> None: ...
 
     def after_step(self, record: StepRecord) -> None:
         self.lines.append(record.known | record.pending.read())
@@ -78,12 +78,12 @@ def run(
 ) -> tuple[BasicTrainer, list[dict[str, Any]]]:
     """Train on one segment; returns the trainer and the lines of its metrics."""
     trainer = trainer or make_trainer(config)
-    if trainer.fixed_reference and config.has_reference:
+    if trainer.reference.fixed and config.has_reference:
         batches = [segment.batch(i) for i in range(segment.steps)]
-        size = config.reference_batch_size or trainer.micro_size
+        size = config.reference_batch_size or trainer.dealer.size
         parts = {"weights": "test"}
         scores = initial_scores(trainer, batches, size, trainer.reference, parts, "score")
-        trainer.use_initial_scores({}, scores)
+        trainer.reference.use_initial(scores)
     log = Log(each=each or (lambda: None))
     trainer.train(Offline(segment), log)
     return trainer, log.lines

@@ -78,13 +78,16 @@ def peak_of(question: MemoryRequest, world: World) -> int:
         batch = question.batch
         segment = Segment((tuple(batch),), len(batch), len(batch) * (STEPS + 1), seed=0)
         if config.has_reference:
-            trainer.start_segment(segment)
-        trainer.step(trainer.dealt(segment))
+            trainer.reference.refresh(policy, 0, trainer.reference.upcoming(segment, 0, 0))
+        trainer.step(trainer.dealer.dealt(segment, trainer.progress.position))
         states = [*policy.parameters(), *policy.buffers()]
         states += [value for state in trainer.optimizer.state.values() for value in state.values()]
         storages = {s.data_ptr(): s.nbytes() for s in (local_part(t).untyped_storage() for t in states)}
         steps = STEPS if world.size > 1 else 1
-        peaks = [most_allocated(lambda: trainer.step(trainer.dealt(segment))) for _ in range(steps)]
+        peaks = [
+            most_allocated(lambda: trainer.step(trainer.dealer.dealt(segment, trainer.progress.position)))
+            for _ in range(steps)
+        ]
     return sum(storages.values()) + min(peaks)
 
 

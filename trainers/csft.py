@@ -4,20 +4,17 @@ append the good text to the prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
-from torch import nn
 
 from common.errors import require
 from config.schema import Config
 from data import views
 from data.batches import Segment
 from data.types import Example, Sequence
-from models.distributed import World
 from models.pretrained import load_tokenizer
-from trainers.losses.base import LossResult
 from trainers.sft import SFTTrainer
 
 
@@ -27,11 +24,9 @@ class ConditionedSFTTrainer(SFTTrainer):
     labelled_examples = True
     loss_keys = ("control_tokens",)
 
-    def __init__(
-        self, config: Config, policy: nn.Module, loss: Callable[..., LossResult], world: World
-    ) -> None:
-        super().__init__(config, policy, loss, world)
-        self.control = control_tokens(config)
+    @cached_property
+    def control(self) -> tuple[np.ndarray, np.ndarray]:
+        return control_tokens(self.config)
 
     @classmethod
     def check(cls, config: Config, segment: Segment) -> None:

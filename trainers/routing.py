@@ -19,12 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from data.batches import to_device
-from data.types import Sequences
+from data.types import Microbatch, Sequences
 from models.distributed import sum_over_ranks
 from models.policy import Policy, causal_lm
 from models.reference import score
@@ -37,18 +38,25 @@ Add = Callable[[Tensor, Sequences], Tensor]
 
 
 class RouterBalance:
-    """Auxiliary loss of a policy's routers: each step computes its microbatches inside ``over``."""
+    """Auxiliary loss of a policy's routers: each step computes its microbatches inside ``over``.
+    ``coefficient``: None for no such loss."""
 
-    def __init__(self, policy: Policy, coefficient: float, ranks: int) -> None:
+    def __init__(self, policy: Policy, coefficient: float | None, ranks: int) -> None:
         self.policy, self.coefficient, self.ranks = policy, coefficient, ranks
-        self.choices = int(causal_lm(policy.model).config.get_text_config().num_experts_per_tok)
+
+    @cached_property
+    def choices(self) -> int:
+        return int(causal_lm(self.policy.model).config.get_text_config().num_experts_per_tok)
 
     @contextmanager
-    def over(self, batch: list[Sequences], log: Callable[[dict[str, Mean]], None]) -> Iterator[Add]:
+    def over(self, batch: list[Microbatch], log: Callable[[dict[str, Mean]], None]) -> Iterator[Add]:
         """Count the choices in this rank's microbatches of a global batch, and yield the function that adds
         to a microbatch's loss its share of L, once its forward has run with gradient. ``log`` gets L's value.
         Every rank calls it, with the same number of microbatches."""
-        counts = self._counts(batch)
+        if (coefficient := self.coefficient) is None:
+            yield lambda total, sequences: total
+            return
+        counts = self._counts([micro.sequences for micro in batch])
         with self.policy.routed() as routed:
 
             def add(total: Tensor, sequences: Sequences) -> Tensor:
@@ -56,7 +64,7 @@ class RouterBalance:
                 routed.clear()
                 share = torch.full_like(part.detach(), 1.0 / (len(batch) * self.ranks))
                 log({"router_aux_loss": Mean(part.detach(), share)})
-                return total + part * (self.ranks * self.coefficient)
+                return total + part * (self.ranks * coefficient)
 
             yield add
 

@@ -31,12 +31,23 @@ that holds such weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
+from torch import Tensor, nn
+
+from common.progress import interruptible
 from config.schema import Config
+from data.batches import Segment
+from models.reference import Reference, Scored
+from models.soft_reference import SoftReference
+from trainers.dealing import Dealer, Progress
 from trainers.drift import global_mean
 from trainers.losses.base import Mean
+
+ANCHOR = "anchor/"
+"""Prefix by which a checkpoint tells the scores of a KL term's anchor from the reference's."""
 
 
 @dataclass(frozen=True)
@@ -92,3 +103,93 @@ class Syncing:
         if self.delay is not None:
             return step + self.delay - 1
         return math.ceil((step + self.after_update) / self.every) * self.every - self.after_update
+
+
+class SyncedReference(Reference):
+    """The reference of a run, which becomes the policy at a segment's start (Algorithm 1, line 3) and by the
+    ``schedule``, and the anchor of its KL term where that is another."""
+
+    def __init__(self, config: Config, policy: nn.Module, dealer: Dealer) -> None:
+        self.schedule = Syncing.from_config(config)
+        super().__init__(config.reference_batch_size is not None and self.schedule.delay is None)
+        self.policy, self.dealer = policy, dealer
+        self.outlives_rounds = config.keeps_reference
+        self.fixed = not config.online and config.syncing == "never"
+        """Whether it is always the initial weights, so that it is scored once, before training."""
+        held = self.schedule.alpha < 1 or config.keeps_reference
+        self.soft = SoftReference.part_of(policy) if held else None
+        anchored = config.loss.get("kl_anchor") == "initial" and not config.stays_initial
+        self.anchor = Reference(self.by_row) if anchored else None
+        # Not a part of the policy: a run that resumes loads the initial weights before its checkpoint.
+        self.initial = SoftReference(policy) if anchored and config.online else None
+
+    def start_segment(self, segment: Segment, at: Progress) -> None:
+        """Become the policy at the start of the segment, unless the initial weights are the reference. Where
+        ``rounds.reset_reference`` is false, stay as it is from the second segment on."""
+        if self.fixed:
+            return
+        stays = self.outlives_rounds and at.segment > 0
+        if self.soft is not None and not stays:
+            self.soft.follow(self.policy, alpha=1.0)
+        since = self.step if stays else at.step
+        self._score(since, interruptible(self.upcoming(segment, 0, at.step, since)))
+        if self.initial is not None and self.anchor is not None:
+            every = self.dealer.upcoming(segment, 0, at.step, math.inf)
+            with self.initial.in_place_of(self.policy):
+                self.anchor.refresh(self.policy, 0, interruptible(every))
+
+    def due(self, step: int, divergences: Sequence[Mean]) -> bool:
+        """Return ``schedule.due`` of this reference."""
+        return self.schedule.due(step, self.step, divergences)
+
+    def sync(self, segment: Segment, at: Progress, policy_step: int) -> None:
+        """Move to the current policy, that of ``policy_step`` (or towards it, by ``sync_alpha``), and score
+        the batches that will be compared with it."""
+        if self.soft is not None:
+            self.soft.follow(self.policy, self.schedule.alpha)
+        if (delay := self.schedule.delay) is None:
+            self._score(policy_step, self.upcoming(segment, at.position + 1, at.step + 1, policy_step))
+            return
+        ahead = at.position + delay
+        batch = [self.dealer.microbatches(segment.batch(ahead))] if ahead < segment.steps else []
+        first = at.step - at.position  # the segment's
+        self.advance(self.policy, max(first, at.step + 1 - delay), at.step, delay, batch)
+
+    def upcoming(self, segment: Segment, position: int, step: int, since: int | None = None) -> Scored:
+        """Return the batches from ``position`` on that use the same reference as step ``step``: up to the
+        next sync or the segment's end. ``since``: the step whose policy the reference is; None: ``step``."""
+        last = self.schedule.last_step_before_sync(step, step if since is None else since)
+        return self.dealer.upcoming(segment, position, step, last)
+
+    def _score(self, since: int, upcoming: Scored) -> None:
+        with nullcontext() if self.soft is None else self.soft.in_place_of(self.policy):
+            self.refresh(self.policy, since, upcoming)
+
+    # -- state of a run --------------------------------------------------------------------------------
+
+    def use_initial(self, scores: Mapping[str, Tensor]) -> None:
+        """Store the scores of the training rows under the initial weights, [C] nats, where the reference, or
+        the KL term's anchor, stays at these weights."""
+        if self.fixed:
+            self.scores = scores
+        elif self.anchor is not None:
+            self.anchor.scores = scores
+
+    def state(self) -> dict[str, Tensor]:
+        """Return this rank's scores up to the next sync, and in this round those of a KL term's anchor, on
+        the CPU; empty where they were computed once before training."""
+        if self.fixed:
+            return {}
+        scores = dict(self.scores)
+        if self.initial is not None and self.anchor is not None:
+            scores |= {ANCHOR + key: values for key, values in self.anchor.scores.items()}
+        return {key: values.cpu().contiguous() for key, values in scores.items()}
+
+    def restore(self, step: int, scores: Mapping[str, Tensor]) -> None:
+        """Continue as the reference of ``step`` from where ``state`` was taken."""
+        if self.fixed:
+            return
+        here = {key: values.to(self.dealer.world.device) for key, values in scores.items()}
+        self.step, self.scores = step, {k: v for k, v in here.items() if not k.startswith(ANCHOR)}
+        if self.initial is not None and self.anchor is not None:
+            self.anchor.scores = {k.removeprefix(ANCHOR): v for k, v in here.items() if k.startswith(ANCHOR)}

@@ -55,8 +55,8 @@ def train(rank: int, ranks: int, replicas: int, store: str, folder: str, *overri
     def check(of: BasicTrainer = trainer) -> None:
         assert unlike_gathered(of.policy) == []
         compare(of.policy, rows, world)
-        if of.soft is not None:
-            with of.soft.in_place_of(of.policy):
+        if of.reference.soft is not None:
+            with of.reference.soft.in_place_of(of.policy):
                 compare(of.policy, rows, world)
 
     def each() -> None:

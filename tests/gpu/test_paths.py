@@ -298,6 +298,7 @@ def test_a_step_never_waits_for_the_device(loss: str) -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step.trainer.step(step.trainer.dealt(step.segment))
+        trainer = step.trainer
+        trainer.step(trainer.dealer.dealt(step.segment, trainer.progress.position))
     finally:
         torch.cuda.set_sync_debug_mode("default")

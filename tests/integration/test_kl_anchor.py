@@ -49,7 +49,7 @@ def live(trainer: BasicTrainer, policy: Policy, segments, humanline: bool) -> li
         reference.load_state_dict(policy.state_dict())
         for batch in map(segment.batch, range(segment.steps)):
             total, tokens = 0.0, sum(len(r.completion_ids) for e in batch for r in e.rows)
-            for m in trainer.microbatches(batch):
+            for m in trainer.dealer.microbatches(batch):
                 p = policy(m.sequences)
                 with torch.no_grad():
                     r, a = reference(m.sequences), anchor(m.sequences)
@@ -72,9 +72,9 @@ def trained(config: Config, start: Policy, segments) -> tuple[BasicTrainer, list
     if not config.online:
         batches = [segments[0].batch(i) for i in range(segments[0].steps)]
         known = initial_scores(
-            trainer, batches, trainer.micro_size, Reference(), {"weights": "anchor"}, "score"
+            trainer, batches, trainer.dealer.size, Reference(), {"weights": "anchor"}, "score"
         )
-        trainer.use_initial_scores({}, known)
+        trainer.reference.use_initial(known)
     trainer.train(Rounds(*segments) if config.online else Offline(*segments), log)
     return trainer, log.lines
 
@@ -90,14 +90,17 @@ def test_bit_identical_to_live_models(tmp_path, online, humanline, lora):
     assert [line["loss"] for line in lines] == live(trainer, plain, segments, humanline)
     final = weights(trainer)
     assert all(torch.equal(final[name], p.detach()) for name, p in plain.named_parameters())
-    assert (trainer.anchor is None) == (not online and not humanline), "the reference is the initial model"
-    if trainer.anchor is not None:
+    assert (trainer.reference.anchor is None) == (not online and not humanline), (
+        "the reference is the initial model"
+    )
+    if trainer.reference.anchor is not None:
         moving = config_of(tmp_path, online, humanline, "loss.kl_anchor=reference")
         other = trained(moving, start, segments)[1]
         assert other[-1]["kl_penalty"] < lines[-1]["kl_penalty"], "the anchor stays where it was"
     if lora and online:  # the anchor is the base model with the adapters at their start, which take no room
         assert (
-            sum(b.numel() for b in trainer.initial.buffers()) < sum(p.numel() for p in plain.parameters()) / 2
+            sum(b.numel() for b in trainer.reference.initial.buffers())
+            < sum(p.numel() for p in plain.parameters()) / 2
         )
 
 
@@ -127,7 +130,7 @@ def test_a_round_goes_on_with_its_anchors_scores(tmp_path):
         if trainer.progress.step == 6:
             state = {k: v.clone() for k, v in trainer.policy.state_dict().items()}
             found.update(state=state, optimizer=copy.deepcopy(trainer.optimizer.state_dict()))
-            found.update(own=copy.deepcopy(trainer.state_dict()), scores=trainer.reference_scores())
+            found.update(own=copy.deepcopy(trainer.state_dict()), scores=trainer.reference.state())
 
     log.each = keep
     trainer.train(Rounds(*segments), log)

@@ -44,7 +44,7 @@ def live(
         for batch in map(segment.batch, range(segment.steps)):
             earlier.append(copy.deepcopy(policy))
             total, tokens = 0.0, sum(len(r.completion_ids) for e in batch for r in e.rows)
-            for m in trainer.microbatches(batch):
+            for m in trainer.dealer.microbatches(batch):
                 p = policy(m.sequences)
                 with torch.no_grad():
                     r = earlier[max(0, len(earlier) - 1 - k)](m.sequences)
@@ -108,7 +108,7 @@ def test_delayed_goes_on_where_it_was(tmp_path):
                 policy=copy.deepcopy(trainer.policy.state_dict()), own=copy.deepcopy(trainer.state_dict())
             )
             found.update(
-                optimizer=copy.deepcopy(trainer.optimizer.state_dict()), scores=trainer.reference_scores()
+                optimizer=copy.deepcopy(trainer.optimizer.state_dict()), scores=trainer.reference.state()
             )
 
     log.each = keep

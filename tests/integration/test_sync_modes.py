@@ -61,7 +61,7 @@ def live(
     losses, moved = [], 0
     for t in range(segment.steps):
         batch, total, kl, tokens = segment.batch(t), 0.0, 0.0, 0
-        for micro in trainer.microbatches(batch):
+        for micro in trainer.dealer.microbatches(batch):
             p = policy(micro.sequences)
             with torch.no_grad():
                 r = reference(micro.sequences)

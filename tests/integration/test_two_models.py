@@ -74,7 +74,7 @@ def two_models(
     of_z0 = INFINITE if flaw == "z0 of unclipped scores" else bounds
     for t in range(segment.steps):
         batch = segment.batch(t)
-        micros = trainer.microbatches(batch)
+        micros = trainer.dealer.microbatches(batch)
         tokens = sum(len(r.completion_ids) for e in batch for r in e.rows)
         units = tokens if config.loss["name"] == "grpo" else len(batch)
         total, z0 = torch.zeros((), dtype=torch.float64), torch.zeros(())

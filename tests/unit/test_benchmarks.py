@@ -88,7 +88,10 @@ def test_the_floor_of_a_step_is_what_a_real_step_multiplies(base, loss, variant,
     expected = (
         rows.training_on_kept + other.scoring + (sum(f.scoring for f in following) if variant == "k=1" else 0)
     )
-    assert counted_products(lambda: trainer.step(trainer.dealt(plan))) == expected
+    assert (
+        counted_products(lambda: trainer.step(trainer.dealer.dealt(plan, trainer.progress.position)))
+        == expected
+    )
     assert bool(other.scoring) == (loss == "kto")
 
 

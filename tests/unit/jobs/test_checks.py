@@ -20,7 +20,7 @@ def gated(folder, policy=None, spoil=None):
     batches = [segment.batch(i) for i in range(segment.steps)]
     parts = {"weights": "test"}
     trainer.reference.scores = dict(
-        initial_scores(trainer, batches, trainer.micro_size, trainer.reference, parts, "score")
+        initial_scores(trainer, batches, trainer.dealer.size, trainer.reference, parts, "score")
     )
     if spoil is not None:
         trainer.reference.scores[trainer.reference.key(0, batches[0][1].rows[0])][0] = spoil

@@ -159,10 +159,11 @@ def trained(folder, loss: str, packing: str, *overrides: str):
     policy, world = load_policy(config.model, start().device), start()
     shard(policy, decoder_blocks(policy), world, torch.float32)
     trainer = trainer_class(config)(config, policy, make_loss(config), world)
-    assert trainer.packing == (packing != "false")
+    assert trainer.dealer.packing == (packing != "false")
     assert (
-        trainer.microbatches(random_groups(2, kind=_kind(loss))[0])[0].sequences.position_ids is not None
-    ) == trainer.packing
+        trainer.dealer.microbatches(random_groups(2, kind=_kind(loss))[0])[0].sequences.position_ids
+        is not None
+    ) == trainer.dealer.packing
     groups = random_groups(8, kind=_kind(loss))
     return run(config, Segment(groups, units, sum(map(len, groups)), seed=1), trainer)
 
@@ -188,7 +189,7 @@ def test_a_run_that_shares_prompts_is_the_padded_run(folder, loss, humanline):
     more = f"humanline={humanline}"
     trained(folder, loss, "null", more)
     trainer, lines = trained(folder, loss, "null", more, "model.share_prompts=true")
-    assert trainer.shares_prompts
+    assert trainer.dealer.shares_prompts
     _same_run(trainer, lines, *trained(folder, loss, "false", more))
 
 

@@ -48,7 +48,7 @@ def test_a_step_uses_no_operation_that_varies(on, weights, words):  # noqa: F811
     loss, *overrides = words
     trainer, segment = prepared(weights, loss, *overrides)
     with Refused():
-        trainer.step(trainer.dealt(segment))
+        trainer.step(trainer.dealer.dealt(segment, trainer.progress.position))
     assert trainer.progress.step == 1
 
 

@@ -37,8 +37,8 @@ def begun(config):
     """(trainer, its microbatches of the first batch, a scorer of them against other weights)"""
     trainer, segment = make_trainer(config), make_segment(config, pairs=5, longest=20)
     other = Reference()
-    other.refresh(tiny_policy(seed=3), 0, trainer.upcoming(segment, 0, 0))
-    micros = trainer.microbatches(segment.batch(0))
+    other.refresh(tiny_policy(seed=3), 0, trainer.reference.upcoming(segment, 0, 0))
+    micros = trainer.dealer.microbatches(segment.batch(0))
     return trainer, micros, trainer.scorer_with(other, trainer.scorer.humanline)
 
 

@@ -137,7 +137,7 @@ def prepared(weights, loss: str, *overrides: str, dtype: str = "float32") -> tup
     trainer = trainer_class(config)(config, policy, make_loss(config), world)
     groups = random_groups(7, kind="pairs" if trainer.rows_per_example == 2 else "labelled")
     segment = Segment(groups, config.model.batch_size, sum(map(len, groups)), config.seed)
-    trainer.reference.refresh(trainer.policy, 0, trainer.upcoming(segment, 0, 0))
+    trainer.reference.refresh(trainer.policy, 0, trainer.reference.upcoming(segment, 0, 0))
     Diagnostics(trainer, [], segment.steps)  # it follows every step
     return trainer, segment
 
@@ -157,7 +157,7 @@ def test_a_step_makes_the_host_wait_for_nothing(weights, loss, variant, packing)
     trainer, segment = prepared(weights, loss, *VARIANTS[variant], f"model.packing={packing}")
     for _ in range(segment.steps):
         with watched() as found:
-            record = trainer.step(trainer.dealt(segment))
+            record = trainer.step(trainer.dealer.dealt(segment, trainer.progress.position))
         assert found == []
         assert record.pending.read()["loss"] is not None
     assert trainer.progress.step == segment.steps >= 2
@@ -167,7 +167,7 @@ def test_a_sync_by_distance_waits_once_a_step(weights):
     trainer, segment = prepared(weights, "dpo", "sync_mode=kl", "sync_freq=3", "sync_kl=1e-9")
     for _ in range(segment.steps):
         with watched() as found:
-            trainer.step(trainer.dealt(segment))
+            trainer.step(trainer.dealer.dealt(segment, trainer.progress.position))
         assert len(found) == 1 and "trainers/drift.py" in found[0]
     assert trainer.reference.step > 0
 
@@ -176,7 +176,7 @@ def test_the_watch_sees_into_a_step(weights):
     """Into its backward, too."""
     trainer, segment = prepared(weights, "dpo")
     with watched() as found:
-        trainer.step(trainer.dealt(segment))
+        trainer.step(trainer.dealer.dealt(segment, trainer.progress.position))
     assert found == []
 
     def reads_its_gradient(module, inputs, output):
@@ -184,5 +184,5 @@ def test_the_watch_sees_into_a_step(weights):
 
     decoder_blocks(trainer.policy)[0].mlp.register_forward_hook(reads_its_gradient)
     with watched() as found:
-        trainer.step(trainer.dealt(segment))
+        trainer.step(trainer.dealer.dealt(segment, trainer.progress.position))
     assert len([one for one in found if "_local_scalar_dense" in one]) == 2, "one a microbatch"

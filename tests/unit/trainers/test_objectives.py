@@ -126,7 +126,7 @@ def test_ppo_pays_each_completion_its_own_score(tmp_path):
 def test_ppo_pays_at_the_last_token_and_normalises_over_the_batch(tmp_path):
     config = engine_config(tmp_path, "ppo", "model.batch_size=8", "model.microbatches=4")
     trainer, segment = make_trainer(config, policy_for("ppo")), make_segment(config, pairs=4)
-    micros = trainer.microbatches(segment.batch(0))
+    micros = trainer.dealer.microbatches(segment.batch(0))
     targets = trainer.prepare([(0, micro) for micro in micros], trainer.scorer)
     found = zip(micros, targets, strict=True)
     scaled = torch.cat([t.advantages[m.sequences.mask] for m, t in found]).double()

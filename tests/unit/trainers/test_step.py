@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -45,7 +46,7 @@ def test_which_weights_the_reference_has_at_which_step(tmp_path, k):
         kept = {int(key.split("/")[0]) for key in trainer.reference.scores}
         assert min(kept) == (last_sync + 1 if step else 0), "scores of the reference before are forgotten"
         snapshots.append({n: local(p.detach()).clone() for n, p in trainer.policy.named_parameters()})
-        sequences = trainer.microbatches(segment.batch(trainer.progress.position))[0].sequences
+        sequences = trainer.dealer.microbatches(segment.batch(trainer.progress.position))[0].sequences
         held = trainer.reference.lookup(trainer.progress.step, sequences)
         matching = []
         for step, snapshot in enumerate(snapshots):
@@ -93,21 +94,24 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(tmp_path, loss):
         trainer = make_trainer(config)
         segment = make_segment(config, pairs=5, longest=20)  # a short last batch too
         batch, micros, other = segment.batch(0), [], Reference()
-        trainer.micro_size = size_of(config.model, ranks)
+        trainer.dealer.size = size_of(config.model, ranks)
         for rank in range(ranks):
-            trainer.world, own = replace(trainer.world, rank=rank, size=ranks), Reference()
+            dealer, own = copy.copy(trainer.dealer), Reference()
+            dealer.world = replace(trainer.world, rank=rank, size=ranks)
             initial = tiny_policy(seed=3)
             initial.use_packed_attention()
-            own.refresh(initial, 0, trainer.upcoming(segment, 0, 0))
-            mine = trainer.microbatches(batch)
+            own.refresh(initial, 0, dealer.upcoming(segment, 0, 0, math.inf))
+            mine = dealer.microbatches(batch)
             for sequences in sequences_of(mine):
                 own.lookup(0, sequences)  # KeyError for a row that another rank has scored
             micros, other.scores = micros + mine, {**other.scores, **own.scores}
-        assert trainer.packing == (ranks > 1 or share) and len(micros) % ranks == 0
+        assert trainer.dealer.packing == (ranks > 1 or share) and len(micros) % ranks == 0
         assert any(micro.sequences.packed and micro.sequences.packed.shares for micro in micros) == share
         if tokens is not None:
             assert len(micros) > ranks, "more than one slot"
-            assert max(share_tokens(micro.examples, trainer.packing, share) for micro in micros) <= tokens
+            assert (
+                max(share_tokens(micro.examples, trainer.dealer.packing, share) for micro in micros) <= tokens
+            )
         scorer = trainer.scorer_with(other, trainer.scorer.humanline)
         found = trainer.prepare([(0, micro) for micro in micros], scorer)
         total = 0.0
@@ -132,11 +136,13 @@ def test_a_step_says_how_evenly_its_tokens_lie_on_the_ranks(tmp_path):
     segment, found = make_segment(config, pairs=8), []
     for rank, ranks in ((0, 1), (0, 2), (1, 2)):
         trainer = make_trainer(config)
-        trainer.world = replace(trainer.world, rank=rank, size=ranks)
-        trainer.micro_size //= ranks
-        trainer.reference.refresh(trainer.policy, 0, trainer.upcoming(segment, 0, 0))
-        found.append(trainer.step(trainer.dealt(segment)).known["token_balance"])
-    slots = deal(trainer.arrange(segment.batch(0)), 2, 4, 1, work=trainer.work)
+        trainer.world = trainer.dealer.world = replace(trainer.world, rank=rank, size=ranks)
+        trainer.dealer.size //= ranks
+        trainer.reference.refresh(trainer.policy, 0, trainer.reference.upcoming(segment, 0, 0))
+        found.append(
+            trainer.step(trainer.dealer.dealt(segment, trainer.progress.position)).known["token_balance"]
+        )
+    slots = deal(trainer.arrange(segment.batch(0)), 2, 4, 1, work=trainer.dealer.work)
     loads = [[part_tokens(part, packed=True) for part in slot] for slot in slots]
     assert all(e.mismatched is not None for slot in slots for part in slot for e in part)
     assert found == [1.0, *[sum(map(sum, loads)) / 2 / sum(map(max, loads))] * 2]
