@@ -11,11 +11,10 @@ import torch
 from scipy import stats
 
 from config.schema import BetaConfig
-from trainers.humanline import Humanline
+from trainers.humanline import Humanline, detach_rejected, log_thresholds, rejected
 from trainers.losses.base import TokenScores
 from trainers.losses.dpo import dpo
 from trainers.losses.grpo import grpo
-from trainers.sampling import detach_rejected, log_thresholds, rejected
 
 
 def beta(*numbers: float) -> BetaConfig:
