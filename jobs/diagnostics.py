@@ -24,8 +24,8 @@ from models.reference import score
 from models.sharding import reshard
 from reports.tracking import Tracker
 from trainers.basic import BasicTrainer
-from trainers.drift import change_since
 from trainers.losses.base import TokenScores, token_sum
+from trainers.meters import change_since
 
 LINES = 32
 """Largest number of intervals that a run is split into."""

@@ -93,15 +93,9 @@ class Evaluator:
                 self.initial_kl.prepare(parts)
         if self.batches and self.trainer.config.has_reference:
             with rounded(self.trainer.policy, self.dtype):
-                self.reference.scores = initial_scores(
-                    self.trainer,
-                    self.batches,
-                    self.size,
-                    self.reference,
-                    parts,
-                    "score held-out rows (n_eval_examples)",
-                    True,
-                )
+                scored = (self.trainer, self.batches, self.size, self.reference, parts)
+                what = "score held-out rows (n_eval_examples)"
+                self.reference.scores = initial_scores(*scored, what, arranged=True)
 
     def evaluate(self, initial: bool = False) -> Metrics:
         """Return the metrics of the current weights, the same on every rank.
@@ -183,14 +177,11 @@ class Evaluator:
             if high and low:
                 margins.append(fmean(high) - fmean(low))
         tokens = sum(n for _, n in rewards.values())
+        margin = fmean(chosen) - fmean(rejected) if chosen and rejected else None
         return {
             "reward_chosen": fmean(chosen) if chosen else None,
             "reward_rejected": fmean(rejected) if rejected else None,
-            "reward_margin": fmean(margins)
-            if margins
-            else fmean(chosen) - fmean(rejected)
-            if chosen and rejected
-            else None,
+            "reward_margin": fmean(margins) if margins else margin,
             "reward_accuracy": fmean((m > 0) + 0.5 * (m == 0) for m in margins) if margins else None,
             "drift": sum(s for s, _ in rewards.values()) / tokens if tokens else None,
         }

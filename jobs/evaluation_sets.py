@@ -22,7 +22,7 @@ from data.rows import Loaded
 from data.types import Group
 from data.views import prompts_of
 from data.vocabulary import check_vocabulary
-from jobs.plan import check_read
+from jobs.plan import check_read, held_out_segment
 from jobs.preflight import errors_of_set
 from rollouts.rounds import usable_prompts
 from trainers.basic import BasicTrainer
@@ -110,9 +110,7 @@ def _tokenised(
     return EvaluationSet(
         name,
         data,
-        Segment(examples.groups, config.model.eval_batch_size, examples.count, seed=0)
-        if examples.count
-        else None,
+        held_out_segment(config, examples),
         checkable,
         about=f"{key}: {', '.join(facts)} ({shortened(origin)})",
     )

@@ -34,11 +34,11 @@ def notice(config: Config, segments: Sequence[int], exact: bool) -> str | None:
     if config.keeps_reference:  # a reference that outlives rounds sees them as one segment
         segments = [sum(segments)]
     idle, unclipped = _why_no_sync(config, segments, exact), _why_no_clip(config, max(segments))
-    if idle is None and unclipped is None:
+    if idle is None:
         return None
-    if idle is not None and unclipped is not None:
+    if unclipped is not None:
         return f"note: humanline=true can change nothing in this run: {idle}; {unclipped}"
-    if idle is not None and config.syncing == "humanline":
+    if config.syncing == "humanline":
         return f"note: humanline=true only clips in this run, its syncing changes nothing: {idle}"
     return None
 

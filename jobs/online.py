@@ -17,7 +17,7 @@ from data.examples import Examples, make_examples
 from data.types import Example, Prompt, Sequence
 from data.views import prompts_of
 from jobs.online_source import OnlineSource
-from jobs.plan import Plan, check_data
+from jobs.plan import Plan, check_data, held_out_segment
 from jobs.preflight import LoadedData
 from jobs.stages import reward_on_ranks
 from jobs.watch import RunWatch
@@ -55,9 +55,7 @@ def make_online_plan(
         train=Segment(
             (batch,), config.model.batch_size, rounds.most_contexts * per_context * rounds.passes, config.seed
         ),
-        held_out=Segment(held_out.groups, config.model.eval_batch_size, held_out.count, seed=0)
-        if held_out.count
-        else None,
+        held_out=held_out_segment(config, held_out),
         loaded=loaded,
         evaluation=evaluation,
         examples=Examples((), dict(reasons)),
@@ -137,14 +135,8 @@ class Online:
             self.reward.share_over(self.sampler.ranks)
         builder = None
         if self.world.is_main and self.reward is not None:
-            builder = RoundBuilder(
-                self.config,
-                self.contexts,
-                self.renderer,
-                self.sampler,
-                self.reward,
-                watch.saver.between_stages,
-            )
+            parts = (self.config, self.contexts, self.renderer, self.sampler, self.reward)
+            builder = RoundBuilder(*parts, watch.saver.between_stages)
         return OnlineSource(
             self.config, trainer, self.renderer, self.contexts, self.sampler, builder, self.folder, watch
         )

@@ -81,9 +81,7 @@ def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer, d
         check_vocabulary(renderer.tokenizer, token_ids(tokenised.groups), source.origin.partition(";")[0])
     return Plan(
         train=training_segment(config, expected),
-        held_out=Segment(held_out.groups, config.model.eval_batch_size, held_out.count, seed=0)
-        if held_out.count
-        else None,
+        held_out=held_out_segment(config, held_out),
         loaded=loaded,
         evaluation=evaluation,
         examples=examples,
@@ -176,6 +174,12 @@ def check_labels(config: Config, groups: ExampleGroups) -> None:
         config.data.path or config.data.name,
         f"gives loss={config.loss['name']} {ONE_LABEL.format('' if first else 'un')}",
     )
+
+
+def held_out_segment(config: Config, held_out: Examples) -> Segment | None:
+    """Return one epoch of the held-out examples; None without any."""
+    count = held_out.count
+    return Segment(held_out.groups, config.model.eval_batch_size, count, seed=0) if count else None
 
 
 def training_segment(config: Config, groups: ExampleGroups) -> Segment:

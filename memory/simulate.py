@@ -194,9 +194,8 @@ def take_steps(tracker: StorageTracker, trainer: BasicTrainer, segment: Segment)
         trainer.step(trainer.dealer.dealt(segment, trainer.progress.position))
         assign_states(tracker, trainer)
     gc.collect()
-    dealer = trainer.dealer
-    (slot, *_) = dealer.deal(trainer.arrange(segment.batch(0)), dealer.size)
-    return share_tokens(slot[0], dealer.packing, dealer.shares_prompts)
+    (slot, *_) = trainer.dealer.deal(trainer.arrange(segment.batch(0)), trainer.dealer.size)
+    return share_tokens(slot[0], trainer.dealer.packing, trainer.dealer.shares_prompts)
 
 
 def keep_scores(reference: Reference, step: int, micros: list[Microbatch]) -> None:

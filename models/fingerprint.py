@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from common.files import files_digest
 from config.schema_model import ModelConfig
-from models.distributed import gather_objects
+from models.distributed import ended_together, gather_objects
 from models.pretrained import model_config
 from models.sharding import rows_of
 from models.weight_files import resolve_model_path
@@ -30,7 +30,7 @@ _AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Elements that are summed at once: as many as a core's cache holds, or enough to occupy a GPU."""
 
 
-@torch.no_grad()
+@ended_together()
 def weights_fingerprint(parameters: Iterable[tuple[str, Tensor]]) -> str:
     """Return a digest of every bit of the named weights, 32 hex digits.
 

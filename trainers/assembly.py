@@ -34,8 +34,7 @@ def make_loss(config: Config) -> Loss:
     Raises ConfigError for a number that the loss does not take, lacks, or cannot use."""
     function = import_function("loss._target_", config.loss["_target_"])
     check_numbers(config, inspect.signature(function))
-    numbers = loss_numbers(config.loss, config.accepts.loss_keys)
-    loss = partial(function, **numbers)
+    loss = partial(function, **loss_numbers(config.loss, config.accepts.loss_keys))
     _try(loss, config)
     return loss
 

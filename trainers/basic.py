@@ -29,10 +29,9 @@ from models.reference import Reference
 from models.sharding import clip_grad_norm, reduced_once
 from trainers.corrections import Behavior, Correction
 from trainers.dealing import Dealer, DealtBatch, Progress
-from trainers.drift import mean_log_ratio, reference_kl
 from trainers.humanline import Humanline
 from trainers.losses.base import LossResult, Mean, TokenScores
-from trainers.meters import Meters, Pending
+from trainers.meters import Meters, Pending, mean_log_ratio, reference_kl
 from trainers.optimizer import lr_factor, make_optimizer, update
 from trainers.routing import RouterBalance
 from trainers.scorer import TokenScorer, rejection_key
@@ -130,9 +129,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
             ratio_to_behavior=config.ratio_reference == "behavior",
             entropy=bool(config.loss.get("entropy_bonus")),
         )
-        self.router_balance = RouterBalance(
-            cast(Policy, policy), config.model.router_aux_loss_coef, world.size
-        )
+        coefficient = config.model.router_aux_loss_coef
+        self.router_balance = RouterBalance(cast(Policy, policy), coefficient, world.size)
         self.initial_logprobs: Mapping[str, Tensor] = {}
         """Row key -> [C] log-probabilities under the initial weights, nats (for ``drift``); rows may be
         missing."""
@@ -202,7 +200,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
 
     def step(self, batch: DealtBatch, observe: Observe | None = None) -> StepRecord:
         """Run one optimizer update on one global batch (this rank's microbatches) and return its record."""
-        at, meters, compared_with = self.progress, Meters(), self.reference.step
+        at, meters, schedule = self.progress, Meters(), self.reference.schedule
+        compared_with = self.reference.step
         denominator = self.loss_denominator(batch.examples)
         prepared = self.prepare([(at.step, micro) for micro in batch.microbatches], self.scorer)
         slots = list(enumerate(zip(batch.microbatches, prepared, strict=True)))
@@ -219,10 +218,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
                 if observe is not None:
                     observe(batch, i, scores)
         norm = clip_grad_norm(self.policy.parameters(), self.config.model.max_grad_norm)
-        due, schedule = (
-            self.reference.due(at.step, meters.parts.get("reference_kl", [])),
-            self.reference.schedule,
-        )
+        due = schedule.due(at.step, compared_with, meters.parts.get("reference_kl", []))
         if due and not schedule.after_update:
             # After backward, before the update: the reference becomes the policy *before* this step (paper
             # C.2.1, listing line 10).

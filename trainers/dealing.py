@@ -84,8 +84,7 @@ class Dealer:
         # All ranks must deal rows alike.
         self.packing = all_pack_rows(model, architecture, gather_objects)
         self.shares_prompts = all(gather_objects(shares_prompts(model, architecture, self.packing)))
-        self.size = size_of(model, world.size)
-        """Of a training microbatch, at most."""
+        self.size = size_of(model, world.size)  # of a training microbatch, at most
         self._ahead: DealtBatch | None = None
 
     @property
@@ -129,8 +128,7 @@ class Dealer:
         return self.share(self.arrange(batch), size or self.size)
 
     def share(self, arranged: list[Example], size: Size) -> list[Microbatch]:
-        """Return this rank's share of ``arranged``, the output of ``arrange``, in microbatches of at most
-        ``size``, on the device."""
+        """Return this rank's microbatches, each of at most ``size``, of an arranged batch, on the device."""
         return self.mine(self.deal(arranged, size))
 
     def deal(self, arranged: list[Example], size: Size) -> list[list[list[Example]]]:

@@ -1,12 +1,12 @@
-"""Trainer for losses on pairs (DPO and its variants), where one example is a chosen and a rejected
-completion."""
+"""Trainers for losses on pairs of a chosen and a rejected completion: DPO and its variants, and the
+Bradley-Terry reward model."""
 
 from __future__ import annotations
 
 from data import views
 from data.types import Example, Microbatch
 from trainers.basic import BasicTrainer
-from trainers.losses.base import LossResult, TokenScores
+from trainers.losses.base import LossResult, TokenScores, token_sum
 
 
 class PairedPreferenceTrainer(BasicTrainer[None]):
@@ -21,3 +21,18 @@ class PairedPreferenceTrainer(BasicTrainer[None]):
     def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: None) -> LossResult:
         chosen, rejected = scores.split(len(micro.examples))
         return self.loss(chosen, rejected, **self.numbers(micro))
+
+
+class RewardTrainer(PairedPreferenceTrainer):
+    """Trains a scalar head on pairs. The policy is a models.heads.RewardModel, whose forward gives each row's
+    reward at its last token. It is exported as a stock sequence classifier, which ``reward=bradley_terry``
+    scores with."""
+
+    online = False
+    logprob_range = False
+    beta_scales_rewards = False
+
+    def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: None) -> LossResult:
+        chosen, rejected = scores.split(len(micro.examples))
+        rewards = (token_sum(side.policy, side.mask) for side in (chosen, rejected))
+        return self.loss(*rewards, chosen.valid & rejected.valid, **self.numbers(micro))

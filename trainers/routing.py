@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -43,10 +42,6 @@ class RouterBalance:
 
     def __init__(self, policy: Policy, coefficient: float | None, ranks: int) -> None:
         self.policy, self.coefficient, self.ranks = policy, coefficient, ranks
-
-    @cached_property
-    def choices(self) -> int:
-        return int(causal_lm(self.policy.model).config.get_text_config().num_experts_per_tok)
 
     @contextmanager
     def over(self, batch: list[Microbatch], log: Callable[[dict[str, Mean]], None]) -> Iterator[Add]:
@@ -99,9 +94,10 @@ class RouterBalance:
         layers."""
         layers, real = routed[0], real_tokens(sequences)
         counts = torch.zeros(layers[0].shape[-1] + 1, dtype=torch.float64, device=real.device)
-        weights = real.double().repeat_interleave(self.choices)
+        choices = int(causal_lm(self.policy.model).config.get_text_config().num_experts_per_tok)
+        weights = real.double().repeat_interleave(choices)
         for layer in layers:
-            counts.index_add_(0, layer.topk(self.choices, dim=-1).indices.flatten(), weights)
+            counts.index_add_(0, layer.topk(choices, dim=-1).indices.flatten(), weights)
         counts[-1] = real.sum() * len(layers)
         return counts
 

@@ -27,8 +27,7 @@ def check_loss(config: Config) -> None:
     imported; a loss that is no plain function of its file is checked once it is."""
     path = config.loss["_target_"]
     check_importable("loss._target_", path)
-    signature = written_signature(path)
-    if signature is not None:
+    if (signature := written_signature(path)) is not None:
         check_numbers(config, signature)
 
 

@@ -43,8 +43,8 @@ from data.batches import Segment
 from models.reference import Reference, Scored
 from models.soft_reference import SoftReference
 from trainers.dealing import Dealer, Progress
-from trainers.drift import global_mean
 from trainers.losses.base import Mean
+from trainers.meters import global_mean
 
 ANCHOR = "anchor/"
 """Prefix by which a checkpoint tells the scores of a KL term's anchor from the reference's."""
@@ -116,8 +116,7 @@ class SyncedReference(Reference):
         self.outlives_rounds = config.keeps_reference
         self.fixed = not config.online and config.syncing == "never"
         """Whether it is always the initial weights, so that it is scored once, before training."""
-        held = self.schedule.alpha < 1 or config.keeps_reference
-        self.soft = SoftReference.part_of(policy) if held else None
+        self.soft = SoftReference.part_of(policy) if self.schedule.alpha < 1 or self.outlives_rounds else None
         anchored = config.loss.get("kl_anchor") == "initial" and not config.stays_initial
         self.anchor = Reference(self.by_row) if anchored else None
         # Not a part of the policy: a run that resumes loads the initial weights before its checkpoint.
@@ -137,10 +136,6 @@ class SyncedReference(Reference):
             every = self.dealer.upcoming(segment, 0, at.step, math.inf)
             with self.initial.in_place_of(self.policy):
                 self.anchor.refresh(self.policy, 0, interruptible(every))
-
-    def due(self, step: int, divergences: Sequence[Mean]) -> bool:
-        """Return ``schedule.due`` of this reference."""
-        return self.schedule.due(step, self.step, divergences)
 
     def sync(self, segment: Segment, at: Progress, policy_step: int) -> None:
         """Move to the current policy, that of ``policy_step`` (or towards it, by ``sync_alpha``), and score

@@ -13,7 +13,7 @@ from export import export_run
 from models.pretrained import check_model, load_policy
 from tests.tiny import ROOT, make_config
 from train import train
-from trainers.csft import control_tokens
+from trainers.sft import control_tokens
 
 GOOD, BAD = "<|good|>", "<|bad|>"
 NEW = (

@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -120,21 +121,12 @@ SHAPES: dict[str, Callable[..., Shaped]] = {
 }
 
 
-READS: dict[str, frozenset[str]] = {
-    name: frozenset(
-        parameter.name
-        for parameter in inspect.signature(shape).parameters.values()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    )
-    for name, shape in SHAPES.items()
-}
-"""Shape -> the settings of the loss that it reads."""
-
-
+@cache
 def reads(shape: str) -> frozenset[str]:
     """Return the settings that this shape reads. Raises ValueError for an unknown shape."""
     _check("shape", shape, shape in tuple(SHAPES), f"use one of {', '.join(SHAPES)}")
-    return READS[shape]
+    parameters = inspect.signature(SHAPES[shape]).parameters.values()
+    return frozenset(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
 
 
 def binary_divergence(log_p: Tensor, log_q: Tensor, divergence: str) -> Tensor:

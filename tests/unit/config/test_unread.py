@@ -118,10 +118,10 @@ def test_what_only_training_reads_is_refused_by_the_other_programs_too(program, 
 
 
 def test_the_rules_of_shapes_and_corrections_are_those_of_their_code():
-    own = {key for read in shapes.READS.values() for key in read}
+    own = {key for shape in shapes.SHAPES for key in shapes.reads(shape)}
     for shape in shapes.SHAPES:
         config = compose_config(["loss=grpo", f"loss.shape={shape}"])
-        assert {key for key in own if why_idle(config, f"loss.{key}") is None} == shapes.READS[shape] & own
+        assert {key for key in own if why_idle(config, f"loss.{key}") is None} == shapes.reads(shape) & own
     for path in (FOLDER / "correction").glob("*.yaml"):
         config = compose_config(["loss=grpo", f"correction={path.stem}"])
         used = set() if path.stem == "none" else set(getattr(corrections, path.stem).__code__.co_names)

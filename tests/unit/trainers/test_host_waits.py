@@ -168,7 +168,7 @@ def test_a_sync_by_distance_waits_once_a_step(weights):
     for _ in range(segment.steps):
         with watched() as found:
             trainer.step(trainer.dealer.dealt(segment, trainer.progress.position))
-        assert len(found) == 1 and "trainers/drift.py" in found[0]
+        assert len(found) == 1 and "trainers/meters.py" in found[0]
     assert trainer.reference.step > 0
 
 

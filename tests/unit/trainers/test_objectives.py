@@ -21,9 +21,9 @@ from models.sharding import local
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
 from tests.tiny import KINDS, make_config, tiny_llama, tiny_policy
 from trainers.assembly import make_loss, trainer_class
-from trainers.csft import ConditionedSFTTrainer, control_tokens
 from trainers.losses.ppo import gae
 from trainers.ppo import moments
+from trainers.sft import ConditionedSFTTrainer, control_tokens
 
 MORE = {
     "bradley_terry": "pairs",

@@ -1,0 +1,87 @@
+"""The records of a run's rounds, on every rank: rank 0 alone reads and writes ``round.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from common.errors import StoppedError
+from common.worker_process import WorkerError
+from config.schema import Config
+from jobs.same_data import reward_code
+from models.distributed import ShareError, on_main
+from reports.metrics import read_metrics
+from rollouts.ledger import RoundFolder
+from rollouts.rewards.base import RewardError
+
+
+class RoundRecords:
+    """The rounds of the run in ``folder``. Every rank makes the same calls and gets the same."""
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        self.folder, self.config = folder, config
+
+    def round(self, index: int) -> RoundFolder:
+        return RoundFolder(self.folder / "rounds" / f"{index:03d}", self.config.rounds.compress)
+
+    def first(self, index: int) -> int:
+        """Return the round's first context, which is where the previous round ended; the number of planned
+        contexts if that does not exist."""
+        if index == 0:
+            return 0
+        planned = self.config.rounds.contexts
+        return on_main(lambda: int(self.round(index - 1).record.get("contexts", [0, planned])[1]))
+
+    def trained(self, index: int) -> int:
+        """Return the number of examples that the rounds before ``index`` gave."""
+        return on_main(lambda: sum(int(self.round(i).record["examples"]) for i in range(index)))
+
+    def note(self, index: int, facts: dict[str, Any]) -> None:
+        """Add ``facts`` to the round's record."""
+        on_main(lambda: self.round(index).note(facts))
+
+    def close(self, index: int, trained: float, wall: float | None) -> None:
+        """Record the outcome of training on the round: time, KL, staleness, and the devices' idle shares.
+        ``trained``: the seconds of all steps so far. ``wall``: those since the round was entered."""
+        on_main(lambda: self.round(index).note(self._outcome(index, trained) | {"train_wall_seconds": wall}))
+
+    def _outcome(self, index: int, trained: float) -> dict[str, Any]:
+        lines = [line for line in read_metrics(self.folder / "metrics.jsonl") if line.get("round") == index]
+        before = self.round(index + self.config.rounds.lag).record  # the round that was made before it
+        metrics = before.get("metrics", {})
+        seconds = {
+            "publish": before.get("publish_seconds", 0.0),
+            "sample": metrics.get("sample_seconds", 0.0),
+            "score": metrics.get("score_seconds", 0.0),
+            "train": trained - self.round(index).record["trained_seconds"],
+        }
+        # The seconds follow each other; an embedded sampler counts as the trainer.
+        total, train, sample = max(sum(seconds.values()), 1e-9), seconds["train"], seconds["sample"]
+        idle = {"trainer": 1 - (train + sample) / total}
+        if self.config.sampler.separate:
+            idle = {"trainer": 1 - train / total, "sampler": 1 - sample / total}
+        kl = [line["kl"] for line in lines if line.get("kl") is not None]
+        return {
+            "steps": len(lines),
+            "kl": fmean(kl) if kl else None,
+            "staleness": fmean(line["staleness"] for line in lines) if lines else None,
+            "seconds": seconds,
+            "idle": idle,
+        }
+
+
+@contextmanager
+def stopping(index: int, config: Config) -> Iterator[None]:
+    """Raise StoppedError, which says what to do, where round ``index`` cannot be sampled or scored."""
+    try:
+        yield
+    except (WorkerError, RewardError, ShareError) as error:
+        goes_on = "the same command with resume=true goes on with this round"
+        if isinstance(error, RewardError):
+            code = ",".join(reward_code(config))
+            goes_on += f", once the reward's code is changed with 'resume_with_other=[{code}]'" * bool(code)
+            goes_on += "; changed settings need a new run (exp_name)"
+        raise StoppedError(f"round {index}: {error}\n{goes_on}") from error
