@@ -250,21 +250,6 @@ def widest(
     return max(share_tokens(share, packed, shared) for slot in slots for share in slot)
 
 
-def cut(
-    batch: Seq[Example],
-    rank: int,
-    ranks: int,
-    size: Size,
-    rows_per_example: int,
-    packed: bool = True,
-    shared: bool = False,
-    work: Work = TOKENS,
-) -> list[list[Example]]:
-    """Return this rank's microbatches of a global batch: at most ``size`` examples each, the same number on
-    every rank, filled up if short (``deal``)."""
-    return [slot[rank] for slot in deal(batch, ranks, size, rows_per_example, packed, shared, work)]
-
-
 def collate(rows: Seq[Sequence], device: torch.device, pack: bool = False, share: bool = False) -> Sequences:
     """Return rows on the device: a right-padded grid as wide as the longest row, or all rows end to end with
     restarting positions. With ``share`` (only for packed rows), a prompt that several rows have is included

@@ -158,6 +158,27 @@ def from_dict(values: Values) -> Group:
 def _completion(record: Any) -> Completion:
     if not isinstance(record, dict):
         return answered((), record, "completions")[1]
+    _check_fields(record)
+    words, ids, mask = record.get("text"), record.get("token_ids"), record.get("loss_mask")
+    stopped = record.get("stopped") or ""
+    finished = record.get("finished") is None or truth(record, "finished")
+    if ids is None:
+        return Completion(words, None, finished, keys=keys_of(record, "completions", False), stopped=stopped)
+    behavior = _behavior(record.get("behavior_logprobs"), len(ids))
+    return Completion(
+        words,
+        tuple(ids),
+        finished,
+        record.get("tokenizer"),
+        behavior,
+        float(record.get("behavior_temperature", 1.0)),
+        None if mask is None else tuple(map(bool, mask)),
+        stopped=stopped,
+    )
+
+
+def _check_fields(record: dict[str, Any]) -> None:
+    """Raise RowError for a completion without text and tokens, or with a field of another type."""
     words, ids, whose = record.get("text"), record.get("token_ids"), record.get("tokenizer")
     mask, stopped = record.get("loss_mask"), record.get("stopped") or ""
     at = record.get("behavior_temperature", 1.0)
@@ -180,20 +201,6 @@ def _completion(record: Any) -> Completion:
             f"a completion has {len(mask)} loss_mask and "
             + (f"{len(ids)} token_ids: they belong to other tokens" if ids else "no token_ids to go with")
         )
-    finished = record.get("finished") is None or truth(record, "finished")
-    if ids is None:
-        return Completion(words, None, finished, keys=keys_of(record, "completions", False), stopped=stopped)
-    behavior = _behavior(record.get("behavior_logprobs"), len(ids))
-    return Completion(
-        words,
-        tuple(ids),
-        finished,
-        whose,
-        behavior,
-        float(at),
-        None if mask is None else tuple(map(bool, mask)),
-        stopped=stopped,
-    )
 
 
 def _behavior(logprobs: Any, tokens: int) -> tuple[float, ...] | None:

@@ -21,7 +21,7 @@ from torch.nn.attention import current_flash_attention_impl
 from common.errors import StoppedError
 from common.progress import SOON, Bar, progress
 from config.schema_model import ModelConfig
-from data.batches import Size, cut, dealing, microbatch
+from data.batches import Size, deal, dealing, microbatch
 from data.types import Example, Microbatch, Sequence
 from models.distributed import World, barrier, gather_objects
 from models.fingerprint import architecture_digest
@@ -197,9 +197,9 @@ def _windows(batches: Seq[list[Example]], missing: np.ndarray) -> Iterator[list[
 
 def alone(trainer: BasicTrainer, windows: Iterable[list[Sequence]], size: int) -> Work:
     """Yield the work on rows that are scored alone, ``size`` at once on a rank."""
-    stride = size * trainer.world.size
+    world, packing, stride = trainer.world, trainer.dealer.packing, size * trainer.world.size
     for rows in windows:
         for first in range(0, len(rows), stride):
             examples = [Example(prompt_id=row.key, rows=(row,)) for row in rows[first : first + stride]]
-            mine = cut(examples, trainer.world.rank, trainer.world.size, size, 1, trainer.dealer.packing)
-            yield 0, [microbatch(part, trainer.world.device, trainer.dealer.packing) for part in mine]
+            slots = deal(examples, world.size, size, 1, packing)
+            yield 0, [microbatch(slot[world.rank], world.device, packing) for slot in slots]

@@ -155,26 +155,23 @@ def act(options: argparse.Namespace) -> int:
     sweep = sweep if options.name is None else replace(sweep, name=options.name)
     logs = (ROOT / options.logs / sweep.name).resolve()
     job = make_job(read_site(options.site) | sweep.slurm | parse_overrides(options.set))
-    unknown = f"is not known: --set card= one of {', '.join(CARDS)}"
-    require(bool(job.card) or not options.memory, "slurm.card", None, unknown)
     composer = Composer()
     runs = [run for run in sweep.runs() if fnmatch.fnmatch(run.name, options.only)]
     require(bool(runs), "--only", options.only, "fits the name of no run")
     states = [inspect(run, composer) for run in progress(runs, "settings", unit="run", delay=SOON)]
-    for state in states if options.local is None else ():
+    of_slurm = job if options.local is None else None
+    for state in states if of_slurm is not None else ():
         with named(state.run):
             state.config.check_ranks(job.world_size)
-    waiting = queued(logs) if (logs / "submitted.jsonl").exists() and options.local is None else {}
-    hours = hours_of(states)
-    if options.rate is not None:
-        hours |= dry_hours(states, options.rate, job)
+    waiting = {} if of_slurm is None else queued(logs)
+    hours = hours_of(states) | dry_hours(states, options.rate, job)
     todo = [s for s in states if s.kind not in (FINISHED, CHANGED) and s.run.name not in waiting]
     if not options.script:
-        print(plan(sweep, states, waiting, hours, job if options.local is None else None), flush=True)
+        print(plan(sweep, states, waiting, hours, of_slurm), flush=True)
     if options.memory or (options.submit and job.card is not None):
         refuse_too_large(todo, job, acting=options.submit and not options.over)
-    refuse_changed(sweep, states, acting=options.submit or options.script or options.local is not None)
-    if options.local is not None:
+    refuse_changed(sweep, states, acting=options.submit or options.script or of_slurm is None)
+    if of_slurm is None:
         retries = 1 if options.retries is None else options.retries
         return run_here(Pool(todo, logs, options.local, gpus, retries))
     if options.script:
@@ -184,8 +181,11 @@ def act(options: argparse.Namespace) -> int:
     return 0
 
 
-def dry_hours(states: Sequence[State], rate: float, job: Job) -> dict[str, float]:
-    """Return run name -> hours, from one dry run per cell. ``rate``: tokens a second on a rank, or USUAL."""
+def dry_hours(states: Sequence[State], rate: float | None, job: Job) -> dict[str, float]:
+    """Return run name -> hours, from one dry run per cell. ``rate``: tokens a second on a rank, or USUAL;
+    None: no dry run is asked for."""
+    if rate is None:
+        return {}
     no_peak = "has no known peak to take a rate from: --rate R, in tokens a second, or --set card= one of "
     require(rate > 0 or job.card in CARDS, "slurm.card", job.card, f"{no_peak}{', '.join(CARDS)}")
     cells = {state.run.cell: state for state in reversed(states)}
@@ -202,12 +202,9 @@ def plan(
 ) -> str:
     """Return the list of runs with the state and command of each, then the totals."""
     width = max(len(state.run.name) for state in states)
-    ranks = [] if job is None or job.world_size == 1 else torchrun(job)
-    words = {state.run.name: [*(ranks or ["python"]), *command(state.run)] for state in states}
+    words = {state.run.name: [*starter(job), *command(state.run)] for state in states}
     plain = [word for word in words[states[0].run.name] if shlex.quote(word) == word]  # the shell splits $RUN
-    shared = (
-        [word for word in plain if all(word in argv for argv in words.values())] if len(states) > 1 else []
-    )
+    shared = [word for word in plain if len(states) > 1 and all(word in argv for argv in words.values())]
     lines = [f"RUN='{' '.join(shared)}'"] if shared else []
     for state in states:
         name = state.run.name
@@ -236,8 +233,10 @@ def plan(
     return "\n".join([*lines, *([describe(job)] if job is not None else [])])
 
 
-def torchrun(job: Job) -> list[str]:
+def starter(job: Job | None) -> list[str]:
     """Return the words before train.py that start all ranks of a run, in the shell of each of its nodes."""
+    if job is None or job.world_size == 1:
+        return ["python"]
     nodes = ["--nnodes", str(job.nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", "FIRST_NODE:29500"]
     return ["torchrun", *(nodes if job.nodes > 1 else []), "--nproc-per-node", str(job.ranks)]
 
@@ -261,6 +260,7 @@ def refuse_or_warn(error: ConfigError, acting: bool) -> None:
 def refuse_too_large(todo: Sequence[State], job: Job, acting: bool) -> None:
     """Print what the runs need of the card that the job names. For runs that need more than it has: raise
     ConfigError if ``acting``, else print a warning."""
+    require(bool(job.card), "slurm.card", None, f"is not known: --set card= one of {', '.join(CARDS)}")
     plans = cell_plans(todo, job)
     for cell_plan in plans:
         print(cell_plan, flush=True)

@@ -62,11 +62,11 @@ def check_inputs(config: Config, uses: Collection[str], peek: bool = True) -> No
             check_importable(key, path)
     for name, tree in config.callbacks.items() if "callbacks" in uses else ():
         check_importable(f"callbacks.{name}._target_", target_of(name, tree))
-    if "humanline_rule" in uses and config.humanline_rule:
-        check_rule(config.humanline_rule)
+    if rule := _read(config, "humanline_rule", uses):
+        check_rule(rule)
     if "model" in uses:
         check_model(config.model)
-    for name, part in (config.reward or {}).items() if "reward" in uses else ():
+    for name, part in (_read(config, "reward", uses) or {}).items():
         if isinstance(part, dict) and isinstance(part.get("name_or_path"), str):
             refuse_address(f"reward.{name}.name_or_path", part["name_or_path"])
             check_folder(f"reward.{name}.name_or_path", part["name_or_path"])

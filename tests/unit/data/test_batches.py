@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.balance import part_tokens, row_tokens, share_tokens, token_balance
-from data.batches import Segment, Tokens, collate, cut, deal, microbatch, to_device
+from data.batches import Segment, Tokens, collate, deal, microbatch, to_device
 from data.types import Example, Sequence
 
 CPU = torch.device("cpu")
@@ -45,7 +45,8 @@ def test_batches_are_slices_of_the_shuffled_groups(sizes, batch_size, units, see
 @given(st.integers(1, 30), st.sampled_from([1, 2, 4]), st.integers(1, 8), st.booleans())
 def test_a_cut_loses_nothing_and_gives_every_rank_as_many_microbatches(n, ranks, size, packed):
     batch = [Example(str(i), (row(1 + i % 4, 1 + (i * 7) % 11),)) for i in range(n)]
-    parts = [cut(batch, rank, ranks, size, 1, packed) for rank in range(ranks)]
+    dealt = deal(batch, ranks, size, 1, packed)
+    parts = [[slot[rank] for slot in dealt] for rank in range(ranks)]
     assert len({len(p) for p in parts}) == 1
     dealt = Counter(e.prompt_id for p in parts for micro in p for e in micro)
     dealt.pop("", None)
@@ -95,7 +96,8 @@ def test_the_ranks_of_a_turn_have_as_many_tokens_where_rows_are_packed():
             assert np.mean(loads) / max(loads) > 0.95
             assert loads[0] == max(loads), "rank 0 has most"
         assert token_balance(deal(batch, ranks, 4, 2, packed=False), packed=True) < 0.9
-        assert [cut(batch, rank, ranks, 4, 2) for rank in range(ranks)] == [
+        dealt = deal(batch, ranks, 4, 2)
+        assert [[slot[rank] for slot in dealt] for rank in range(ranks)] == [
             [slot[rank] for slot in slots] for rank in range(ranks)
         ]
 
@@ -104,7 +106,7 @@ def test_what_fills_a_rank_up_has_as_many_forwards_as_the_others():
     """A rank with nothing but filling must still run the mismatched forward, or the others wait for it for
     ever."""
     batch = [Example(str(i), (row(1, 2),), mismatched=row(1, 3)) for i in range(3)]
-    micros = [microbatch(part, CPU) for rank in range(2) for part in cut(batch, rank, 2, 1, 1)]
+    micros = [microbatch(part, CPU) for slot in deal(batch, 2, 1, 1) for part in slot]
     assert len(micros) == 4 and all(m.mismatched is not None for m in micros)
     assert [int(m.mismatched.mask.sum()) for m in micros].count(0) == 1
 
