@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -70,10 +70,32 @@ class World:
     size: int
     device: torch.device
     mesh: DeviceMesh
+    nodes: tuple[int, ...] = ()
+    """each rank's node, the nodes counted from 0 by their first ranks; (): all ranks are on one"""
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def node(self) -> int:
+        """This rank's node: a machine, or what one torchrun of several on it started."""
+        return self.nodes[self.rank] if self.nodes else 0
+
+    @property
+    def leaders(self) -> list[int]:
+        """Each node's first rank (the launcher's LOCAL_RANK 0), which does what is done once a node."""
+        return [self.nodes.index(node) for node in range(max(self.nodes) + 1)] if self.nodes else [0]
+
+    @property
+    def ranks_of_node(self) -> list[int]:
+        """The ranks of this rank's node."""
+        nodes = self.nodes or (0,) * self.size
+        return [rank for rank, node in enumerate(nodes) if node == self.node]
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank in self.leaders
 
 
 def start(replicas: int = 1, deterministic: bool = False, lends: bool = False) -> World:
@@ -103,12 +125,14 @@ def start(replicas: int = 1, deterministic: bool = False, lends: bool = False) -
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
     if _long_timeout is None:  # a group has a thread, and lives as long as the process group
         _long_timeout = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT)
-    size = dist.get_world_size()
+    size, place = dist.get_world_size(), (socket.gethostname(), os.environ.get("GROUP_RANK", ""))
     if hasattr(os, "sched_getaffinity"):  # Linux
-        mine = socket.gethostname(), os.sched_getaffinity(0)
+        mine = place[0], os.sched_getaffinity(0)
         run_workers_on(set().union(*(cores for host, cores in gather_objects(mine) if host == mine[0])))
+    places = gather_objects(place)
+    order = list(dict.fromkeys(places))
     mesh = make_mesh(device.type, size, replicas)
-    return World(dist.get_rank(), size, device, mesh)
+    return World(dist.get_rank(), size, device, mesh, tuple(map(order.index, places)))
 
 
 def let_segments_grow() -> None:
@@ -220,6 +244,21 @@ def gather_objects(value: Any, group: Group | None = None) -> list[Any]:
         return out
     dist.all_gather_object(out, value, group=_long_timeout if group is None else group)
     return out
+
+
+def to_main(value: Any, ranks: Sequence[int]) -> list[Any]:
+    """Return on rank 0 the ``value`` of each of ``ranks``, in their order; [] on the others. It goes from one
+    rank to the other through the CPU, and no third one gets it. Every rank calls it."""
+    own = dist.get_rank()
+    if own != 0 and own in ranks:
+        dist.send_object_list([value], dst=0, group=_long_timeout)
+    values = []
+    for rank in ranks if own == 0 else ():
+        box = [value]
+        if rank != 0:
+            dist.recv_object_list(box, src=rank, group=_long_timeout)
+        values += box
+    return values
 
 
 def from_main(value: Any) -> Any:
@@ -367,13 +406,7 @@ class Ranks:
 
         def share(items: Sequence[T]) -> list[Done[list[R]]]:
             with by_itself():
-                done = _caught(partial(_each, work, items[rank::size]))
-            error = done[1]
-            if isinstance(error, Exception) and not isinstance(error, UserError):  # not each can be sent
-                traceback.print_exception(error)
-                words = " ".join(f"{type(error).__name__}: {error}".split())
-                done = None, ShareError(f"rank {rank} could not do its share: {words}")
-            return gather_objects(done)
+                return gather_objects(_sendable(_caught(partial(_each, work, items[rank::size]))))
 
         of_every_rank = self.collective(share)
 
@@ -382,6 +415,27 @@ class Ranks:
             return [parts[i % size][i // size] for i in range(len(items))]
 
         return each
+
+    def on_leaders(
+        self, work: Callable[[T], R], world: World
+    ) -> Callable[[Mapping[int, T]], dict[int, Done[R]]]:
+        """Return a function that takes a value for some nodes, whose leaders call ``work`` with it at once,
+        and returns what each of them returned or raised (a UserError as it is, anything else as a
+        ShareError). Results reach rank 0 alone. ``work`` uses no collectives. Every rank calls this alike, as
+        ``collective``."""
+
+        def serve(values: Mapping[int, T]) -> dict[int, Done[R]]:
+            done: Done[R] = None, None
+            if world.is_leader and world.node in values:
+                with by_itself():
+                    done = _sendable(_caught(partial(work, values[world.node])))
+            errors = gather_objects(done[1])
+            leaders = {node: world.leaders[node] for node in sorted(values)}
+            succeeded = [rank for rank in leaders.values() if errors[rank] is None]
+            results = dict(zip(succeeded, to_main(done[0], succeeded), strict=world.is_main))
+            return {node: (results.get(rank), errors[rank]) for node, rank in leaders.items()}
+
+        return self.collective(serve)
 
 
 def map_locally(work: Callable[[T], R]) -> Callable[[Sequence[T]], list[R]]:
@@ -432,6 +486,16 @@ def _caught(work: Callable[[], T]) -> Done[T]:
         return work(), None
     except BaseException as error:
         return None, error
+
+
+def _sendable(done: Done[T]) -> Done[T]:
+    """Return ``done``, with an exception that other ranks can be sent: not each of a library's can be."""
+    error = done[1]
+    if not isinstance(error, Exception) or isinstance(error, UserError):
+        return done
+    traceback.print_exception(error)
+    words = " ".join(f"{type(error).__name__}: {error}".split())
+    return None, ShareError(f"rank {dist.get_rank()} could not do its share: {words}")
 
 
 def _unwrap(done: Done[T]) -> T:

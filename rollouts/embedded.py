@@ -146,6 +146,12 @@ class EmbeddedSampler:
                 _generate(decoder, [Continuation("", 0, np.array(stops[:1]), 1)], settings, seed, stops)
         return out
 
+    def layout(self) -> Facts:
+        """Return {}: up to rounding, a sample does not depend on who draws it. So does ``dealt``."""
+        return {}
+
+    dealt = layout
+
     def sleep(self) -> None:
         """Does nothing: the sampler has no memory of its own."""
 

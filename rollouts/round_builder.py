@@ -153,6 +153,7 @@ class RoundBuilder:
             "samples": self.config.rounds.samples,
             **asdict(self.settings),
             **facts_of(self.config),
+            **self.sampler.layout(),
         }
 
     def _sample(
@@ -171,6 +172,7 @@ class RoundBuilder:
             "seconds": time.monotonic() - start,
             "contexts": [first, end],
             "tokens": sum(len(c.token_ids or ()) for one in drawn for c in one.completions),
+            **self.sampler.dealt(),
         }
         keyed = zip(drawn, hows, strict=True)
         lined = (self._lines.with_keys(one.prompt, one.completions, how) for one, how in keyed)

@@ -157,6 +157,15 @@ class Sampler(Protocol):
         as soon as they are there. Raises DataError for a prompt that cannot be rendered, and WorkerError."""
         ...
 
+    def layout(self) -> Facts:
+        """Return what samples depend on besides weights and requests, such as who draws which. Samples of a
+        round that was interrupted are drawn again where it is another."""
+        ...
+
+    def dealt(self) -> Facts:
+        """Return, for the record, who has drawn how much since the last call."""
+        ...
+
     def sleep(self) -> None:
         """Release accelerator memory until the next ``publish``."""
 

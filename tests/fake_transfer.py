@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from models.distributed import World
-from rollouts.vllm import sampler as vllm_sampler
+from data.chat import Renderer
+from data.types import Prompt, Turn
+from rollouts.vllm import handover
 from rollouts.vllm.transfer import Client, WeightSource
+from tests.tiny_tokenizers import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer("llama3")
+RENDERER = Renderer(TOKENIZER, max_length=64, max_prompt_length=48, template=TOKENIZER.chat_template)
+PROMPTS = [Prompt((Turn("user", text),)) for text in "abcde"]
 
 
 class FakeTransfer:
@@ -15,14 +21,16 @@ class FakeTransfer:
     lost = False
     """whether the engine does not find them, as memory of another container"""
 
-    def __init__(self, backend: str, client: Client, source: WeightSource, world: World, workers: int):
-        self.client, self.source, self.world = client, source, world
+    def __init__(
+        self, backend: str, client: Client, source: WeightSource, rank: int, workers: int, largest: int
+    ):
+        self.client, self.source, self.sends = client, source, rank == 0
         client.init_weight_transfer_engine({})
 
     def send_weights(self) -> None:
         self.client.start_weight_update()
         for name, tensor in self.source:
-            if self.world.is_main:
+            if self.sends:
                 content = tensor.detach().cpu().contiguous().numpy().tobytes()
                 self.client.update_weights({"name": name, "content": content, "lost": self.lost})
         self.client.finish_weight_update()
@@ -32,6 +40,6 @@ class FakeTransfer:
 
 def use_fake_transfer(patch: pytest.MonkeyPatch) -> None:
     """From now on ``auto`` is ``ipc``, which is the fake."""
-    patch.setattr(vllm_sampler, "make_transfer", FakeTransfer)
+    patch.setattr(handover, "make_transfer", FakeTransfer)
     chosen = lambda config, device: config.weight_transfer.replace("auto", "ipc")  # noqa: E731
-    patch.setattr(vllm_sampler, "chosen", chosen)
+    patch.setattr(handover, "chosen", chosen)

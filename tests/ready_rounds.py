@@ -45,6 +45,11 @@ class Ready:
 
     def release(self) -> None: ...
 
+    def layout(self) -> dict[str, Any]:
+        return {}
+
+    dealt = layout
+
     def sleep(self) -> None: ...
 
 

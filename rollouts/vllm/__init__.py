@@ -1,2 +1,2 @@
-"""vLLM as the sampler of rounds. ``sampler.VllmSampler`` is the one interface; behind it stands an engine in
-a process of the run (``worker``) or a server anywhere (``server``). ``transfer`` brings weights to them."""
+"""vLLM as the sampler of rounds. ``sampler.VllmSampler`` is the one interface; behind it stand the engines of
+all nodes (``nodes``), each in a process of its own (``worker``). ``handover`` brings weights to them."""

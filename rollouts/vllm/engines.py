@@ -6,47 +6,46 @@ ids. The trainer compares log-probabilities after every hand-over (``rollouts.pr
 the samples; the engine's are a diagnostic.
 
 On GPUs the engine shares the trainer's devices (``sleep`` releases the memory until the next weights) or has
-its own (``sampler.devices``). Several copies (``sampler.data_parallel``) share the work. The tests run the
-CPU engine: sleep, tensor parallelism and separate devices follow vLLM's documented interface.
+its own (``sampler.devices``). Several copies (``sampler.data_parallel``) share the work, and so do the nodes
+(``rollouts.vllm.nodes``). The tests run the CPU engine: sleep, tensor parallelism and separate devices follow
+vLLM's documented interface.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from common.worker_process import WorkerError, WorkerProcess, replies_of
 from config.schema import Config
 from config.schema_sampler import SamplerConfig
-from data.chat import Renderer
-from data.types import Prompt, Sequence
-from rollouts.samplers import Answered, Continuation, Sample, SamplingSettings, rows_of
-from rollouts.stop_strings import stop_strings_of
+from data.types import Sequence
 from rollouts.vllm.messages import EngineOptions, Generated, GenerateRequest, TokenRow
 from rollouts.vllm.options import engine_environment
 
 WORKER = "rollouts.vllm.worker"
+Report = Callable[[int, list[tuple[int, Generated]]], None]
+"""Callback (index of the engine, [(place of the request, its sample)])."""
 
 
 class Engines:
-    """One engine, or ``data_parallel`` of them, started by the first ``load``. The caller closes it.
+    """One node's engine, or ``data_parallel`` of them, started by the first ``load``. The caller closes it.
 
-    A sample's random numbers depend on its prompt, its index and the seed, so equal calls to one engine give
-    equal samples. Rounding may depend on what else is in flight, so in another batch, or on another engine, a
-    sample may diverge at a near tie.
+    Equal calls to one engine give equal samples. Rounding may depend on what else is in flight, so in another
+    batch, or on another engine, a sample may diverge at a near tie.
     """
 
-    def __init__(self, config: Config, sampler: SamplerConfig, renderer: Renderer, log_dir: Path) -> None:
+    def __init__(
+        self, config: Config, sampler: SamplerConfig, log_dir: Path, first: int = 0, beside: int = 1
+    ) -> None:
         """``sampler``: the section of ``config`` with the number of engines (``options.with_engines``).
-        ``log_dir``: for the engines' output. Raises ConfigError."""
-        self.config, self.renderer, self.log_dir = sampler, renderer, log_dir
-        self.stops = stop_strings_of(config, renderer)
+        ``log_dir``: for the engines' output. ``first``: the number of the first of them among those of all
+        nodes. ``beside``: number of nodes that share this machine."""
+        self.config, self.log_dir, self.first, self.beside = sampler, log_dir, first, beside
         self.version: int | None = None
         """version of the weights that samples would come from; None before the first load and while asleep"""
         self.options = EngineOptions(
@@ -130,67 +129,24 @@ class Engines:
         self.version = int(weight_version or 0)
         self._ask_all("finish_weight_update", str(self.version))
 
-    def sample(
-        self,
-        prompts: list[Prompt],
-        n: int,
-        settings: SamplingSettings,
-        seed: int,
-        answered: Answered | None = None,
-    ) -> list[list[Sample]]:
-        """Return ``n`` answers to each prompt, with the engine's log-probabilities. ``answered`` is called
-        with a prompt's answers while others are still drawn, unless ``stops`` ends them. Raises
-        DataError if a prompt cannot be rendered, and WorkerError."""
-        if self.stops is not None:
-            return self.stops.sample(self.draw, prompts, n, settings, seed, synced=False)
-        rows = rows_of(self.renderer, prompts, n, settings)
-        samples = self.draw(rows, settings, seed, self.renderer.stop_token_ids, n, answered)
-        return [samples[i : i + n] for i in range(0, len(samples), n)]
-
-    def draw(
-        self,
-        rows: list[Continuation],
-        settings: SamplingSettings,
-        seed: int,
-        stops: tuple[int, ...],
-        together: int = 1,
-        answered: Answered | None = None,
-    ) -> list[Sample]:
-        """Return a sample for each row, which ends with one of ``stops`` or at the row's own ``max_tokens``.
-        ``together``: number of rows of one prompt; one engine draws them all, and ``answered`` is called once
-        for them. Raises WorkerError."""
-        requests = [
-            GenerateRequest(
-                row.ids.tolist(),
-                settings.temperature,
-                settings.top_p,
-                row.max_tokens,
-                stops,
-                sample_seed(seed, row.key, row.index),
-            )
-            for row in rows
-        ]
-        # Each engine gets consecutive rows, because the samples of a prompt share its part of the KV cache.
-        engines, prompts = len(self.sizes), len(rows) // together
-        bounds = [prompts * k // engines * together for k in range(engines + 1)]
+    def generate(
+        self, shares: list[list[GenerateRequest]], report: Report | None = None
+    ) -> list[list[Generated]]:
+        """Return the samples of each engine's requests, in order. ``report`` is called with (index of the
+        engine, [(place of the request, its sample)]) while others are still drawn. Raises WorkerError."""
         self._require_weights()
-        says = says_logprobs(settings, self.options.temperature)
-        drawn: list[Sample | None] = [None] * len(rows)
+        drawn: list[dict[int, Generated]] = [{} for _ in shares]
 
-        def take(engine: int, generated: list[tuple[int, Generated]]) -> None:
-            for place, each in generated:
-                at = bounds[engine] + place
-                drawn[at] = Sample(each.token_ids, each.finished, each.logprobs if says else ())
-                first = at // together * together
-                samples = [sample for sample in drawn[first : first + together] if sample is not None]
-                if answered is not None and len(samples) == together:
-                    answered(first // together, samples)
+        def part(engine: int, generated: list[tuple[int, Generated]]) -> None:
+            drawn[engine].update(generated)
+            if report is not None:
+                report(engine, generated)
 
-        self._ask("generate", [(requests[i:j],) for i, j in pairwise(bounds)], self.config.timeout, part=take)
-        row_samples = [sample for sample in drawn if sample is not None]
-        if len(row_samples) != len(rows):
-            raise WorkerError(f"the engines drew {len(row_samples)} samples of {len(rows)}")
-        return row_samples
+        self._ask("generate", [(requests,) for requests in shares], self.config.timeout, part)
+        counts = [(len(samples), len(requests)) for samples, requests in zip(drawn, shares, strict=True)]
+        if any(there != wanted for there, wanted in counts):
+            raise WorkerError(f"the engines drew (samples, of so many): {counts}")
+        return [[samples[place] for place in range(len(samples))] for samples in drawn]
 
     def logprobs(self, rows: list[Sequence]) -> list[list[list[float]]]:
         """Return each engine's log-probabilities of the completion tokens, nats: [engines][rows][tokens].
@@ -227,8 +183,9 @@ class Engines:
             )
 
     def _worker(self, replica: int) -> WorkerProcess:
-        environment = engine_environment(self.config, replica, os.environ)
-        return WorkerProcess(WORKER, log=self.log_dir / f"vllm-{replica}.log", env=environment)
+        environment = engine_environment(self.config, replica, os.environ, self.beside)
+        log = self.log_dir / f"vllm-{self.first + replica}.log"
+        return WorkerProcess(WORKER, log=log, env=environment)
 
     def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
         return self._ask(method, [arguments] * len(self._workers), self.config.timeout)
@@ -262,18 +219,3 @@ class Engines:
         except BaseException:
             self.close()
             raise
-
-
-def says_logprobs(settings: SamplingSettings, temperature: float) -> bool:
-    """Return whether vLLM reports the policy's log-probabilities of tokens at this temperature. It reports
-    those before it divides by the sampling temperature and cuts the support, or those after both. So those at
-    1 are always available, and others only if it samples at that temperature from the whole support."""
-    return temperature == 1 or (settings.temperature == temperature and settings.top_p == 1)
-
-
-def sample_seed(seed: int, prompt_id: str, index: int) -> int:
-    """Return 63 bits. A sample's random numbers depend on its prompt and index, and not on its place in a
-    batch."""
-    return (
-        int.from_bytes(hashlib.blake2b(f"{seed}/{prompt_id}/{index}".encode(), digest_size=8).digest()) >> 1
-    )

@@ -81,9 +81,11 @@ def one_compiles(folder: Path, key: str) -> Iterator[None]:
         done.touch()
 
 
-def engine_environment(config: SamplerConfig, replica: int, environment: Mapping[str, str]) -> dict[str, str]:
+def engine_environment(
+    config: SamplerConfig, replica: int, environment: Mapping[str, str], beside: int = 1
+) -> dict[str, str]:
     """Return the variables that an engine's process gets on top of the owner's environment: its GPUs, its
-    share of the cores, and vLLM's own switches.
+    share of the cores, and vLLM's own switches. ``beside``: number of nodes that share this machine.
 
     ``sampler.devices`` counts within the owner's CUDA_VISIBLE_DEVICES, if that is set.
     """
@@ -94,10 +96,10 @@ def engine_environment(config: SamplerConfig, replica: int, environment: Mapping
         raise ConfigError(
             "sampler.devices", devices, f"are counted from 0 among CUDA_VISIBLE_DEVICES={','.join(visible)}"
         )
-    threads = {}
-    if config.copies > 1 and "OMP_NUM_THREADS" not in environment:
+    threads, engines = {}, config.copies * beside
+    if engines > 1 and "OMP_NUM_THREADS" not in environment:
         # Otherwise every engine would have a thread per core, and on a CPU they would wait for each other.
-        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // config.copies))}
+        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // engines))}
     return (
         threads
         | {

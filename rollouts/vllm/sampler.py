@@ -1,64 +1,53 @@
-"""The sampler ``sampler=vllm``, whose engines run in processes beside rank 0 (``rollouts.vllm.engines``). It
-takes the policy's weights, proves that it has them, and samples."""
+"""The sampler ``sampler=vllm``, whose engines run in processes of their own on every node
+(``rollouts.vllm.nodes``). They take the policy's weights (``rollouts.vllm.handover``) and sample."""
 
 from __future__ import annotations
 
-import gc
+import hashlib
 import importlib.util
 import math
-import os
-import time
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-
-import torch
 
 from common.errors import ConfigError, require
 from common.versions import refusal, warning
 from common.worker_process import WorkerError
 from config.schema import Config
-from data.batches import collate
 from data.chat import Renderer
-from data.types import Prompt, Sequence
-from models.distributed import Ranks, World, ended_together, gather_objects
-from models.export import config_json, whole_weights
-from models.policy import Policy, causal_lm
-from models.reference import score
-from rollouts.probe import Probe, check_probe
-from rollouts.samplers import Answered, Facts, Sample, SamplingSettings, refuse_options, write_weights
-from rollouts.vllm.engines import Engines, says_logprobs
-from rollouts.vllm.options import with_engines
-from rollouts.vllm.transfer import HEAD, DeferredErrors, Transfer, WeightSource, chosen, make_transfer
+from data.types import Prompt
+from models.distributed import Ranks, World
+from models.policy import Policy
+from rollouts.samplers import (
+    Answered,
+    Continuation,
+    Facts,
+    Sample,
+    SamplingSettings,
+    refuse_options,
+    rows_of,
+)
+from rollouts.stop_strings import stop_strings_of
+from rollouts.vllm.handover import HandOver
+from rollouts.vllm.messages import Generated, GenerateRequest
+from rollouts.vllm.nodes import Nodes, raise_any
 from rollouts.weights import model_folder
 
-PROBE_ROWS = 16
 PARTS, IN_FLIGHT, ON_A_CPU = 20, 512, 64
 """vLLM is asked in ``PARTS`` parts, so that there is progress to show and to keep, but for at least
 ``IN_FLIGHT`` samples at once, or ``ON_A_CPU``, which those keep busy. They are drawn and end together."""
-_COARSENESS = ("float32", "float16", "bfloat16")
-
-
-class TransferError(WorkerError):
-    """Running engines could not be given the trainer's weights. ``died``: because one of them failed, and not
-    because they have other weights afterwards."""
-
-    died = False
 
 
 class VllmSampler:
-    """vLLM beside rank 0 (a ``rollouts.samplers.Sampler``). Weights are sent by ``sampler.weight_transfer``;
-    then engines and trainer score the probe, and must agree.
+    """vLLM on every node (a ``rollouts.samplers.Sampler``).
 
-    An engine that dies while it samples is started again, at most once per round. Its weights are sent again,
-    or read from where they were kept, and the prompts that were asked for are answered from the beginning.
-    One that dies at another time is started again by the next hand-over.
+    A sample's random numbers depend on its prompt, its index and the seed. The prompts are dealt in ranges,
+    one for each engine of all nodes, so that as many engines on one node give the same samples.
+
+    An engine that dies while it samples is started again, at most once per round, with the same weights, and
+    its node's prompts are answered from the beginning. One that dies at another time is started again by the
+    next hand-over.
     """
-
-    policy: Policy
-    probe: list[Sequence]
-    """rows on which engines and trainer must agree: some prompts, each token but the first to be predicted"""
-    backend: str
-    """the way by which weights are sent"""
 
     @classmethod
     def check(cls) -> None:
@@ -82,194 +71,43 @@ class VllmSampler:
         return cls(config, renderer, world, log_dir)
 
     def __init__(self, config: Config, renderer: Renderer, world: World, log_dir: Path) -> None:
-        """Raises ConfigError for engines that this machine has no room for."""
-        self.config, self.renderer, self.world, self.log_dir = config, renderer, world, log_dir
-        self.engines = self._new_engines(trains=world.size > 1)  # a single process may have no trainer
-        self._probed: Probe | None = None
-        self._scores_of_probe: list[list[float]] = []
-        """the trainer's log-probabilities of the probe, nats"""
-        self._version, self._worked = 0, False
-        self._proving, self._writing = 0.0, 0.0
-        """seconds spent on the probe, and on writing files, in this hand-over"""
-        self._kept: Path | None = None
+        """Every rank calls it. Raises ConfigError for engines that a node has no room for, for nodes that
+        differ, and for a ``log_dir`` that one of them does not see."""
+        self.config, self.renderer, self.world = config, renderer, world
+        self.stops = stop_strings_of(config, renderer)
+        self.ranks = Ranks()
+        self.nodes = Nodes(config, world, self.ranks, log_dir)
+        self.handover: HandOver | None = None
+        self._load_model = self.nodes.request(lambda _: self.nodes.engines.load(model_folder(config), 0))
         self._restarts = False
         """whether an engine that dies while it samples is started again"""
-        self._transfer: Transfer | None = None
-        self.ranks = Ranks()
-        self._send_all = self.ranks.collective(self._send)
-
-    def _new_engines(self, trains: bool) -> Engines:
-        """Return the engines, not started yet. ``trains``: whether ranks of this machine train beside them.
-        Raises ConfigError."""
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or self.world.size) if trains else None
-        sampler = with_engines(self.config.sampler, torch.cuda.device_count(), ranks)
-        return Engines(self.config, sampler, self.renderer, self.log_dir)
+        self._drawn = [[0, 0] for _ in self.nodes.every]
+        """each node's requests and tokens since ``dealt`` was called"""
 
     def attach(self, policy: Policy, prompts: list[Prompt]) -> None:
-        self.policy, self.engines = policy, self._new_engines(trains=True)
-        ids = [self.renderer.prompt_ids(prompt) for prompt in prompts[:PROBE_ROWS]]
-        self.probe = [Sequence(row[:1], row[1:]) for row in ids if len(row) > 1]
-        engines, device = self.engines, self.world.device
-        if self.world.is_main and device.type == "cuda" and engines.config.shares_devices:
-            sampling = f"{sum(engines.sizes)} of {self.world.size} GPUs sample"
-            far = self.world.size > int(os.environ.get("LOCAL_WORLD_SIZE") or self.world.size)
-            more = ": engines start on the first node" * far
-            print(f"{sampling}, by {len(engines.sizes)} engine(s){more}", flush=True)
-        self.backend = chosen(engines.config, device)
-        self._source = WeightSource(partial(whole_weights, policy, getattr(torch, engines.options.dtype)))
-        self._client = DeferredErrors(engines if self.world.is_main else None)
-        engines.transfers_by(None if self.backend == "disk" else self.backend)
+        self.nodes.renew(trains=True)
+        self.handover = HandOver(self.nodes, policy, self.renderer, prompts)
+        engines = self.nodes.engines
+        if self.world.is_main and self.world.device.type == "cuda" and engines.config.shares_devices:
+            workers = sum(engines.sizes) * len(self.nodes.every)
+            print(
+                f"{workers} of {self.world.size} GPUs sample, by {self.nodes.engines_of_all} engine(s)",
+                flush=True,
+            )
 
     def load(self) -> None:
-        require(
-            self.world.size == 1,
-            "sampler",
-            self.config.sampler.name,
-            "has processes of its own (sampler.data_parallel): start it without a launcher",
-        )
         refuse_other_weights(self.config)
-        self.engines.load(model_folder(self.config), 0)
+        self.nodes.renew(trains=False)
+        self.ranks.on_main(partial(self.nodes.all, self._load_model, None, self.nodes.every))
 
     def part(self, prompts: int, n: int) -> int:
         at_once = ON_A_CPU if self.world.device.type == "cpu" else IN_FLIGHT
         return max(math.ceil(prompts / PARTS), math.ceil(at_once / n))
 
-    # -- weights -----------------------------------------------------------------------------------
-
     def publish(self, folder: Path, version: int, keep: bool) -> Facts:
-        scoring = time.monotonic()
-        self._scores_of_probe = self._scored()
-        self._version, self._kept, self._restarts = version, None, True
-        if self.engines.config.shares_devices and self.world.device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()  # the engine uses this memory when it wakes up
-        start, self._proving, self._writing = time.monotonic(), 0.0, 0.0
-        replaceable = self._worked
-        while True:
-            try:
-                self._hand_over(folder, keep)
-                break
-            except TransferError as error:
-                if replaceable and error.died:  # since the last hand-over, or in this one
-                    replaceable = False
-                    self.ranks.on_main(partial(self._give_up, error, "it is started again"))
-                elif not self._another_way(error):
-                    raise
-        self._worked = True
-        return self.ranks.on_main(partial(self._facts, start - scoring, start))
-
-    def _facts(self, scoring: float, start: float) -> Facts:
-        """Return what the round's record says of the hand-over that began at ``start``, before which the
-        trainer scored the probe for ``scoring`` seconds. Called on rank 0."""
-        assert self._probed is not None, "rank 0 has compared engine and trainer"
-        return {
-            "weight_transfer": self.backend,
-            "sampler_engines": len(self.engines.sizes),
-            "sampler_workers": sum(self.engines.sizes),
-            "write_seconds": self._writing,
-            "load_seconds": time.monotonic() - start - self._writing - self._proving,
-            "probe_seconds": scoring + self._proving,
-            "probe_largest": self._probed.largest,
-            "probe_mean": self._probed.mean,
-        }
-
-    def _scored(self) -> list[list[float]]:
-        """Return the trainer's log-probabilities of the probe, nats: [rows][tokens]. Every rank calls it."""
-        # vLLM reports a prompt's tokens at 1
-        with ended_together(), self.policy.at_temperature(1.0):
-            scores = score(self.policy, collate(self.probe, self.world.device))
-        rows = zip(self.probe, scores, strict=True)
-        return [values[: len(row.completion_ids)].tolist() for row, values in rows]
-
-    def _hand_over(self, folder: Path, keep: bool) -> None:
-        """Send the weights and prove that they arrived. Every rank calls it. Raises TransferError."""
-        if (keep or self.backend == "disk") and self._kept is None:
-            self._write(folder)
-        self.ranks.on_main(self._give)
-
-    def _another_way(self, error: TransferError) -> bool:
-        """Switch to another way of sending weights if the first try failed, and return whether there is one.
-        It is used from then on. Every rank calls it."""
-        if self._worked or self.backend == "disk" or self.engines.config.weight_transfer != "auto":
-            return False
-        self.backend = "disk"
-        if self.world.is_main:
-            print(
-                f"{error}\nweights go through a folder on disk instead (sampler.weight_transfer)", flush=True
-            )
-        self.engines.close()
-        self._probed = None
-        self.engines.transfers_by(None)
-        return True
-
-    def _write(self, folder: Path) -> None:
-        """Write the current weights to ``folder``. Every rank calls it."""
-        start, dtype = time.monotonic(), getattr(torch, self.engines.options.dtype)
-        write_weights(self.policy, self.renderer.tokenizer, folder, dtype)
-        self._kept, self._writing = folder, self._writing + time.monotonic() - start
-
-    def _give(self, from_disk: bool = False) -> None:
-        """Send the current weights, or load those that were kept. Called on rank 0, inside
-        ``ranks.on_main``. Raises TransferError."""
-        way, fresh = "disk" if from_disk else self.backend, False
-        if way != "disk":
-            fresh = self.engines.start(config_json(self.policy, getattr(torch, self.engines.options.dtype)))
-        try:
-            if way != "disk":
-                self._send_to_all(fresh)
-            else:
-                assert self._kept is not None
-                self.engines.load(self._kept, self._version)
-            self._prove()
-        except (WorkerError, RuntimeError, ValueError, OSError) as error:
-            failed = TransferError(f"weight transfer by {way} failed: {error}")
-            failed.died = not self.engines.running
-            raise failed from error
-
-    def _send_to_all(self, fresh: bool) -> None:
-        """Ask all ranks to send their weights. ``fresh``: whether the engines are not connected yet."""
-        # asked in any case: an engine that is dead or does not answer is noticed before the ranks send
-        takes_head = self.engines.needs_head()
-        tied = causal_lm(self.policy.model).config.get_text_config().tie_word_embeddings
-        self._client.version = str(self._version)
-        failure = self._send_all((fresh, frozenset((HEAD,)) if tied and not takes_head else frozenset()))
-        if failure is not None:
-            raise WorkerError(failure)
-        self._client.check()
-
-    def _send(self, request: tuple[bool, frozenset[str]]) -> str | None:
-        """Send the weights from every rank. ``request``: whether the engines are not connected yet, and the
-        names of weights that are not sent. Returns why the ranks could not connect, the same on all."""
-        fresh, self._source.without = request
-        if fresh or self._transfer is None:
-            if self._transfer is not None:
-                self._transfer.shutdown()  # the engines at its other end are gone
-            self._transfer = None
-            failure = None
-            try:
-                self._transfer = self._connected()
-            except Exception as error:
-                failure = f"{type(error).__name__}: {error}"
-            for rank, reason in enumerate(gather_objects(failure)):
-                if reason is not None:
-                    return f"rank {rank}: {reason}" if rank else reason
-        assert self._transfer is not None
-        self._transfer.send_weights()
-        return None
-
-    def _connected(self) -> Transfer:
-        workers = sum(self.engines.sizes)
-        transfer = make_transfer(self.backend, self._client, self._source, self.world, workers)
-        self._client.check()
-        return transfer
-
-    def _prove(self) -> None:
-        """Raise WorkerError unless the engines' log-probabilities of the probe agree with the trainer's."""
-        start = time.monotonic()
-        coarser = max(self.config.model.dtype, self.engines.options.dtype, key=_COARSENESS.index)
-        for engine in self.engines.logprobs(self.probe):
-            probed = check_probe(engine, self._scores_of_probe, coarser, self._probed)
-        self._probed, self._proving = probed, self._proving + time.monotonic() - start
+        assert self.handover is not None, "the sampler has a policy"
+        self._restarts = True
+        return self.handover.publish(folder, version, keep)
 
     # -- samples -----------------------------------------------------------------------------------
 
@@ -281,30 +119,114 @@ class VllmSampler:
         seed: int,
         answered: Answered | None = None,
     ) -> list[list[Sample]]:
-        try:
-            return self.engines.sample(prompts, n, settings, seed, answered)
-        except WorkerError as error:
-            if not self._restarts or self.engines.running:  # no engine failed
-                raise
-            self._restarts = False
-            self._give_up(error, "it is started again, and samples the round's prompts again")
-            self._give(from_disk=self._kept is not None)
-            return self.engines.sample(prompts, n, settings, seed, answered)
+        """``answered`` is called with a prompt's answers while others are still drawn, unless ``stops`` ends
+        them; those of other nodes come together."""
+        if self.stops is not None:
+            return self.stops.sample(self.draw, prompts, n, settings, seed, synced=False)
+        rows = rows_of(self.renderer, prompts, n, settings)
+        samples = self.draw(rows, settings, seed, self.renderer.stop_token_ids, n, answered)
+        return [samples[i : i + n] for i in range(0, len(samples), n)]
 
-    def _give_up(self, error: WorkerError, then: str) -> None:
-        """Close the engines, of which one failed. Called on rank 0."""
-        print(f"{error}\n{then}", flush=True)
-        self.engines.close()
-        self._probed = None  # a new process has no older weights
+    def draw(
+        self,
+        rows: list[Continuation],
+        settings: SamplingSettings,
+        seed: int,
+        stops: tuple[int, ...],
+        together: int = 1,
+        answered: Answered | None = None,
+    ) -> list[Sample]:
+        """Return a sample for each row, which ends with one of ``stops`` or at the row's own ``max_tokens``.
+        ``together``: number of rows of one prompt; one engine draws them all, and ``answered`` is called once
+        for them. Raises WorkerError."""
+        requests = [
+            GenerateRequest(
+                row.ids.tolist(),
+                settings.temperature,
+                settings.top_p,
+                row.max_tokens,
+                stops,
+                sample_seed(seed, row.key, row.index),
+            )
+            for row in rows
+        ]
+        # Each engine gets consecutive rows, because the samples of a prompt share its part of the KV cache.
+        engines, prompts = self.nodes.engines_of_all, len(rows) // together
+        bounds = [prompts * k // engines * together for k in range(engines + 1)]
+        says = says_logprobs(settings, self.config.model.logit_temperature)
+        drawn: list[Sample | None] = [None] * len(rows)
+
+        def take(engine: int, generated: list[tuple[int, Generated]]) -> None:
+            for place, each in generated:
+                at = bounds[engine] + place
+                drawn[at] = Sample(each.token_ids, each.finished, each.logprobs if says else ())
+                first = at // together * together
+                samples = [sample for sample in drawn[first : first + together] if sample is not None]
+                if answered is not None and len(samples) == together:
+                    answered(first // together, samples)
+
+        self.nodes.report = take  # rank 0's node has the first engines
+        of_engines = self._generated([requests[i:j] for i, j in pairwise(bounds)])
+        for engine, samples in enumerate(of_engines):
+            if engine >= len(self.nodes.engines.sizes):
+                take(engine, list(enumerate(samples)))
+        return [sample for sample in drawn if sample is not None]
+
+    def _generated(self, shares: list[list[GenerateRequest]]) -> list[list[Generated]]:
+        """Return the samples of each engine's requests. Only the nodes whose engines fail draw theirs again.
+        Raises WorkerError."""
+        each = len(shares) // len(self.nodes.every)
+        left = {node: shares[node * each : (node + 1) * each] for node in self.nodes.every}
+        done, failures = self.nodes.some(self.nodes.generate, left)
+        if failures and self._restarts and all(one.died for one in failures.values()):
+            assert self.handover is not None
+            self._restarts = False
+            why = WorkerError("\n".join(map(str, failures.values())))
+            then = "it is started again, and samples the round's prompts again"
+            self.handover.give_up(why, then, failures)
+            self.handover.give(failures)
+            again, failures = self.nodes.some(self.nodes.generate, {node: left[node] for node in failures})
+            done |= again
+        raise_any(failures)
+        for node, of_engines in done.items():
+            self._drawn[node][0] += sum(map(len, of_engines))
+            self._drawn[node][1] += sum(len(one.token_ids) for samples in of_engines for one in samples)
+        return [samples for node in self.nodes.every for samples in done[node]]
+
+    def layout(self) -> Facts:
+        return {"engines": self.nodes.engines_of_all}
+
+    def dealt(self) -> Facts:
+        facts = [{"requests": requests, "tokens": tokens} for requests, tokens in self._drawn]
+        self._drawn = [[0, 0] for _ in self.nodes.every]
+        return {"nodes": facts}
 
     def sleep(self) -> None:
-        try:
-            self.engines.sleep()
-        except WorkerError as error:  # what it sampled is here already
-            self._give_up(error, "it is started again when it is sent the next weights")
+        _, failures = self.nodes.some(self.nodes.sleep, dict.fromkeys(self.nodes.every))
+        if failures:  # what they sampled is here already
+            assert self.handover is not None
+            why = WorkerError("\n".join(map(str, failures.values())))
+            self.handover.give_up(why, "it is started again when it is sent the next weights", failures)
 
     def close(self) -> None:
-        self.engines.close()
+        self.nodes.engines.close()
+        if self.handover is not None:
+            self.handover.remove_written()
+
+
+def says_logprobs(settings: SamplingSettings, temperature: float) -> bool:
+    """Return whether vLLM reports the policy's log-probabilities of tokens at this temperature. It reports
+    those before it divides by the sampling temperature and cuts the support, or those after both. So those at
+    1 are always available, and others only if it samples at that temperature from the whole support."""
+    return temperature == 1 or (settings.temperature == temperature and settings.top_p == 1)
+
+
+def sample_seed(seed: int, prompt_id: str, index: int) -> int:
+    """Return 63 bits. A sample's random numbers depend on its prompt and index, and not on its place in a
+    batch."""
+    return (
+        int.from_bytes(hashlib.blake2b(f"{seed}/{prompt_id}/{index}".encode(), digest_size=8).digest()) >> 1
+    )
 
 
 def installed() -> bool:

@@ -2,7 +2,9 @@
 and never to a disk.
 
 ``ipc`` (the engine runs on the trainer's own GPUs) and ``nccl`` (it has its own GPUs) are vLLM's own trainer
-engines. They reach the engines through vLLM's four calls (``VLLMWeightSyncClient``).
+engines. They reach the engines through vLLM's four calls (``VLLMWeightSyncClient``). All ranks go through
+the weights together, and the first rank of each node sends them to that node's engines: every node has a
+group of ``nccl`` of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from torch import Tensor
 from common.ports import free_port
 from common.worker_process import WorkerError
 from config.schema_sampler import SamplerConfig
-from models.distributed import World
 
 HEAD = "lm_head.weight"
 
@@ -86,17 +87,19 @@ class DeferredErrors:
     midway would leave the others waiting in a collective for ever."""
 
     def __init__(self, client: Client | None, version: str = "") -> None:
-        """``client``: None on ranks above 0, which make no calls to the engines. ``version``: the version
-        that the weights get once they are all there."""
-        self._client, self.version = client, version
+        """``client``: None on ranks that make no calls to engines. ``version``: the version that the weights
+        get once they are all there. ``silent``: this node's engines have these weights, so they get no
+        calls while others are sent them."""
+        self._client, self.version, self.silent = client, version, False
         self._error: WorkerError | None = None
         self.release: Callable[[], None] = _nothing
         """called at an error, in the thread that meets it: ends what waits for the engines meanwhile"""
 
     @property
-    def failed(self) -> bool:
-        """Whether there is an error that has not been raised yet. No call reaches the engines then."""
-        return self._error is not None
+    def closed(self) -> bool:
+        """Whether no call reaches the engines: ``silent``, or there is an error that has not been raised
+        yet."""
+        return self.silent or self._error is not None
 
     def check(self) -> None:
         """Raise the first error, once."""
@@ -117,7 +120,7 @@ class DeferredErrors:
         self._call(lambda client: client.finish_weight_update(weight_version or self.version))
 
     def _call(self, ask: Callable[[Client], None]) -> None:
-        if self._client is None or self._error is not None:
+        if self._client is None or self.closed:
             return
         try:
             ask(self._client)
@@ -130,14 +133,17 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-def make_transfer(backend: str, client: Client, source: WeightSource, world: World, workers: int) -> Transfer:
-    """Return the transfer to engines that have just been started. Every rank calls it. ``workers``: number of
-    workers of all engines together. Raises WorkerError if the client does, and what vLLM raises."""
+def make_transfer(
+    backend: str, client: Client, source: WeightSource, rank: int, workers: int, largest: int
+) -> Transfer:
+    """Return the transfer to a node's engines that have just been started. Every rank of the node calls it.
+    ``rank``: within the node; the first one sends. ``workers``: number of workers of the node's engines
+    together. ``largest``: as ``trainer_info``. Raises WorkerError if the client does, and what vLLM
+    raises."""
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory  # seconds to import
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
 
-    largest = source.largest() if backend == "ipc" else 0
-    info = trainer_info(backend, world.rank, workers, largest)
+    info = trainer_info(backend, rank, workers, largest)
     stops = backend == "nccl"
     engine = stoppable(NCCLTrainerWeightTransferEngine) if stops else WeightTransferTrainerFactory
     transfer: Transfer = engine.trainer_init(info, client=client, source=source)
@@ -162,10 +168,10 @@ def stoppable(engine: Any) -> Any:
             self.client.release = self.model_update_group.destroy
             weights = iter(source)
             try:
-                if not self.client.failed:
+                if not self.client.closed:
                     super()._broadcast(weights, meta)
             except RuntimeError:
-                if not self.client.failed:  # an aborted group raises
+                if not self.client.closed:  # an aborted group raises
                     raise
             finally:
                 for _ in weights:  # the other ranks gather with this one

@@ -91,7 +91,7 @@ def scored_again(run: Path) -> list[np.ndarray]:
 def kill_while_it_samples(patch: pytest.MonkeyPatch, version: int) -> list[int]:
     """The first engine gets a SIGKILL soon after it was asked to sample from these weights, once. It stands
     still in between, or it might be done by then. The list gets its process id."""
-    sample, killed = Engines.sample, []
+    generate, killed = Engines.generate, []
 
     def killed_soon(self: Engines, *of: Any) -> Any:
         if self.version == version and not killed:
@@ -101,9 +101,9 @@ def kill_while_it_samples(patch: pytest.MonkeyPatch, version: int) -> list[int]:
             killed.append(engine)
             os.kill(engine, signal.SIGSTOP)
             threading.Timer(0.3, os.kill, (engine, signal.SIGKILL)).start()
-        return sample(self, *of)
+        return generate(self, *of)
 
-    patch.setattr(Engines, "sample", killed_soon)
+    patch.setattr(Engines, "generate", killed_soon)
     return killed
 
 

@@ -57,6 +57,11 @@ class Second:
     def sample(self, prompts, n, settings, seed, answered=None):
         return self.sampler.share(prompts, n, settings, seed)
 
+    def layout(self):
+        return {}
+
+    dealt = layout
+
     def sleep(self): ...
 
     def close(self): ...

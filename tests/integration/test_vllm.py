@@ -18,12 +18,12 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from common.worker_process import ROOT, WorkerError
 from data.chat import Renderer
 from data.types import Prompt, Sequence, Turn
+from models.distributed import start
 from rollouts import stop_strings
 from rollouts.probe import check_probe
 from rollouts.samplers import SamplingSettings
 from rollouts.stop_strings import StopStrings
-from rollouts.vllm.engines import Engines
-from rollouts.vllm.sampler import installed
+from rollouts.vllm.sampler import VllmSampler, installed
 from tests.programs import until, writers
 from tests.tiny import make_config
 from tests.tiny_tokenizers import tiny_tokenizer
@@ -156,16 +156,16 @@ def owner(world: World) -> Iterator[subprocess.Popen]:
     process.communicate()
 
 
-def engines(folder: Path, *overrides: str) -> Engines:
+def engines(folder: Path, *overrides: str) -> VllmSampler:
     limits = (f"model.max_length={MAX_LENGTH}", "model.max_prompt_length=48", "sampler.cpu_kv_cache_gb=0.125")
     config = make_config("sampler=vllm", *limits, *overrides)
-    return Engines(config, config.sampler, RENDERER, folder)
+    return VllmSampler(config, RENDERER, start(), folder)
 
 
 @pytest.fixture(scope="module")
-def sampler(world: World, owner: subprocess.Popen) -> Iterator[Engines]:
+def sampler(world: World, owner: subprocess.Popen) -> Iterator[VllmSampler]:
     with closing(engines(world.folder)) as sampler:
-        sampler.load(world.written(), world.version)
+        sampler.nodes.engines.load(world.written(), world.version)
         yield sampler
 
 
@@ -186,17 +186,17 @@ def test_an_engine_at_work_does_not_outlive_its_owner(owner, sampler, world):
 def test_greedy_tokens_and_log_probabilities_are_transformers_own_in_every_round(sampler, world):
     """Three rounds of weights, loaded in place into tied embeddings. The long prompt fills cached blocks, not
     to be used again."""
-    previous, worker = None, sampler._workers[0].pid
+    previous, worker = None, sampler.nodes.engines._workers[0].pid
     for _ in range(3):
-        (engine,) = sampler.logprobs(ROWS)
+        (engine,) = sampler.nodes.engines.logprobs(ROWS)
         previous = check_probe(engine, world.logprobs(ROWS), "float32", previous)
         assert previous.largest < 1e-4
         samples = sampler.sample(PROMPTS, 1, GREEDY, seed=0)
         assert [row[0].token_ids for row in samples] == [
             world.greedy(prompt, GREEDY.max_tokens) for prompt in PROMPTS
         ]
-        sampler.load(world.publish(world.version + 1), world.version)
-    assert sampler._workers[0].pid == worker
+        sampler.nodes.engines.load(world.publish(world.version + 1), world.version)
+    assert sampler.nodes.engines._workers[0].pid == worker
 
 
 def test_an_answer_in_parts_goes_on_behind_its_own_tokens(sampler, world, monkeypatch):
@@ -212,23 +212,23 @@ def test_an_answer_in_parts_goes_on_behind_its_own_tokens(sampler, world, monkey
 
 def test_older_weights_under_a_new_version_are_caught(sampler, world):
     rows = ROWS
-    before = check_probe(sampler.logprobs(rows)[0], world.logprobs(rows), "float32")
+    before = check_probe(sampler.nodes.engines.logprobs(rows)[0], world.logprobs(rows), "float32")
     old = world.written()
     world.publish(50)
-    sampler.load(old, world.version)
+    sampler.nodes.engines.load(old, world.version)
     with pytest.raises(WorkerError, match="does not have the trainer's weights"):
-        check_probe(sampler.logprobs(rows)[0], world.logprobs(rows), "bfloat16")
-    sampler.load(world.written(), world.version)
-    now = check_probe(sampler.logprobs(rows)[0], world.logprobs(rows), "float32", before)
+        check_probe(sampler.nodes.engines.logprobs(rows)[0], world.logprobs(rows), "bfloat16")
+    sampler.nodes.engines.load(world.written(), world.version)
+    now = check_probe(sampler.nodes.engines.logprobs(rows)[0], world.logprobs(rows), "float32", before)
     # A step so small that bfloat16's noise would hide it.
     with torch.no_grad():
         world.model.get_input_embeddings().weight.mul_(1.0005)
     world.version += 1
-    sampler.load(world.folder / f"weights-{world.version - 1}", world.version)
+    sampler.nodes.engines.load(world.folder / f"weights-{world.version - 1}", world.version)
     with pytest.raises(WorkerError, match="older weights"):
-        check_probe(sampler.logprobs(rows)[0], world.logprobs(rows), "bfloat16", now)
-    sampler.load(world.written(), world.version)
-    check_probe(sampler.logprobs(rows)[0], world.logprobs(rows), "bfloat16", now)
+        check_probe(sampler.nodes.engines.logprobs(rows)[0], world.logprobs(rows), "bfloat16", now)
+    sampler.nodes.engines.load(world.written(), world.version)
+    check_probe(sampler.nodes.engines.logprobs(rows)[0], world.logprobs(rows), "bfloat16", now)
 
 
 def test_a_sample_ends_at_a_stop_token_or_at_the_limit_and_says_which(sampler):
@@ -279,10 +279,10 @@ def test_equal_calls_give_equal_samples_and_other_seeds_others(sampler):
 
 def test_an_engine_without_weights_refuses_to_sample(sampler, world):
     sampler.sleep()
-    assert sampler.version is None
+    assert sampler.nodes.engines.version is None
     world.version += 1
-    sampler.load(world.written(), world.version)  # a load wakes it
-    check_probe(sampler.logprobs(ROWS)[0], world.logprobs(ROWS), "float32")
+    sampler.nodes.engines.load(world.written(), world.version)  # a load wakes it
+    check_probe(sampler.nodes.engines.logprobs(ROWS)[0], world.logprobs(ROWS), "float32")
 
 
 def test_log_probabilities_at_the_temperature_of_sampling(world, tmp_path, monkeypatch):
@@ -291,8 +291,8 @@ def test_log_probabilities_at_the_temperature_of_sampling(world, tmp_path, monke
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
     with closing(engines(tmp_path, "model.logit_temperature=0.7")) as sampler:
-        sampler.load(world.written(), 0)
-        check_probe(sampler.logprobs(ROWS)[0], world.logprobs(ROWS), "float32")
+        sampler.nodes.engines.load(world.written(), 0)
+        check_probe(sampler.nodes.engines.logprobs(ROWS)[0], world.logprobs(ROWS), "float32")
         drawn = sampler.sample(PROMPTS, 2, SamplingSettings(0.7, 1.0, 24), seed=1)
     assert "Explicitly set (0.12/" in (tmp_path / "vllm-0.log").read_text()
     assert not (tmp_path / "compiled").exists()
@@ -306,7 +306,7 @@ def test_log_probabilities_at_the_temperature_of_sampling(world, tmp_path, monke
 
 def test_a_killed_engine_is_an_error_and_not_a_hang(sampler):
     """The last test of this engine."""
-    (engine,) = writers(sampler._workers[0].log)
+    (engine,) = writers(sampler.nodes.engines._workers[0].log)
     os.kill(engine, signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(WorkerError, match="died"):

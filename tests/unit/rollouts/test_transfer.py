@@ -12,7 +12,6 @@ import torch
 
 from common.worker_process import WorkerError
 from config.schema_sampler import SamplerConfig
-from models.distributed import start
 from rollouts.vllm.sampler import installed
 from rollouts.vllm.transfer import (
     HEAD,
@@ -59,7 +58,7 @@ class Receiver:
 def test_the_calls_of_a_hand_over_reach_the_engine_in_order_with_the_version():
     client, source = Receiver(), WeightSource(WEIGHTS.items)
     patient = DeferredErrors(client, "7")
-    FakeTransfer("ipc", patient, source, start(), 1).send_weights()
+    FakeTransfer("ipc", patient, source, 0, 1, 0).send_weights()
     patient.check()
     assert client.calls == ["init", "start", "finish 7"] and client.got == list(WEIGHTS)
     assert [(m.name, m.dtype, m.shape) for m in source.metadata()] == [
@@ -80,7 +79,7 @@ def test_an_error_waits_until_all_weights_were_gone_through():
         lambda: ((name, tensor, gone_through.append(name))[:2] for name, tensor in WEIGHTS.items())
     )
     patient = DeferredErrors(client := Receiver(fails_at=2))
-    FakeTransfer("ipc", patient, source, start(), 1).send_weights()
+    FakeTransfer("ipc", patient, source, 0, 1, 0).send_weights()
     assert gone_through == list(WEIGHTS) and len(client.got) == 2 and client.calls == ["init", "start"]
     with pytest.raises(WorkerError, match="gone"):
         patient.check()
@@ -223,7 +222,9 @@ class Engine:
             raise WorkerError("the engine is gone")
 
 
-def sent(fails: str | None = None, after: int = 0) -> tuple[Group, Engine, DeferredErrors, list[str]]:
+def sent(
+    fails: str | None = None, after: int = 0, silent: bool = False
+) -> tuple[Group, Engine, DeferredErrors, list[str]]:
     """Send the weights, and return also the names that were gone through, in order."""
     gone_through: list[str] = []
     source = WeightSource(lambda: ((n, t, gone_through.append(n))[:2] for n, t in LAYERS.items()))
@@ -231,6 +232,7 @@ def sent(fails: str | None = None, after: int = 0) -> tuple[Group, Engine, Defer
     gone_through.clear()
     group = Group()
     patient = DeferredErrors(engine := Engine(group, fails, after), "7")
+    patient.silent = silent
     stoppable(Trainer)(patient, source, group).send_weights()
     return group, engine, patient, gone_through
 
@@ -251,6 +253,12 @@ def test_an_engine_that_refuses_or_dies_does_not_keep_the_trainer_waiting(fails,
     assert len(group.sent) <= after and "finish" not in engine.calls
     with pytest.raises(WorkerError, match="the engine is gone"):
         patient.check()
+
+
+def test_engines_that_have_these_weights_get_none_while_others_are_sent_them():
+    group, engine, patient, gone_through = sent(silent=True)
+    patient.check()
+    assert not group.sent and not engine.calls and gone_through == list(LAYERS)
 
 
 def test_ranks_that_do_not_send_go_through_the_weights_alone():

@@ -20,22 +20,17 @@ from common.worker_process import ROOT, WorkerError
 from config.files import section
 from config.schema_sampler import SamplerConfig
 from config.sections import typed
-from data.chat import Renderer
-from data.types import Prompt, Sequence, Turn
+from data.types import Sequence
 from models.distributed import start
 from rollouts.samplers import SamplingSettings
 from rollouts.vllm import engines as vllm_engines
 from rollouts.vllm import sampler as vllm_sampler
-from rollouts.vllm.engines import Engines, sample_seed
 from rollouts.vllm.options import engine_environment, one_compiles, shape_folder, with_engines
-from rollouts.vllm.sampler import VllmSampler, check_logprobs
+from rollouts.vllm.sampler import VllmSampler, check_logprobs, sample_seed
+from tests.fake_transfer import PROMPTS, RENDERER
 from tests.tiny import make_config
-from tests.tiny_tokenizers import tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_python")
-TOKENIZER = tiny_tokenizer("llama3")
-RENDERER = Renderer(TOKENIZER, max_length=64, max_prompt_length=48, template=TOKENIZER.chat_template)
-PROMPTS = [Prompt((Turn("user", text),)) for text in "abcde"]
 SETTINGS = SamplingSettings(temperature=0.7, top_p=0.95, max_tokens=8)
 
 
@@ -45,21 +40,21 @@ def fake(monkeypatch):
 
 
 @pytest.fixture
-def sampler(tmp_path: Path) -> Iterator[Engines]:
+def sampler(tmp_path: Path) -> Iterator[VllmSampler]:
     with closing(make(tmp_path)) as sampler:
         yield sampler
 
 
-def make(folder: Path, temperature: float = 1.0, **settings) -> Engines:
-    model = (f"model.logit_temperature={temperature}", "model.max_length=64", "model.max_prompt_length=48")
-    config = make_config("sampler=vllm", *model)
-    return Engines(config, replace(config.sampler, timeout=30, **settings), RENDERER, folder)
+def make(folder: Path, *settings: str) -> VllmSampler:
+    model = ("model.max_length=64", "model.max_prompt_length=48", "sampler.max_tokens=8")
+    config = make_config("sampler=vllm", "sampler.timeout=30", *model, *settings)
+    return VllmSampler(config, RENDERER, start(), folder)
 
 
 @pytest.mark.parametrize("engines", [1, 2])
 def test_samples_come_in_the_order_of_the_prompts_whoever_drew_them(tmp_path, engines):
-    with closing(make(tmp_path, data_parallel=engines)) as sampler:
-        sampler.load(tmp_path, 0)
+    with closing(make(tmp_path, f"sampler.data_parallel={engines}")) as sampler:
+        sampler.nodes.engines.load(tmp_path, 0)
         samples = sampler.sample(PROMPTS, 3, SETTINGS, seed=1)
     for prompt, row in zip(PROMPTS, samples, strict=True):
         ids = RENDERER.prompt_ids(prompt).tolist()
@@ -68,8 +63,8 @@ def test_samples_come_in_the_order_of_the_prompts_whoever_drew_them(tmp_path, en
         ]
         assert len({sample.token_ids[-1] for sample in row}) == 1, "they share a part of one engine's cache"
     assert len({row[0].token_ids[-1] for row in samples}) == engines
-    with closing(make(tmp_path, data_parallel=2)) as sampler:
-        sampler.load(tmp_path, 0)
+    with closing(make(tmp_path, "sampler.data_parallel=2")) as sampler:
+        sampler.nodes.engines.load(tmp_path, 0)
         assert sampler.sample([], 3, SETTINGS, seed=1) == []
         assert len(sampler.sample(PROMPTS[:1], 3, SETTINGS, seed=1)[0]) == 3
     seeds = {sample_seed(seed, prompt.id, i) for seed in range(5) for prompt in PROMPTS for i in range(8)}
@@ -77,8 +72,8 @@ def test_samples_come_in_the_order_of_the_prompts_whoever_drew_them(tmp_path, en
 
 
 def test_log_probabilities_that_the_engine_cannot_say_are_not_made_up(tmp_path):
-    with closing(make(tmp_path, temperature=0.7)) as sampler:
-        sampler.load(tmp_path, 0)
+    with closing(make(tmp_path, "model.logit_temperature=0.7")) as sampler:
+        sampler.nodes.engines.load(tmp_path, 0)
         drawn = [
             sampler.sample(PROMPTS[:1], 1, SamplingSettings(t, p, 8), seed=1)[0][0].logprobs
             for t, p in ((0.7, 1.0), (0.7, 0.95), (1.0, 1.0))
@@ -110,17 +105,17 @@ def test_weights_that_are_not_in_the_models_files_are_refused_outside_rounds(tmp
 
 
 def test_log_probabilities_are_those_of_the_completions_tokens(sampler, tmp_path):
-    sampler.load(tmp_path, 0)
+    sampler.nodes.engines.load(tmp_path, 0)
     rows = [
         Sequence(np.array([1, 2, 3], np.int32), np.array([4, 5], np.int32)),
         Sequence(np.array([6], np.int32), np.array([7], np.int32)),
     ]
-    assert sampler.logprobs(rows) == [[[-4.0, -5.0], [-7.0]]]
+    assert sampler.nodes.engines.logprobs(rows) == [[[-4.0, -5.0], [-7.0]]]
 
 
 def test_an_engine_that_kept_an_older_version_is_an_error(sampler, tmp_path):
-    sampler.load(tmp_path, 0)
-    sampler.load(tmp_path / "ignored", 1)
+    sampler.nodes.engines.load(tmp_path, 0)
+    sampler.nodes.engines.load(tmp_path / "ignored", 1)
     with pytest.raises(WorkerError, match=r"version \['0'\], not '1'"):
         sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
 
@@ -128,32 +123,32 @@ def test_an_engine_that_kept_an_older_version_is_an_error(sampler, tmp_path):
 def test_there_is_nothing_to_sample_from_before_a_load_and_while_asleep(sampler, tmp_path):
     with pytest.raises(WorkerError, match="call load first"):
         sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
-    sampler.load(tmp_path, 0)
+    sampler.nodes.engines.load(tmp_path, 0)
     sampler.sleep()
-    assert sampler.version is None
+    assert sampler.nodes.engines.version is None
     with pytest.raises(WorkerError, match="call load first"):
         sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
-    sampler.load(tmp_path, 1)
-    assert sampler.version == 1
+    sampler.nodes.engines.load(tmp_path, 1)
+    assert sampler.nodes.engines.version == 1
     assert sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
 
 
 def test_engines_with_gpus_of_their_own_do_not_sleep(tmp_path):
-    with closing(make(tmp_path, devices=[1])) as sampler:
-        sampler.load(tmp_path, 0)
+    with closing(make(tmp_path, "sampler.devices=[1]")) as sampler:
+        sampler.nodes.engines.load(tmp_path, 0)
         sampler.sleep()
         assert sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
 
 
 def test_after_a_failure_no_engine_is_left_and_the_next_load_starts_new_ones(sampler, tmp_path):
-    sampler.load(tmp_path, 0)
+    sampler.nodes.engines.load(tmp_path, 0)
     first = sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
     with pytest.raises(WorkerError, match=r"(?s)Traceback.*FileNotFoundError"):
-        sampler.load(tmp_path / "broken", 1)
-    assert sampler.version is None
+        sampler.nodes.engines.load(tmp_path / "broken", 1)
+    assert sampler.nodes.engines.version is None
     with pytest.raises(WorkerError, match="call load first"):
         sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
-    sampler.load(tmp_path, 1)
+    sampler.nodes.engines.load(tmp_path, 1)
     again = sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
     assert [row[0].token_ids[:-1] for row in again] == [row[0].token_ids[:-1] for row in first]
     assert again != first, "another process"
@@ -208,12 +203,12 @@ def test_every_gpu_samples_unless_somebody_says_how_many(given, gpus, ranks, eng
 def test_every_engines_workers_have_ranks_of_their_own_behind_the_trainers(
     tmp_path, monkeypatch, engines, workers
 ):
-    with closing(make(tmp_path, data_parallel=engines, tensor_parallel=workers)) as sampler:
-        asked: list[dict[str, int]] = []
-        monkeypatch.setattr(sampler, "_ask", lambda call, infos, timeout: asked.extend(i for (i,) in infos))
-        sampler._workers = [None] * engines
-        sampler.init_weight_transfer_engine({"rank_offset": 5})
-        sampler._workers = []
+    many = (f"sampler.data_parallel={engines}", f"sampler.tensor_parallel={workers}")
+    own = make(tmp_path, *many).nodes.engines
+    asked: list[dict[str, int]] = []
+    monkeypatch.setattr(own, "_ask", lambda call, infos, timeout: asked.extend(i for (i,) in infos))
+    own._workers = [None] * engines
+    own.init_weight_transfer_engine({"rank_offset": 5})
     ranks = [info["rank_offset"] + worker for info in asked for worker in range(workers)]
     assert ranks == list(range(5, 5 + engines * workers))
 
@@ -265,11 +260,13 @@ def test_of_engines_that_start_at_once_one_compiles_and_the_others_wait(tmp_path
 def test_engines_share_the_cores_unless_somebody_says_how_many_threads(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 7)
 
-    def threads(engines: int, environment: dict[str, str]) -> list[str | None]:
+    def threads(engines: int, environment: dict[str, str], beside: int = 1) -> list[str | None]:
         config = SamplerConfig(name="vllm", separate=True, data_parallel=engines)
-        return [engine_environment(config, k, environment).get("OMP_NUM_THREADS") for k in range(engines)]
+        every = [engine_environment(config, k, environment, beside) for k in range(engines)]
+        return [one.get("OMP_NUM_THREADS") for one in every]
 
     assert threads(1, {}) == [None] and threads(3, {}) == ["2"] * 3 and threads(8, {}) == ["1"] * 8
+    assert threads(1, {}, beside=2) == ["3"], "as many as two engines of one node"
     assert threads(3, {"OMP_NUM_THREADS": "5"}) == [None] * 3, "the owner's is inherited"
 
 

@@ -16,12 +16,12 @@ from common.worker_process import WorkerError
 from models.distributed import start
 from rollouts.samplers import SamplingSettings
 from rollouts.vllm import engines as vllm_engines
-from rollouts.vllm import sampler as vllm_sampler
-from rollouts.vllm.sampler import TransferError, VllmSampler
-from tests.fake_transfer import FakeTransfer, use_fake_transfer
+from rollouts.vllm import handover
+from rollouts.vllm.handover import TransferError
+from rollouts.vllm.sampler import VllmSampler
+from tests.fake_transfer import PROMPTS, RENDERER, FakeTransfer, use_fake_transfer
 from tests.programs import writers
 from tests.tiny import make_config, tiny_policy
-from tests.unit.rollouts.test_vllm_engines import PROMPTS, RENDERER
 
 pytestmark = pytest.mark.usefixtures("quick_python")
 SETTINGS = SamplingSettings(temperature=0.7, top_p=0.95, max_tokens=8)
@@ -33,7 +33,7 @@ def fake(monkeypatch):
     monkeypatch.setattr(vllm_engines, "WORKER", "tests.fake_engine")
     use_fake_transfer(monkeypatch)
     scores = [-torch.from_numpy(RENDERER.prompt_ids(prompt)[1:]).double() for prompt in PROMPTS]
-    monkeypatch.setattr(vllm_sampler, "score", lambda policy, rows: scores)
+    monkeypatch.setattr(handover, "score", lambda policy, rows: scores)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def make(folder: Path, tied: bool = True, way: str = "auto") -> VllmSampler:
 
 
 def kill(sampler: VllmSampler) -> None:
-    (pid,) = writers(sampler.engines._workers[0].log)
+    (pid,) = writers(sampler.nodes.engines._workers[0].log)
     os.kill(pid, signal.SIGKILL)
 
 
@@ -64,7 +64,7 @@ def test_weights_go_over_in_memory_and_no_folder_is_made(sampler, tmp_path):
     for version in range(3):
         facts = sampler.publish(tmp_path / "weights", version, False)
         assert facts["weight_transfer"] == "ipc" and facts["probe_largest"] == 0.0
-        assert sampler.engines.version == version
+        assert sampler.nodes.engines.version == version
     assert drawn(sampler)
     assert not (tmp_path / "weights").exists()
 
@@ -73,9 +73,9 @@ def test_weights_that_must_be_kept_are_beside(sampler, tmp_path):
     assert sampler.publish(tmp_path / "weights", 0, True)["weight_transfer"] == "ipc"
     assert (tmp_path / "weights" / "model.safetensors").exists()
     kill(sampler)
-    assert drawn(sampler) and sampler.engines.version == 0
+    assert drawn(sampler) and sampler.nodes.engines.version == 0
     sampler.publish(tmp_path / "others", 5, False)
-    assert sampler.engines.version == 5
+    assert sampler.nodes.engines.version == 5
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_a_later_failure_ends_the_round_and_changes_no_way(sampler, tmp_path, re
     request.getfixturevalue("unreachable")
     with pytest.raises(TransferError):
         sampler.publish(tmp_path / "weights", 1, False)
-    assert sampler.backend == "ipc"
+    assert sampler.handover.backend == "ipc"
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -116,7 +116,7 @@ def test_a_killed_engine_is_started_again_and_gives_the_same_samples(sampler, tm
     sampler.publish(tmp_path / "weights", 3, keep)
     before = drawn(sampler)
     kill(sampler)
-    assert drawn(sampler) == before and sampler.engines.version == 3
+    assert drawn(sampler) == before and sampler.nodes.engines.version == 3
     assert "SIGKILL" in (said := capsys.readouterr().out) and "started again" in said
     assert drawn(sampler) == before and not capsys.readouterr().out
     kill(sampler)
@@ -137,7 +137,7 @@ def test_engines_that_were_started_again_are_connected_anew(sampler, tmp_path, m
         made[-1].shutdown = partial(closed.append, made[-1])
         return made[-1]
 
-    monkeypatch.setattr(vllm_sampler, "make_transfer", connect)
+    monkeypatch.setattr(handover, "make_transfer", connect)
     sampler.publish(tmp_path / "weights", 0, keep)
     sampler.publish(tmp_path / "weights", 1, keep)
     assert len(made) == 1 and not closed
@@ -145,7 +145,7 @@ def test_engines_that_were_started_again_are_connected_anew(sampler, tmp_path, m
     assert drawn(sampler)
     assert sampler.publish(tmp_path / "next", 2, keep)["weight_transfer"] == "ipc"
     assert len(made) == 2 and closed == made[:1]
-    assert drawn(sampler) and sampler.engines.version == 2
+    assert drawn(sampler) and sampler.nodes.engines.version == 2
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -153,11 +153,12 @@ def test_an_engine_that_is_dead_is_noticed_before_weights_are_sent(tmp_path, mon
     """A broadcast would wait for it without end. It is replaced, as one is that dies while it samples."""
     sampler = make(tmp_path, tied)
     sampler.publish(tmp_path / "weights", 0, False)
-    before, send_all, sent = drawn(sampler), sampler._send_all, []
+    before, send_all, sent = drawn(sampler), sampler.handover._send_all, []
     kill(sampler)
-    monkeypatch.setattr(sampler, "_send_all", lambda asked: sent.append(asked) or send_all(asked))
+    monkeypatch.setattr(sampler.handover, "_send_all", lambda asked: sent.append(asked) or send_all(asked))
     assert sampler.publish(tmp_path / "weights", 1, False)["weight_transfer"] == "ipc"
-    assert sent == [(True, frozenset())], "to the new one alone"
+    [sending] = sent
+    assert sending.unconnected == {0} and not sending.without, "to the new one alone"
     said = capsys.readouterr().out
     assert "SIGKILL" in said and "it is started again" in said and drawn(sampler) == before
     sampler.close()
@@ -173,7 +174,7 @@ def test_an_engine_that_dies_asleep_or_while_the_trainer_trains_is_replaced(tmp_
     assert "SIGKILL" in capsys.readouterr().out
     for version in (1, 2):
         sampler.publish(tmp_path / str(version), version, False)
-        assert drawn(sampler) == before and sampler.engines.version == version
+        assert drawn(sampler) == before and sampler.nodes.engines.version == version
         sampler.sleep()
         kill(sampler)
     assert "SIGKILL" in capsys.readouterr().out
