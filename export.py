@@ -20,7 +20,7 @@ from config.load import load_run, settings_of
 
 
 def export_run(run: Path, step: int | None, to: Path | None, trust_remote_code: bool = True) -> Path:
-    """Write the model of the checkpoint saved before ``step`` and return its folder.
+    """Write the model of the checkpoint saved before ``step``, with its card, and return its folder.
 
     ``step`` None selects the newest sound checkpoint. ``to`` is the folder to write; None means the run's
     model/, which is replaced. With ``trust_remote_code`` False, a run whose settings would execute code that
@@ -42,6 +42,7 @@ def export_run(run: Path, step: int | None, to: Path | None, trust_remote_code: 
         from models.export import export, full_state
         from models.loading import load_sharded
         from models.pretrained import export_dtype, load_tokenizer
+        from reports.model_card import write_model_card
 
     with started() as world:
         checkpoints = Checkpoints(run / "checkpoints", world, config.keep_checkpoints)
@@ -62,6 +63,9 @@ def export_run(run: Path, step: int | None, to: Path | None, trust_remote_code: 
         folder = to or run / "model"
         export_arguments = (export_dtype(config.model), renderer.stop_token_ids)
         export(full_state(policy), policy, tokenizer, folder, *export_arguments)
+        if world.is_main:
+            outcome = {"checkpoint": f"before step {int(path.name.removeprefix('step_'))}"}
+            write_model_card(folder, settings_of((run / "config.yaml").read_text("utf-8")), outcome)
     return folder
 
 

@@ -22,6 +22,7 @@ SHOWN, LINES = 4, 3
 """Number of prompts whose answers the report, and terminal and model card, show: the first ones, good or
 bad."""
 _MOST_CHARACTERS = 160
+ABSENT = "–"
 
 
 @dataclass(frozen=True)
@@ -93,22 +94,23 @@ def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 def before_and_after(run_dir: Path) -> list[Answered]:
     """Return the greedy answers to the first prompts before and after training, those that nothing judges, or
-    the sampled answers if there are no greedy ones."""
+    the sampled answers if there are no greedy ones. A run that was evaluated once has none after training."""
     lines = read_answers(run_dir / FILE)
     for kind in ("greedy", "read", "sampled"):
         same_kind = [line for line in lines if line["kind"] == kind]
-        ends = {end(line["step"] for line in same_kind) for end in (min, max)} if same_kind else set()
-        if len(ends) == 2:
-            first, last = ([line for line in same_kind if line["step"] == step] for step in sorted(ends))
-            after = {line["prompt"]: line for line in reversed(last)}
-            once = {line["prompt"]: line for line in reversed(first) if line["prompt"] in after}
-            return [_answered(once[p], after[p]) for p in list(reversed(once))[:SHOWN]]
+        if same_kind:
+            ends = [end(line["step"] for line in same_kind) for end in (min, max)]
+            first, last = ([line for line in same_kind if line["step"] == step] for step in ends)
+            after = {line["prompt"]: line for line in reversed(last)} if ends[0] < ends[1] else {}
+            once = {line["prompt"]: line for line in reversed(first) if line["prompt"] in after or not after}
+            return [_answered(once[p], after.get(p)) for p in list(reversed(once))[:SHOWN]]
     return []
 
 
-def _answered(before: dict[str, Any], after: dict[str, Any]) -> Answered:
+def _answered(before: dict[str, Any], after: dict[str, Any] | None) -> Answered:
     reference = "" if before["reference"] is None else str(before["reference"])
-    return Answered(before["kind"], before["prompt"], reference, text_of(before), text_of(after))
+    later = ABSENT if after is None else text_of(after)
+    return Answered(before["kind"], before["prompt"], reference, text_of(before), later)
 
 
 def text_of(line: dict[str, Any]) -> str:
@@ -133,8 +135,8 @@ def example_lines(run_dir: Path) -> list[str]:
     ]
 
 
-def shortened(text: str) -> str:
-    """Return the text on one line; a long text loses its middle, because the verdict is at the end."""
+def shortened(text: str, most: int = _MOST_CHARACTERS) -> str:
+    """Return the text on one line; beyond ``most`` characters its middle goes: a verdict is at the end."""
     line = " ".join(text.split())
-    half = _MOST_CHARACTERS // 2
-    return line if len(line) <= _MOST_CHARACTERS else f"{line[:half]} … {line[-half:]}"
+    half = most // 2
+    return line if len(line) <= most else f"{line[:half]} … {line[-half:]}"

@@ -114,26 +114,37 @@ def points(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]
 
 
 def thinned(values: np.ndarray, most: int) -> np.ndarray:
-    """Return at most ``most`` values: means of blocks of equal length, without NaN values."""
-    if len(values) <= most:
-        return values
-    block = -(-len(values) // most)
-    blocks = np.pad(values, (0, -len(values) % block), constant_values=np.nan).reshape(-1, block)
-    finite = np.isfinite(blocks)
-    count = finite.sum(axis=1)
-    return np.divide(
-        np.where(finite, blocks, 0.0).sum(axis=1), count, out=np.full(len(blocks), np.nan), where=count > 0
-    )
+    """Return at most ``most`` values: means of about equal blocks, without NaN values."""
+    blocks = np.array_split(values, min(most, len(values)))
+    finite = [block[np.isfinite(block)] for block in blocks]
+    return np.array([block.mean() if len(block) else np.nan for block in finite])
+
+
+def is_drawn(panel: Panel, records: Sequence[Record]) -> bool:
+    """Return whether a curve of the panel has two numbers: one alone is a number and no curve."""
+    return any(np.isfinite(points(records, curve.key)[1]).sum() > 1 for curve in panel.curves)
+
+
+def single_numbers(records: Sequence[Record], panels: Sequence[Panel] = PANELS) -> list[tuple[str, str]]:
+    """Return (what, number with its unit) of each curve that has one number, in panels that are not drawn."""
+    found = []
+    for panel in panels:
+        for curve in () if is_drawn(panel, records) else panel.curves:
+            steps, values = points(records, curve.key)
+            for place in np.flatnonzero(np.isfinite(values)):
+                what = f"{panel.title}, {curve.label}, step {steps[place]:.0f}"
+                number = f"{values[place]:.1%}" if panel.share else f"{values[place]:.4g}"
+                found.append((what, f"{number} ({panel.unit})"))
+    return found
 
 
 def draw(panel: Panel, records: Sequence[Record]) -> Figure | None:
-    """Return the panel as a figure; None if no line has a number for it."""
-    curves = [(curve, *points(records, curve.key)) for curve in panel.curves]
-    if not any(len(steps) for _, steps, _ in curves):
+    """Return the panel as a figure; None if no curve of it has two numbers."""
+    if not is_drawn(panel, records):
         return None
     figure, axes = _axes(panel.title, panel.unit)
-    for curve, steps, values in curves:
-        few = curve.marked or len(steps) <= FEW_POINTS
+    for curve in panel.curves:
+        steps, values = points(records, curve.key)
         if len(steps):
             axes.plot(
                 thinned(steps, MOST_POINTS),
@@ -141,7 +152,7 @@ def draw(panel: Panel, records: Sequence[Record]) -> Figure | None:
                 color=curve.color,
                 label=curve.label,
                 linewidth=1.4,
-                marker="." if few else None,
+                marker="." if curve.marked or len(steps) <= FEW_POINTS else None,
             )
     axes.margins(y=0.12)
     if panel.share:
@@ -156,9 +167,7 @@ def draw(panel: Panel, records: Sequence[Record]) -> Figure | None:
 def _axes(title: str, unit: str) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(5.4, 2.9), layout="constrained")
     axes = figure.subplots()
-    axes.set_title(title)
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel(unit)
+    axes.set(title=title, xlabel="optimizer step", ylabel=unit)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     return figure, axes
 
@@ -173,7 +182,7 @@ def put_legend(figure: Figure, axes: Axes) -> None:
 
 
 def charts(records: Sequence[Record], panels: Sequence[Panel] = PANELS) -> list[tuple[str, bytes]]:
-    """Return (title, SVG) of each panel that has something to show."""
+    """Return (title, SVG) of each panel that is drawn."""
     with matplotlib.rc_context(STYLE):
         return [(panel.title, svg(figure)) for panel in panels if (figure := draw(panel, records))]
 
@@ -204,21 +213,23 @@ DIAGNOSTIC_PANELS = (
         (Curve("drift_chosen", "chosen", BLUE, True), Curve("drift_rejected", "rejected", ORANGE, True)),
     ),
     Panel(
-        "Entropy of the policy", "nats per token, held-out completions", (Curve("entropy", "", GREEN, True),)
+        "Entropy of the policy", "nats per token", (Curve("entropy", "held-out completions", GREEN, True),)
     ),
 )
 
 
-def diagnostic_charts(lines: Sequence[Record]) -> list[tuple[str, bytes]]:
-    """Return (title, SVG) of the figures; none if the file lacks its first line or has no interval."""
+def diagnostic_charts(lines: Sequence[Record]) -> tuple[list[tuple[str, bytes]], list[tuple[str, str]]]:
+    """Return (title, SVG) of the figures, and (what, number) of those that would have a single point; none if
+    the file lacks its first line or has no interval."""
     if len(lines) < 2 or "edges" not in lines[0]:
-        return []
+        return [], []
     first, intervals = lines[0], lines[1:]
     noise = (first["noise"] or {}).get("rms") or None  # nothing that is 0 has a logarithm
     numbers = [{"step": 0, "entropy": first["entropy"]}, *(flattened(line, noise) for line in intervals)]
     with matplotlib.rc_context(STYLE):
         positions = svg(by_position(first, intervals))
-    return [*charts(numbers, DIAGNOSTIC_PANELS), ("Beyond the clipping range, by position", positions)]
+    figures = [*charts(numbers, DIAGNOSTIC_PANELS), ("Beyond the clipping range, by position", positions)]
+    return figures, single_numbers(numbers, DIAGNOSTIC_PANELS)
 
 
 def flattened(line: Record, noise: float | None) -> Record:
@@ -246,15 +257,8 @@ def by_position(first: Record, intervals: Sequence[Record]) -> Figure:
         longest = max(longest, len(totals))
         for column, name, style in ((1, "below log_epsilon_P", "--"), (2, "above log_epsilon_R", "-")):
             if len(totals):
-                axes.plot(
-                    totals[:, column] / totals[:, 0],
-                    color=color,
-                    linestyle=style,
-                    marker="o",
-                    markersize=3.5,
-                    linewidth=1.4,
-                    label=f"{side}, {name}",
-                )
+                shares = totals[:, column] / totals[:, 0]
+                axes.plot(shares, f".{style}", color=color, linewidth=1.4, label=f"{side}, {name}")
     axes.set_xlabel("position in the completion (tokens, from 1)")
     names = [f"{2**p}–{2 ** (p + 1) - 1}" if p else "1" for p in range(longest)]
     axes.set_xticks(range(longest), names, rotation=30 if longest > 7 else 0)

@@ -32,11 +32,11 @@ def write_model_card(model_dir: Path, config: dict[str, Any], summary: dict[str,
     """Write ``model_dir/README.md`` and return its path.
 
     ``config``: the run's settings as plain data; ``summary``: the content of summary.json, {} if it is not
-    known. Secrets are removed, and an absolute path outside the working directory and the home is cut to its
-    last part.
+    known; of a checkpoint's weights it has ``checkpoint`` alone, which says when they were saved. Secrets are
+    removed, and an absolute path outside the working directory and the home is cut to its last part.
     """
     path = model_dir / "README.md"
-    answers = before_and_after(model_dir.parent) if summary else []
+    answers = before_and_after(model_dir.parent) if summary.keys() - {"checkpoint"} else []
     text = scrub_text(model_card(scrub(config), scrub(summary)) + _answers(answers) + _padding(model_dir))
     # Paths could reveal who trained the model, and where.
     text = text.replace(f"{Path.cwd()}/", "").replace(f"{Path.home()}/", "~/")
@@ -64,6 +64,7 @@ def model_card(config: dict[str, Any], summary: dict[str, Any]) -> str:
         "Variant": variant(config) + (f" ({clip})" if config.get("humanline") else ""),
         "Data": str(data.get("path") or data["name"])
         + (f", revision {data['revision']}" if data.get("revision") else ""),
+        "Checkpoint": summary.get("checkpoint"),
         "Seed": config["seed"],
         "Learning rate": f"{config['lr']:g}",
         "Batch size": model.get("batch_size"),

@@ -31,13 +31,11 @@ from config.arguments import as_typed
 from config.cli import answered
 from config.schema_trainer import recorded_numbers
 from reports import data_tables
-from reports.answers import before_and_after
+from reports.answers import ABSENT, before_and_after, shortened
 from reports.evaluations import MEASURES, names_of, of_name
 from reports.metrics import numbers, read_metrics
 from reports.outcome import symptoms, text_of
 from reports.provenance import variant
-
-ABSENT = "–"
 
 
 def compared(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -119,7 +117,9 @@ def write_report(run_dir: Path) -> Path:
     summary |= {end: dict(numbers(summary[end])) for end in ("before", "after") if end in summary}
     data = _data(run_dir / "data_report.json")
     records = read_metrics(run_dir / "metrics.jsonl")
+    curves = [*records, *_end(summary, records)]
     diagnostics = read_metrics(run_dir / "diagnostics.jsonl")
+    figures, once = charts.diagnostic_charts(diagnostics)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
     )
@@ -130,8 +130,11 @@ def write_report(run_dir: Path) -> Path:
         command=summary.get("command"),
         compared=compared(summary),
         answers=before_and_after(run_dir),
-        charts=charts.charts([*records, *_end(summary, records)]),
-        diagnostics=charts.diagnostic_charts(diagnostics),
+        after="after" if summary else "so far",
+        shortened=shortened,
+        charts=charts.charts(curves),
+        single=[*charts.single_numbers(curves), *once],
+        diagnostics=figures,
         noise=next((line["noise"] for line in diagnostics if line.get("noise")), None),
         settings=[*_settings(config), *memory_facts(summary)],
         data=data,

@@ -31,14 +31,10 @@ Verifier = Callable[[list[str], list[str | None]], list[float | None]]
 TEMPERATURE = 0.7
 """Temperature of sampled accuracy. Top-p is 1, so that answers come from the policy's own distribution and
 not from its truncation (spec of the verifiable setting, §5.2)."""
-
-
 MOST_FAILURES = 32
 """How many calls of a verifier may raise while the answers are sought on which it does."""
 SHOWN = 16
 """How many samples of each kind (sampled, greedy) an evaluation keeps for display."""
-
-
 COLUMNS = ("kind", "prompt", "answer", "reference", "verdict")
 AnswerRow = tuple[str, str, str, str | None, float | None]
 READ = 3
@@ -61,7 +57,7 @@ class Shown:
     def __call__(self, initial: bool) -> list[AnswerRow]:
         """Return the rows. ``initial``: whether the policy has its initial weights."""
         return [
-            ("read", p.turns[-1].content, text_of(samples[0], self.renderer), p.reference_answer, None)
+            ("read", conversation(p), text_of(samples[0], self.renderer), p.reference_answer, None)
             for p, samples in zip(self.answers.prompts, self.answers(initial), strict=True)
         ]
 
@@ -120,7 +116,7 @@ class Accuracy:
         texts = [text_of(sample, self.renderer) for sample in flat]
         verdicts, reasons = verdicts_of(self.verifier, texts, [p.reference_answer for p in mine])
         for prompt, text, verdict in list(zip(mine, texts, verdicts, strict=True))[:SHOWN]:
-            self.samples.append((kind, prompt.turns[-1].content, text, prompt.reference_answer, verdict))
+            self.samples.append((kind, conversation(prompt), text, prompt.reference_answer, verdict))
         gathered = gather_objects((verdicts, [len(sample.token_ids) for sample in flat], reasons))
         decided = [v for part, _, _ in gathered for v in part if v is not None]
         lengths = [n for _, part, _ in gathered for n in part]
@@ -179,12 +175,17 @@ def _is_number(value: Any) -> bool:
 
 
 def say_failures(reasons: Counter[str], answers: int, kind: str) -> None:
-    """Print on how many of the answers the verifier failed, and where, if it did. ``kind``: what the answers
-    are called."""
+    """Print on how many of the answers the verifier failed, and where. ``kind``: what they are called."""
     if reasons:
         summary = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
         failed = f"{reasons.total()} of {answers} {kind}"
         print(f"the verifier failed on {failed}, which have no verdict: {summary}", flush=True)
+
+
+def conversation(prompt: Prompt) -> str:
+    """Return a prompt's only turn as it is, or all its turns, each after its role and on lines of its own."""
+    turns = [f"{turn.role}: {turn.content}" for turn in prompt.turns]
+    return "\n".join(turns) if len(turns) > 1 else prompt.turns[0].content
 
 
 def text_of(sample: Sample, renderer: Renderer) -> str:
@@ -234,7 +235,6 @@ def embedded_sampler(
     what: str,
     stops: StopStrings | None = None,
 ) -> EmbeddedSampler:
-    """Return a sampler of the policy for evaluation. ``what``: the words of its bar. ``stops``: ends
-    answers; None: only an end token does."""
+    """Return a sampler for evaluation. ``what``: its bar's words. Without ``stops`` an end token ends it."""
     rows = config.model.eval_batch_size
     return EmbeddedSampler(policy, renderer, world, batch_size=rows, stops=stops, what=what)

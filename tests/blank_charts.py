@@ -27,8 +27,7 @@ def blank_charts(setattr: Callable[[Any, str, Any], None] = setattr) -> None:
             Path(to).write_bytes(BLANK)
 
     def bare(panel: charts.Panel, records: Sequence[charts.Record]) -> Figure | None:
-        shown = any(len(charts.points(records, curve.key)[1]) for curve in panel.curves)
-        return Figure() if shown else None
+        return Figure() if charts.is_drawn(panel, records) else None
 
     setattr(Figure, "savefig", blank)
     setattr(charts, "draw", bare)

@@ -313,6 +313,7 @@ def test_the_last_and_the_best_checkpoints_stay_and_any_is_exported(tmp_path, ca
     best = min(losses, key=losses.get)
     assert sorted({best, 10, 12}) == kept
     folder = export_run(tmp_path / "run", best, tmp_path / "exported")
+    assert f"| Checkpoint | before step {best} |" in (folder / "README.md").read_text()
     assert AutoTokenizer.from_pretrained(folder).chat_template and AutoModelForCausalLM.from_pretrained(
         folder
     )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
+from data.types import Prompt, Turn
 from reports.answers import FILE, before_and_after, example_lines, keep_answers, read_answers
 from reports.report import write_report
-from rollouts.verify import COLUMNS
+from rollouts.verify import COLUMNS, conversation
 
 
 def rows(word, verdict=1.0, prompts=("1+1=", "2+2=", "3+3=", "4+4=", "5+5="), samples=2):
@@ -46,7 +48,8 @@ def test_a_file_that_is_not_there_or_damaged_shows_nothing(tmp_path, text):
         (tmp_path / FILE).write_text(text)
     assert before_and_after(tmp_path) == [] and example_lines(tmp_path) == []
     kept(tmp_path, 0, "only the beginning")
-    assert before_and_after(tmp_path) == []
+    found = before_and_after(tmp_path)
+    assert [(one.before, one.after) for one in found[:1]] == [("only the beginning 1+1= (1)", "–")]
 
 
 def test_a_damaged_line_costs_no_other_and_is_said(tmp_path, capsys):
@@ -77,6 +80,21 @@ def test_the_report_shows_texts_as_texts(tmp_path):
         keep_answers(tmp_path, step, COLUMNS, [("greedy", "<b>why</b>?", f"<i>{step}</i>", "ß & co", 0.5)])
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert "&lt;b&gt;why&lt;/b&gt;?" in page and "&lt;i&gt;9&lt;/i&gt; (0.5)" in page and "ß &amp; co" in page
+
+
+def test_a_conversation_is_shown_from_its_first_turn_to_its_last(tmp_path):
+    said = [
+        ("system", "You help."),
+        ("user", "My cup broke."),
+        ("assistant", "Which? " * 300),
+        ("user", "99028."),
+    ]
+    prompt = conversation(Prompt(tuple(Turn(*turn) for turn in said)))
+    assert conversation(Prompt((Turn("user", "1+1="),))) == "1+1="
+    keep_answers(tmp_path, 0, COLUMNS, [("read", prompt, "Thank you.", None, None)])
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert re.search(r"<td>system: You help. user: My cup broke. .* … .* user: 99028.</td>", page)
+    assert "each with its verdict" not in page and "<th>so far</th>" in page
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0c"])

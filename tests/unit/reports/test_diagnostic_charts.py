@@ -33,7 +33,7 @@ def intervals(*sides: str, drift: float | None = -0.1) -> list[dict]:
 
 
 def titles(lines: list[dict]) -> list[str]:
-    found = diagnostic_charts(lines)
+    found, _ = diagnostic_charts(lines)
     assert all(ElementTree.fromstring(svg).tag.endswith("svg") for _, svg in found)
     return [title for title, _ in found]
 
@@ -68,7 +68,14 @@ def test_what_was_not_measured_is_not_drawn(change):
     assert titles(lines) == [title for title in ALL if title not in missing]
 
 
-def test_a_spread_of_0_and_no_noise_have_no_logarithm():
-    one = intervals("chosen")[0]
-    one["chosen"]["spread"] = 0.0
-    assert titles([FIRST | {"noise": None}, one]) == ALL[1:]
+def test_one_interval_is_numbers_and_a_spread_of_0_has_no_logarithm():
+    """Policy and reference are the same weights in the first step."""
+    one = side(np.random.default_rng(0), 0.0) | {"spread": 0.0}
+    silent = FIRST | {"noise": None}
+    lines = [silent, *({"step": i, "first_step": i, "entropy": 0.4, "chosen": one} for i in range(2))]
+    positions, drift, entropy = (
+        next(t for t in ALL if t.startswith(w)) for w in ("Beyond", "Drift", "Entropy")
+    )
+    assert set(titles(lines)) == {positions, drift, entropy} and diagnostic_charts(lines)[1] == []
+    assert set(titles(lines[:2])) == {positions, entropy}
+    assert diagnostic_charts(lines[:2])[1] == [(f"{drift}, chosen, step 1", "0 (nats per token)")]

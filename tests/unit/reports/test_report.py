@@ -160,8 +160,12 @@ def test_the_report_shows_what_was_trained_on_as_tables(tmp_path):
 def test_any_run_can_be_reported_also_an_unfinished_one(tmp_path, lines):
     page = Page(write_report(make_run(tmp_path, lines, config=CONFIG)))
     assert "not finished" in page.text
-    drawn = {p.title for p in PANELS if any(len(points(lines, c.key)[0]) for c in p.curves)}
-    assert set(page.charts) == drawn
+    counts = {p: [np.isfinite(points(lines, c.key)[1]).sum() for c in p.curves] for p in PANELS}
+    assert set(page.charts) == {panel.title for panel, found in counts.items() if max(found) > 1}
+    for panel in (panel for panel, found in counts.items() if max(found) == 1):
+        assert re.search(rf"{panel.title}, .*step \d+\s+\S+ \({re.escape(panel.unit)}\)", page.text), (
+            panel.title
+        )
     for file in tmp_path.iterdir():
         file.unlink()
     assert "not finished" in Page(write_report(tmp_path)).text  # a folder without any file
