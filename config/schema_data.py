@@ -76,6 +76,8 @@ class DataConfig:
     max_unreadable: Annotated[Share, "is a share of the rows"]
     one_label: bool
     system_prompt: Text | None
+    trained_turns: Literal["last", "all", "marked"] | None
+    read_markup: Literal["auto", "off"]
     control_tokens: Literal["keep", "escape", "drop"]
     long_prompts: Literal["cut", "drop"]
     apply_chat_template: bool

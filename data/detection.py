@@ -129,9 +129,6 @@ def _ends_with_an_answer(values: Values) -> bool:
     """Return whether a conversation ends with the assistant's turn, in a row without an answer of its own."""
     column = named(values, "conversation")
     try:
-        messages = formats.messages_in(values.get(column or ""), "")
+        return column is not None and formats.turns(values[column], column)[-1].role == "assistant"
     except formats.RowError:
         return False
-    last = messages[-1] if isinstance(messages, list) and messages else messages
-    role = last.get("role") or last.get("from") if isinstance(last, dict) else None
-    return isinstance(role, str) and formats.ROLES.get(role) == "assistant"

@@ -11,10 +11,14 @@ from pathlib import Path
 from common.errors import ConfigError, DataError
 from data.rows import SUFFIXES, Dropped, Row, class_names, read_rows, table_rows
 
-_SPLIT = re.compile(r"(?:^|[-_.])(train|test|validation|valid|val|dev|eval)\w*(?:[-_.]|$)")
-"""The part of a shard's name that says which split it belongs to: train-00000-of-00002, test.jsonl,
-test_prefs-0."""
+_SPLIT = re.compile(
+    r"(?:^|[-_.])(train|test|validation|valid|val|dev|eval|h[eo]ld[-_]?out)\w*(?:[-_.]|$)", re.IGNORECASE
+)
+"""The part of a shard's name that says which split it belongs to: train-00000-of-00002, Test.jsonl,
+test_prefs-0, held_out."""
 _LABELS = re.compile(r"-\d{5}-of-\d{5}(?:-[0-9a-f]+)?$")
+_NAMED = 4
+"""Files of a split that are named."""
 _ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Files that ``datasets`` writes beside the data, which describe the data."""
 
@@ -56,19 +60,31 @@ def shards(folder: Path) -> dict[str, list[Path]]:
     return splits
 
 
+def files_of(folder: Path, split: str | None) -> str:
+    """Return the names of the files that ``folder_rows`` reads, in words; "" for what ``datasets`` saved."""
+    splits = {} if is_saved(folder) else shards(folder)
+    files = splits.get((split or "").lower()) or (next(iter(splits.values())) if len(splits) == 1 else [])
+    names = [path.relative_to(folder).as_posix() for path in files]
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f" ({', '.join(names[:_NAMED])}{more})" if names else ""
+
+
 def _split_of(inner: Path) -> str:
     """train-00000-of-00002.parquet -> train; test_prefs/0.jsonl -> test_prefs; pairs-00001.jsonl -> train."""
     stem = inner.name.partition(".")[0]
     for name in (stem, *reversed(inner.parts[:-1])):
         bare = _LABELS.sub("", name)
         if match := _SPLIT.search(bare):
-            return bare if bare.startswith(match[1]) else match[1]
+            return (bare if bare.startswith(match[1]) else match[1]).lower()
     return "train"
 
 
 def _chosen(there: list[str], split: str | None, folder: Path, key: str) -> str:
-    if split in there:
-        return str(split)
+    wanted = [name for name in there if name == split] or [
+        n for n in there if n.lower() == (split or "").lower()
+    ]
+    if len(wanted) == 1:
+        return wanted[0]
     if split is None and len(there) == 1:
         return there[0]
     raise ConfigError(key, split, f"{folder} has {', '.join(sorted(there))}: give one of them")

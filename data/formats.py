@@ -20,8 +20,8 @@ from typing import Any
 
 from config.schema_data import DataConfig
 from data.columns import READ, Values, is_empty, named, two_answers
-from data.json_values import parsed
-from data.markup import answer_at
+from data.json_values import are_finite, parsed
+from data.markup import answer_at, common_beginning
 from data.rows import Dropped, LeftOutError, Row, RowError
 from data.tool_calls import of_message, tools_of
 from data.types import Completion, Group, Prompt, Turn
@@ -43,20 +43,20 @@ ROLES = {
 }
 _LEARNED = ("weight", "train", "training", "loss")
 """Keys by which a message says whether it is learned (OpenAI's, axolotl's, ms-swift's)."""
-LARGEST = 3.4028234663852886e38
-"""The largest finite number of float32."""
 PAIR = (1.0, -1.0)
 """The rewards of a pair without scores, chosen first."""
 
 
-def each_row(convert: Callable[[Values, DataConfig], Group]) -> Format:
-    """Return the format that converts row by row."""
+def each_row(convert: Callable[[Values, DataConfig], Group | list[Group]]) -> Format:
+    """Return the format that converts row by row; a row may become several groups."""
 
     @functools.wraps(convert)
     def convert_all(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
         for row in rows:
             try:
-                yield placed(with_tools(convert(row.values, config), row.values), row)
+                converted = convert(row.values, config)
+                groups = converted if isinstance(converted, list) else [converted]
+                yield from [placed(with_tools(group, row.values), row) for group in groups]
             except RowError as error:
                 yield error.dropped(row)
 
@@ -69,9 +69,17 @@ def placed(group: Group, row: Row) -> Group:
 
 
 def with_tools(group: Group, values: Values) -> Group:
-    """Return the group with the row's ``tools``, which the chat template describes to the model."""
+    """Return the group with the ``tools`` of the row or of its conversation, which the chat template
+    describes to the model."""
+    tools = values.get("tools")
+    objects = (conversation_object(cell) for cell in dict(values).values())  # dict() marks nothing as read
+    tools = (
+        next((one["tools"] for one in objects if one and one.get("tools")), None)
+        if is_empty(tools)
+        else tools
+    )
     try:
-        tools = tools_of(values.get("tools"))
+        tools = tools_of(tools)
     except ValueError as error:
         raise RowError(str(error)) from error
     return replace(group, prompt=replace(group.prompt, tools=tools)) if tools else group
@@ -109,15 +117,6 @@ def number(values: Values, column: str) -> float:
     return float(converted)
 
 
-def are_finite(numbers: list[Any], most: float = LARGEST) -> bool:
-    """Return whether all ``numbers`` are numbers that are finite in float32, in which they are computed with,
-    and at most ``most``. No Python runs for each of them: there are as many as tokens."""
-    if not all(issubclass(kind, int | float) for kind in set(map(type, numbers))):
-        return False
-    inside = not numbers or (min(numbers) >= -LARGEST and max(numbers) <= most)
-    return inside and all(map(math.isfinite, numbers))
-
-
 def shown(raw_value: Any) -> str:
     """Return a value as an error message quotes it, shortened because a file's value may be of any length."""
     return reprlib.repr(raw_value)
@@ -143,13 +142,12 @@ def listed(values: Values, column: str) -> list[Any]:
     return entries
 
 
-_IS_OBJECT = re.compile(r"\s*(\[\s*)?\{")
 _IS_MESSAGE = re.compile(r"""\s*\[?\s*\{\s*["'](role|from|content|value)["']\s*:""")
 
 
 def unpacked(cell: Any, column: str = "") -> Any:
-    """Return the list that a text holds as JSON, or as Python writes it (pandas does); another value as it
-    is. Raises RowError for messages written in another way, which nobody said to a model."""
+    """Return the list or object that a whole text is as JSON, or as Python writes it (pandas does); another
+    value as it is. Raises RowError for messages written in another way, which nobody said to a model."""
     if not isinstance(cell, str) or not cell.lstrip().startswith(("[", "{")):
         return cell
     for read in (str, lambda text: json.dumps(ast.literal_eval(text))):
@@ -165,24 +163,41 @@ def unpacked(cell: Any, column: str = "") -> Any:
     return cell
 
 
+def conversation_object(cell: Any) -> Mapping[str, Any] | None:
+    """Return the object with ``messages`` that a value is, or holds as JSON; None for another value."""
+    found = unpacked(cell) if isinstance(cell, str) and '"messages"' in cell else cell
+    return found if isinstance(found, Mapping) and isinstance(found.get("messages"), list) else None
+
+
 def messages_in(cell: Any, column: str) -> Any:
-    """Return the messages that a text holds, or the value as it is."""
-    if not isinstance(cell, str) or not _IS_OBJECT.match(cell):
+    """Return the messages that a value holds, also as the text of JSON; another value as it is. JSON of
+    anything else is a text."""
+    found = unpacked(cell, column)
+    if isinstance(found, Mapping) and isinstance(found.get("messages"), list):
+        return found["messages"]
+    if not isinstance(cell, str):
         return cell
-    entries = unpacked(cell, column)
-    messages = entries if isinstance(entries, list) else [entries]
-    return entries if _IS_MESSAGE.match(cell) or all(map(_is_message, messages)) else cell
+    messages = found if isinstance(found, list) else [found]
+    speakers = [_speaker(message) for message in messages]
+    if column in READ["conversation"] and all(isinstance(message, str) for message in messages):
+        return found
+    known = any(isinstance(speaker, str) and speaker in ROLES for speaker in speakers)
+    return found if known and None not in speakers else cell
 
 
-def _is_message(entry: Any) -> bool:
-    return isinstance(entry, Mapping) and (
-        {"role", "content"} <= set(entry) or {"from", "value"} <= set(entry)
-    )
+def _speaker(entry: Any) -> Any:
+    """Return who says a message; None for what is no message."""
+    if not isinstance(entry, Mapping):
+        return None
+    if "role" in entry:
+        return entry["role"] if "content" in entry or "tool_calls" in entry else None
+    return entry.get("from") if "value" in entry else None
 
 
 def turns(messages: Any, column: str) -> tuple[Turn, ...]:
     """Return chat messages ``[{role, content}, …]``, or ShareGPT's ``[{from, value}, …]``, as turns. A string
-    becomes one user turn unless it holds messages as JSON, and a single message a list of one."""
+    becomes one user turn unless it holds messages as JSON, a single message a list of one, and of a list of
+    texts user and assistant say one each in turn."""
     messages = messages_in(messages, column)
     if isinstance(messages, str):
         return (Turn("user", messages),)
@@ -190,14 +205,55 @@ def turns(messages: Any, column: str) -> tuple[Turn, ...]:
         messages = [messages]
     if not isinstance(messages, list) or not messages:
         raise RowError(f"{column!r} is neither a string nor a list of messages")
-    if isinstance(messages[-1], Mapping) and (
-        off := [key for key in _LEARNED if messages[-1].get(key) in (0, "0")]
-    ):
-        raise LeftOutError(
-            f"the last message of {column!r} says {off[0]!r}: {messages[-1][off[0]]}, not to be learned"
-        )
+    if all(isinstance(message, str) for message in messages):
+        return tuple(Turn(("user", "assistant")[i % 2], text) for i, text in enumerate(messages))
     calling = any(isinstance(message, Mapping) and message.get("tool_calls") for message in messages)
     return tuple(_turn(message, column, calling) for message in messages)
+
+
+_MARKS = ("weight", "train", "training", "trainable", "loss")
+"""Keys by which a message says whether it is learned."""
+
+
+def marks(messages: Any, column: str) -> list[bool | None]:
+    """Return for each message whether it says that it is learned, or that it is not; None where it says
+    neither. Raises RowError for a mark that is neither."""
+    messages = messages_in(messages, column)
+    messages = [messages] if isinstance(messages, Mapping) else messages
+    found: list[bool | None] = []
+    for message in messages if isinstance(messages, list) else ():
+        keys = message if isinstance(message, Mapping) else {}
+        said = [truth(keys, key) for key in _MARKS if keys.get(key) is not None]
+        if len(set(said)) > 1:
+            raise RowError(f"a message of {column!r} says that it is learned, and that it is not")
+        found.append(said[0] if said else None)
+    return found
+
+
+def trained_at(conversation: tuple[Turn, ...], marked: list[bool | None], which: str | None) -> list[int]:
+    """Return which turns of a conversation are trained on: those that are marked, where ``which``
+    (``data.trained_turns``) is None or ``marked``; without marks, or with ``last``, the last one."""
+    answers = [i for i, turn in enumerate(conversation) if turn.role == "assistant"]
+    marked = [None] * (len(conversation) - len(marked)) + marked
+    if which == "all":
+        return [i for i in answers if not conversation[i].calls]
+    if which == "last" or not any(marked[i] is not None for i in answers):
+        return [len(conversation) - 1] if which != "marked" and marked[-1:] != [False] else []
+    learned = [i for i in answers if marked[i]]
+    return learned or [i for i in answers if marked[i] is None]
+
+
+def _check_marks(messages: Any, column: str, config: DataConfig | None) -> None:
+    """Raise LeftOutError for messages whose last one is not to be learned, RowError where others are to be,
+    which a row of one answer cannot train."""
+    *earlier, last = marks(messages, column) or [None]
+    if last is False:
+        raise LeftOutError(f"the last message of {column!r} is marked as not to be learned")
+    if any(earlier) and (config is None or config.trained_turns != "last"):
+        raise RowError(
+            f"messages of {column!r} before the last are marked to be learned, and these rows train one "
+            "answer: type data.trained_turns=last"
+        )
 
 
 def keys_of(message: Values, column: str, calling: bool) -> str:
@@ -317,7 +373,9 @@ def _completion(completion: str | Completion) -> Completion:
     return Completion(completion) if isinstance(completion, str) else completion
 
 
-def answered(head: tuple[Turn, ...], completion: Any, column: str) -> tuple[tuple[Turn, ...], Completion]:
+def answered(
+    head: tuple[Turn, ...], completion: Any, column: str, config: DataConfig | None = None
+) -> tuple[tuple[Turn, ...], Completion]:
     """Return (conversation, answer) of a completion column.
 
     A string answers ``head``. Messages end with the assistant's answer. The messages before it either
@@ -329,6 +387,7 @@ def answered(head: tuple[Turn, ...], completion: Any, column: str) -> tuple[tupl
         raise RowError(f"the prompt does not end with a user turn but with an answer, and {column!r} is one")
     if isinstance(completion, str):
         return head, Completion(completion)
+    _check_marks(completion, column, config)
     before, answer = _last(turns(completion, column), column)
     if not before or before[0].role == "assistant":
         return head + before, answer
@@ -365,34 +424,46 @@ def _within(part: tuple[Turn, ...], whole: tuple[Turn, ...]) -> bool:
     return any(all(map(_same, part, whole[i : i + len(part)])) for i in range(len(whole) - len(part) + 1))
 
 
-def exchange(values: Values) -> tuple[Prompt, Completion]:
+def exchange(values: Values, config: DataConfig) -> tuple[Prompt, Completion]:
     """Return (prompt, answer) of a row with one answer: a column of its own, or the last turn of a
     conversation."""
-    column = named(values, "answer")
+    column = answer_column(values, config)
     if column is not None:
-        conversation, answer = answered(question(values), value(values, column), column)
+        conversation, answer = answered(question(values), value(values, column), column, config)
     else:
         column = named(values, "conversation")
         if column is None:
             raise RowError("no 'completion'" if "completion" in values else "no column 'completion'")
+        _check_marks(value(values, column), column, config)
         conversation, answer = _last(asked(values, column), column)
     return prompt_of(led(values, conversation), values.get("reference")), answer
+
+
+def answer_column(values: Values, config: DataConfig) -> str | None:
+    """Return the column of a row's answer; None if it is the end of the conversation that it asks."""
+    mapped = "prompt" in (config.columns or {})  # what is typed as the prompt is asked
+    return named(values, "answer") or (named(values, "conversation") if mapped else None)
 
 
 # The formats: what a row becomes
 
 
-def _paired(values: Values, chosen: str, rejected: str) -> Group:
+def _paired(values: Values, chosen: str, rejected: str, config: DataConfig) -> Group:
     """Return the pair of two columns. Without a question, their common beginning is the prompt."""
     good, bad = (messages_in(value(values, column), column) for column in (chosen, rejected))
     head = asked(values)
-    if named(values, "question") is None and isinstance(good, str):
-        if answer_at(good) is None and (there := [name for name in READ["question"] if name in values]):
+    whole = [cell for cell in (good, bad) if not isinstance(cell, str)]
+    if named(values, "question") is None and len(whole) == 1:
+        head = (*head, *turns(whole[0], chosen)[:-1])  # a conversation, and a text in place of its end
+    if named(values, "question") is None and not whole:
+        if answer_at(good, text(values, rejected)) is None and (
+            there := [name for name in READ["question"] if name in values]
+        ):
             raise RowError(f"no {there[0]!r}")
         shared = common_beginning(good, text(values, rejected))
         head, good, bad = (*head, *turns(shared, chosen)), good[len(shared) :], bad[len(shared) :]
-    conversation, better = answered(head, good, chosen)
-    other, worse = answered(head, bad, rejected)
+    conversation, better = answered(head, good, chosen, config)
+    other, worse = answered(head, bad, rejected, config)
     if conversation != other:
         raise RowError(f"{chosen} and {rejected} answer different conversations")
     return pair(prompt_of(led(values, conversation), values.get("reference")), better, worse)
@@ -402,7 +473,7 @@ def _paired(values: Values, chosen: str, rejected: str) -> Group:
 def preference(values: Values, config: DataConfig) -> Group:
     """A question, ``chosen`` and ``rejected``, as strings or messages; without a question, their common
     beginning is the prompt."""
-    return _paired(values, "chosen", "rejected")
+    return _paired(values, "chosen", "rejected", config)
 
 
 @each_row
@@ -417,7 +488,7 @@ def compared(values: Values, config: DataConfig) -> Group:
     word = str(int(winner) if isinstance(winner, float) and winner.is_integer() else winner).strip().lower()
     for (better, letter), (worse, _) in (two, two[::-1]):
         if word in (better.lower(), letter, f"model_{letter}"):
-            return _paired(values, better, worse)
+            return _paired(values, better, worse, config)
     if word.startswith(("tie", "both", "neither", "draw")):
         raise LeftOutError("a tie")
     raise RowError(
@@ -426,37 +497,26 @@ def compared(values: Values, config: DataConfig) -> Group:
     )
 
 
-def common_beginning(one: str, other: str) -> str:
-    """Return the implicit prompt of two strings: their common beginning, up to the end of a word, or of two
-    rendered dialogues what stands before their last answers.
-
-    The space before the first differing word belongs to the completions (it is part of their first token).
-    Raises RowError for two dialogues that differ before.
-    """
-    at = answer_at(one)
-    if at is not None and answer_at(other) is not None:
-        if one[:at] != other[:at]:
-            raise RowError("chosen and rejected answer different conversations")
-        return one[:at]
-    length = next(
-        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-    )
-    while length > 0 and not (length == min(len(one), len(other)) or one[length].isspace()):
-        length -= 1
-    return one[:length]
-
-
 @each_row
-def prompt_completion(values: Values, config: DataConfig) -> Group:
+def prompt_completion(values: Values, config: DataConfig) -> Group | list[Group]:
     """A question and ``completion`` (Alpaca: ``output``), or messages that end with the answer. The result is
-    a demonstration."""
-    return demonstration(*exchange(values))
+    a demonstration, or one for each turn that is trained on."""
+    column = named(values, "conversation")
+    if column is None or answer_column(values, config) is not None:
+        return demonstration(*exchange(values, config))
+    conversation = asked(values, column)
+    trained = trained_at(conversation, marks(value(values, column), column), config.trained_turns)
+    if not trained:
+        raise LeftOutError(f"no answer of {column!r} is to be learned")
+    reference = values.get("reference")
+    exchanges = [_last(conversation[: i + 1], column) for i in trained]
+    return [demonstration(prompt_of(before, reference), answer) for before, answer in exchanges]
 
 
 @each_row
 def unpaired(values: Values, config: DataConfig) -> Group:
     """``prompt_completion`` and ``label`` or ``kto_tag`` (true: desirable)."""
-    prompt, answer = exchange(values)
+    prompt, answer = exchange(values, config)
     reward = 1.0 if truth(values, named(values, "label") or "label") else -1.0
     return Group(prompt, (answer,), (reward,))
 
@@ -483,7 +543,7 @@ def other_columns(values: Values, config: DataConfig) -> str:
 
 def scored(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
     """``prompt_completion`` and ``reward``, a number; the rows of a prompt are one group."""
-    return _gathered(rows, lambda values: (*exchange(values), number(values, "reward")))
+    return _gathered(rows, lambda values: (*exchange(values, config), number(values, "reward")))
 
 
 # HALOs' feedback files

@@ -28,7 +28,6 @@ from config.schema_data import DataConfig
 from data.columns import Values
 from data.formats import (
     answered,
-    are_finite,
     each_row,
     keys_of,
     listed,
@@ -39,6 +38,7 @@ from data.formats import (
     truth,
     with_tools,
 )
+from data.json_values import are_finite
 from data.rows import Row, RowError, read_rows
 from data.types import Completion, Group, Prompt
 

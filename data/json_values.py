@@ -4,6 +4,7 @@ that is no valid text, a number that Python cannot hold, nesting too deep for re
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from typing import Any
@@ -17,6 +18,8 @@ closer check."""
 _BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 """A text, whole or cut off by the end, or a bracket outside of texts."""
 _DECODER = json.JSONDecoder()
+LARGEST = 3.4028234663852886e38
+"""The largest finite number of float32."""
 
 
 def parsed(text: str, at: int) -> tuple[Any, int, str | None]:
@@ -65,3 +68,12 @@ def is_text(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def are_finite(numbers: list[Any], most: float = LARGEST) -> bool:
+    """Return whether all ``numbers`` are numbers that are finite in float32, in which they are computed with,
+    and at most ``most``. No Python runs for each of them: there are as many as tokens."""
+    if not all(issubclass(kind, int | float) for kind in set(map(type, numbers))):
+        return False
+    inside = not numbers or (min(numbers) >= -LARGEST and max(numbers) <= most)
+    return inside and all(map(math.isfinite, numbers))

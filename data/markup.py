@@ -1,169 +1,162 @@
-"""Texts that are already rendered: chat markup of a known template inside a prompt or an answer, dialogues
-written as text, and prompts that are repeated at the head of their answers.
+"""Texts that hold conversations: dialogues written with headings, which are read back into turns; the markup
+of chat templates, which is refused; and prompts that are repeated at the head of their answers.
 
-A chat template would wrap such a text into one turn, markup and all. So it is read back into turns where it
-can mean one thing only, and the row is dropped with the reason where it cannot. Markup counts only at the
-beginning of a text: a question about markup stays a question.
+A chat template would wrap such a text into one turn, headings and all. Markup counts only at the beginning of
+a text: a question about markup, or one that quotes a dialogue, stays a question.
 """
 
 from __future__ import annotations
 
 import itertools
+import os.path
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from config.schema_data import DataConfig
 from data.rows import Dropped, Row, RowError
 from data.types import Completion, Group, Turn
 
-_ROLES = {
-    **dict.fromkeys(("system", "developer", "<<sys>>", "[system_prompt]"), "system"),
-    **dict.fromkeys(("user", "human", "prompter", "instruction", "[inst]", "<</sys>>"), "user"),
-    **dict.fromkeys(("assistant", "model", "chatbot", "response", "[/inst]"), "assistant"),
-}
 FIRST = 64
-"""Groups at the beginning that show whether answers repeat their prompts."""
-
-
-@dataclass(frozen=True)
-class Markup:
-    """How one family of chat templates writes turns."""
-
-    name: str
-    opens: re.Pattern[str]
-    """The beginning of a turn; its group ``role`` says who speaks."""
-    closes: tuple[str, ...] = ()
-    """What may end a turn."""
-    begins: re.Pattern[str] = re.compile("(?!)")
-    """What a template writes before the first turn."""
-    system_before: bool = False
-    """Whether words before the first turn are the system's."""
-
-    @property
-    def plain(self) -> bool:
-        """Whether turns are marked by words alone, which a person may write too."""
-        return not self.closes
-
-    def openings(self, text: str) -> tuple[str, list[re.Match[str]]]:
-        """Return (the words before the first turn, the beginnings of the turns), without any if the text does
-        not begin with a turn, or with words whose speakers do not take turns."""
-        matches = list(self.opens.finditer(text))
-        before = self.begins.sub("", text[: matches[0].start()]).strip() if matches else ""
-        if (before and not self.system_before) or (self.plain and not _alternate(map(_role, matches))):
-            return "", []
-        return before, matches
-
-
-def _markup(name: str, opens: str, *closes: str, begins: str = "(?!)", before: bool = False) -> Markup:
-    return Markup(name, re.compile(opens), closes, re.compile(begins), before)
-
-
-MARKUPS = (
-    _markup(
-        "Llama 2 and Mistral",
-        r"(?s)(?:(?:<s>|\[INST\](?!\s*\[/INST\])|\[/SYSTEM_PROMPT\])\s*)*"
-        r"(?P<role>\[/INST\]|(?:<</?SYS>>|\[INST\]|\[SYSTEM_PROMPT\])(?=.*\[/INST\]))",
-        "</s>",
-    ),
-    _markup("ChatML", r"<\|im_start\|>(?P<role>\w+)(?:\n|<\|im_sep\|>|$)", "<|im_end|>", "<|endoftext|>"),
-    _markup(
-        "Llama 3",
-        r"<\|start_header_id\|>(?P<role>\w+)<\|end_header_id\|>",
-        *("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"),
-        begins=r"<\|begin_of_text\|>",
-    ),
-    _markup(
-        "Llama 4",
-        r"<\|header_start\|>(?P<role>\w+)<\|header_end\|>",
-        "<|eot|>",
-        begins=r"<\|begin_of_text\|>",
-    ),
-    _markup("Gemma", r"<start_of_turn>(?P<role>\w+)(?:\n|$)", "<end_of_turn>", "<eos>", begins="<bos>"),
-    _markup("Granite", r"<\|start_of_role\|>(?P<role>\w+)<\|end_of_role\|>", "<|end_of_text|>"),
-    _markup("harmony", r"<\|start\|>(?P<role>\w+)<\|message\|>", "<|end|>", "<|return|>"),
-    _markup(
-        "Command R",
-        r"<\|START_OF_TURN_TOKEN\|><\|(?P<role>\w+)_TOKEN\|>",
-        "<|END_OF_TURN_TOKEN|>",
-        begins="<BOS_TOKEN>",
-    ),
-    _markup(
-        "DeepSeek",
-        r"<｜(?P<role>User|Assistant)｜>",
-        "<｜end▁of▁sentence｜>",
-        begins="<｜begin▁of▁sentence｜>",
-        before=True,
-    ),
-    _markup(
-        "Zephyr and Phi-3",
-        r"<\|(?P<role>system|user|assistant|prompter|human)\|>\n?",
-        *("</s>", "<|end|>", "<|endoftext|>"),
-        begins="<s>",
-    ),
-    _markup("Human and Assistant", r"(?:\A\s*|\n\n)(?P<role>Human|Assistant):"),
-    _markup(
-        "Alpaca",
-        r"(?:\A\s*|\n)### ?(?P<role>System|Instruction|User|Human|Response|Assistant):",
-        begins=r"Below is an instruction that describes a task[^\n]*",
-        before=True,
-    ),
-    _markup("Vicuna", r"(?:\A|\s)(?P<role>USER|ASSISTANT):", before=True),
+"""Groups at the beginning that show whether prompts are dialogues, and whether answers repeat them."""
+MOST = 0.8
+"""Share of the texts that two headings alternate in where they are a dialogue's."""
+_TEMPLATE = re.compile(
+    r"\s*(?:<s>|<bos>)?\s*(<[|｜][^<>\s]{1,40}[|｜]>|<start_of_turn>|\[INST\]|<<SYS>>|\[SYSTEM_PROMPT\])"
 )
+"""How a text begins that a chat template wrote."""
+_MARKS = re.compile(r"<[|｜][^<>\s]{1,40}[|｜]>|</?(?:start|end)_of_turn>|\[/?INST\]")
+_CLOSES = re.compile(
+    r"(?:<[|｜]\w*(?:end|eot|eom|eos|return)[\w▁]*[|｜]>|</s>|<eos>|<end_of_turn>)\s*\Z", re.IGNORECASE
+)
+"""What ends a turn."""
+_HEADING = re.compile(r"(?:\A|\n|(?<=\s)(?=[A-Z]{4,}:))\s*(?:#+ ?)?(?P<who>[^\W\d_]+(?: [^\W\d_]+)?) ?[:：]")
+"""A short heading with a colon at the beginning of a line, or in capitals."""
+_SYSTEM = ("system",)
+_SPEAKERS = {
+    "user",
+    "human",
+    "prompter",
+    "instruction",
+    "assistant",
+    "chatbot",
+    "model",
+    "response",
+    "gpt",
+    "bot",
+}
+"""Headings that are a dialogue's even where they come once."""
 _SPACE_BEHIND = re.compile(r"\A(?:[ \t]*\n)+(?: (?! ))?|\A[ \t]+")
-_HINTS = re.compile(r"<\||<｜|<start_of_turn>|\[INST\]|Human:|###|USER:")
-_CLOSES = tuple({end for markup in MARKUPS for end in markup.closes})
+
+Headings = tuple[str, str]
+"""The headings of who asks and of who answers, in small letters."""
 
 
-def _role(match: re.Match[str]) -> str | None:
-    return _ROLES.get(match["role"].lower())
+def _who(match: re.Match[str]) -> str:
+    return match["who"].lower()
 
 
-def _read(text: str) -> tuple[Markup, str, list[re.Match[str]]] | None:
-    """Return (the markup, the words before the first turn, the beginnings of the turns) of a text that a
-    known template could have written; None for any other text."""
-    if not _HINTS.search(text):
+def _alternating(text: str, headings: Headings) -> list[re.Match[str]]:
+    """Return the places of two headings in a text; [] unless they take turns, who asks first."""
+    found = [match for match in _HEADING.finditer(text) if _who(match) in headings]
+    in_turn = all(_who(match) == headings[i % 2] for i, match in enumerate(found))
+    return found if in_turn else []
+
+
+def _begins(text: str, match: re.Match[str]) -> bool:
+    """Return whether a text begins with a heading, or with words before it and ends behind another."""
+    opened = _HEADING.search(text)
+    assert opened is not None
+    before = text[: match.start()].strip()
+    return not before or _who(opened) in _SYSTEM or text.rstrip().endswith((":", "："))
+
+
+def headings_of(texts: Sequence[str]) -> Headings | None:
+    """Return the two headings that alternate in most of the texts; None if there are none."""
+    found = {text: list(_HEADING.finditer(text)) for text in texts}
+    spoken = {text: [m for m in matches if _who(m) not in _SYSTEM] for text, matches in found.items()}
+    first = Counter(_who(spoken[t][0]) for t in texts if spoken[t] and _begins(t, spoken[t][0])).most_common(
+        1
+    )
+    if not first or first[0][1] < MOST * len(texts):
         return None
-    found = ((markup, *markup.openings(text)) for markup in MARKUPS)
-    return next((one for one in found if one[2]), None)
+    asks, best = first[0][0], (0, 0, 0)
+    answers = None
+    for who in {_who(match) for matches in spoken.values() for match in matches} - {asks}:
+        turns = [_alternating(text, (asks, who)) for text in texts]
+        both = [matches for matches in turns if len(matches) > 1]
+        places = sum(matches[1].start() for matches in both)
+        rank = len(both), sum(map(len, both)), places
+        if sum(map(bool, turns)) >= MOST * len(texts) and 2 * len(both) >= len(texts) and rank > best:
+            answers, best = who, rank
+    return None if answers is None else (asks, answers)
 
 
-def dialogue(text: str) -> tuple[Markup, list[Turn]] | None:
-    """Return (the markup, the turns, stripped) of a text that a known template could have written; None for
-    any other text. A last turn of the assistant without words is the point where the answer begins. Raises
-    RowError for a turn of somebody else than system, user and assistant."""
-    found = _read(text)
-    if found is None:
+def read_dialogue(text: str, headings: Headings, repeated: bool) -> list[Turn] | None:
+    """Return the turns of a prompt that is a dialogue; None for another text. ``repeated``: whether headings
+    come more than once in the data. Raises RowError for a dialogue that ends with an answer."""
+    matches = _alternating(text, headings)
+    if not matches or not _begins(text, matches[0]):
         return None
-    markup, before, matches = found
-    turns = [Turn("system", before)] if before else []
-    for match, end in zip(matches, [*(m.start() for m in matches[1:]), len(text)], strict=True):
-        if (role := _role(match)) is None:
-            raise RowError(f"a text in the markup of {markup.name} has a turn of {match['role']!r}")
-        turns.append(Turn(role, _without_end(text[match.end() : end], markup.closes).strip()))
-    return markup, turns
+    before = re.sub(r"\A\s*System:", "", text[: matches[0].start()], flags=re.IGNORECASE).strip()
+    ends = [*(match.start() for match in matches[1:]), len(text)]
+    contents = [text[match.end() : end].strip() for match, end in zip(matches, ends, strict=True)]
+    sure = repeated or not _SPEAKERS.isdisjoint(headings)
+    if len(matches) % 2 == 0 and contents.pop():
+        if not sure:
+            return None
+        raise RowError(
+            f"the prompt is a dialogue of {headings[0]!r} and {headings[1]!r} that ends with an answer: end "
+            "it with a question, or type data.read_markup=off to train on texts as they are"
+        )
+    if len(matches) == 1 and not sure:
+        return None
+    turns = [Turn(("user", "assistant")[i % 2], content) for i, content in enumerate(contents)]
+    return [Turn("system", before), *turns] if before else turns
 
 
-def answer_at(text: str) -> int | None:
-    """Return where the last answer of a rendered dialogue begins, behind its heading; None for other
-    texts."""
-    _, _, matches = _read(text) or (None, "", [])
-    return matches[-1].end() if matches and _role(matches[-1]) == "assistant" else None
+def answer_at(one: str, other: str) -> int | None:
+    """Return where the answers of two whole dialogues begin, behind the last heading that both have; None for
+    other texts. Raises RowError for dialogues that differ before."""
+    shared = len(os.path.commonprefix([one, other]))
+    opened = [
+        match for match in _HEADING.finditer(one) if match.end() <= shared and _who(match) not in _SYSTEM
+    ]
+    asks = _who(opened[0]) if opened else ""
+    for match in reversed(opened[1:]):
+        headings = asks, _who(match)
+        turns = _alternating(one, headings), _alternating(other, headings)
+        if (
+            len(turns[0]) == len(turns[1]) > 1
+            and turns[0][-1].end() == match.end()
+            and len(turns[0]) % 2 == 0
+        ):
+            return match.end()
+    known = [{_who(m) for m in _HEADING.finditer(text)} & _SPEAKERS for text in (one, other)]
+    first = _HEADING.match(one)
+    if first and _who(first) in _SPEAKERS and len(known[0]) > 1 and known[0] == known[1]:
+        raise RowError("chosen and rejected answer different conversations")
+    return None
 
 
-def _without_end(text: str, closes: tuple[str, ...]) -> str:
-    """Return the text without what closes its turn."""
-    while (bare := text.rstrip()).endswith(closes):
-        if bare.endswith("</s>") and "<s>" in bare[bare.rfind("</s>", 0, -1) + 1 :]:
-            break  # struck out, in HTML
-        text = next(bare.removesuffix(end) for end in closes if bare.endswith(end))
-    return text
+def common_beginning(one: str, other: str) -> str:
+    """Return the implicit prompt of two strings: their common beginning, up to the end of a word, or of two
+    rendered dialogues what stands before their last answers.
 
-
-def _alternate(roles: Iterable[str | None]) -> bool:
-    """Return whether user and assistant take turns, the user first, with system turns anywhere."""
-    spoken = [role for role in roles if role != "system"]
-    return spoken == [("user", "assistant")[i % 2] for i in range(len(spoken))]
+    The space before the first differing word belongs to the completions (it is part of their first token).
+    Raises RowError for two dialogues that differ before.
+    """
+    at = answer_at(one, other)
+    if at is not None:
+        return one[:at]
+    length = next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
+    ends = min(len(one), len(other))  # a script without spaces is cut behind a sentence
+    while length > 0 and not (length == ends or one[length].isspace() or one[length - 1] in "。！？：\n"):
+        length -= 1
+    return one[:length]
 
 
 Converted = tuple[Group | Dropped, Row | None]
@@ -177,18 +170,28 @@ class Reader:
     config: DataConfig
     notes: dict[str, tuple[int, str]] = field(default_factory=dict)
     """What was read back -> (number of rows, the first of them)"""
+    headings: Headings | None = None
+    """Of the dialogues that the prompts are"""
+    repeated: bool = False
+    """Whether a fifth of the prompts have more than two turns"""
+    counted: tuple[Row | None, int] = None, 0
+    """The row before, and the answers in its last prompt"""
 
     def read(self, rows: Iterator[Converted]) -> Iterator[Converted]:
         """Yield what rows became, with their rows: groups with their texts read back, and for markup that can
         mean more than one thing the reason. Where no chat template is applied, a rendered text is right as it
         is, and nothing changes."""
-        if not self.config.apply_chat_template:
+        if not self.config.apply_chat_template or self.config.read_markup == "off":
             yield from rows
             return
         first = list(itertools.islice(rows, FIRST))
         answered = [group for group, _ in first if isinstance(group, Group) and group.completions]
         repeat = sum(map(repeats_prompt, answered))
         repeated = repeat == len(answered) > 1
+        asked = [g.prompt.turns[-1].content for g, _ in first if isinstance(g, Group)]
+        self.headings = headings_of(asked) if asked else None
+        places = [_alternating(text, self.headings) for text in asked] if self.headings else []
+        self.repeated = 5 * sum(len(matches) > 2 for matches in places) >= len(asked)
         for group, row in itertools.chain(first, rows):
             if not isinstance(group, Group):
                 yield group, row
@@ -202,17 +205,53 @@ class Reader:
                         self._note("rows whose answers begin with the prompt, as not all do: left so", row)
                 if any(wordless(completion) for completion in group.completions):
                     self._note("rows with an answer without a word, which teaches to end at once", row)
-                name, group = unrendered(group)
-                if name:
-                    self._note(f"rows in the markup of {name}, read as turns", row)
+                group = self._unrendered(group, row)
+                self._count_context(group, row)
                 yield group, row
             except RowError as error:
                 yield error.dropped(row), row
 
-    def _note(self, what: str, row: Row | None) -> None:
+    def _unrendered(self, group: Group, row: Row | None) -> Group:
+        """Return the group with a dialogue read into turns, and answers without what ends their turn. Raises
+        RowError for the markup of a chat template."""
+        turns, answers = group.prompt.turns, list(group.completions)
+        texts = [turn.content for turn in turns[-1:]] + [c.text or "" for c in answers if c.token_ids is None]
+        for text in texts:
+            if (mark := _TEMPLATE.match(text)) and len(_MARKS.findall(text)) > 1:
+                raise RowError(
+                    f"a text is in the markup of a chat template ({mark[1]}): give messages, or type "
+                    "data.apply_chat_template=false to train on texts as they are"
+                )
+        read = None
+        if self.headings and turns[-1].role == "user":
+            read = read_dialogue(turns[-1].content, self.headings, self.repeated)
+        if read is not None and self.headings:
+            self._note("rows of dialogues of {!r} and {!r}, read as turns".format(*self.headings), row)
+            head = turns[:-1] if read[0].role != "system" else [t for t in turns[:-1] if t.role != "system"]
+            group = replace(group, prompt=replace(group.prompt, turns=(*head, *read)))
+        for i, answer in enumerate(answers):
+            if answer.token_ids is None and answer.text:
+                text = _without_heading(answer.text, self.headings) if read is not None else answer.text
+                bare = _CLOSES.sub("", text)
+                if bare != text and bare.count("<s>") <= bare.count("</s>"):  # else struck out, in HTML
+                    text = bare
+                    self._note("rows with an end of turn behind answers, which was taken off", row)
+                answers[i] = answer if text == answer.text else replace(answer, text=text)
+        return replace(group, completions=tuple(answers))
+
+    def _count_context(self, group: Group, row: Row | None) -> None:
+        """Count the earlier answers of a row that none of its groups trains on."""
+        answers = sum(turn.role == "assistant" for turn in group.prompt.turns)
+        before = self.counted[1] + 1 if row is not None and self.counted[0] is row else 0
+        self.counted = row, answers
+        way = " (data.trained_turns=all trains on them)" if group.rewards == (1.0,) else ""
+        if group.completions and answers > before:
+            self._note(f"answers of earlier turns are context alone{way}", row, answers - before)
+
+    def _note(self, what: str, row: Row | None, n: int = 1) -> None:
         here = f"{row.file}, row {row.number}" if row else "of several rows"
         count, first = self.notes.get(what, (0, here))
-        self.notes[what] = count + 1, first
+        self.notes[what] = count + n, first
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -247,64 +286,7 @@ def without_prompt(group: Group) -> Group:
     return replace(group, completions=tuple(kept))
 
 
-def unrendered(group: Group) -> tuple[str, Group]:
-    """Return (the name of the markup, the group with turns in place of rendered texts); ("", the same group)
-    without any. Raises RowError for markup that can mean more than one thing."""
-    turns, name, opened = group.prompt.turns, "", ""
-    found = dialogue(turns[-1].content) if turns[-1].role == "user" else None
-    if found is not None and _asks(*found):
-        name, read = found[0].name, found[1]
-        if read[-1].role == "assistant":  # words behind its heading open every answer (<think>)
-            opened = read.pop().content
-            opened = turns[-1].content[turns[-1].content.rindex(opened) :] if opened else ""
-        if not read or read[-1].role != "user":
-            raise RowError(f"the prompt, in the markup of {name}, does not end with a user turn")
-        turns = _behind(turns[:-1], read)
-    answers = []
-    for completion in group.completions:
-        text = completion.text or ""
-        if completion.token_ids is None:
-            inside, turns, text = _answer(turns, text, name)
-            name = name or inside
-            if found is not None and name:  # the space behind a heading is the markup's
-                text = text.strip() if not opened else text.rstrip()
-            completion = replace(completion, text=opened + text) if name else completion
-        answers.append(completion)
-    if not name:
-        return "", group
-    return name, replace(group, prompt=replace(group.prompt, turns=turns), completions=tuple(answers))
-
-
-def _asks(markup: Markup, turns: list[Turn]) -> bool:
-    """Return whether a prompt in this markup is surely a template's. Words that a person may write are, where
-    they end with the heading of the answer to come."""
-    answered = turns[-1].role == "assistant"
-    return not markup.plain or (not turns[-1].content if answered else not markup.system_before)
-
-
-def _answer(turns: tuple[Turn, ...], text: str, name: str) -> tuple[str, tuple[Turn, ...], str]:
-    """Return (the name of the answer's own markup or "", the prompt's turns, the answer's words). ``name``:
-    the markup of the prompt."""
-    found = dialogue(text)
-    if found is not None and not (found[0].plain and found[0].system_before):
-        inside, read = found[0].name, found[1]
-        if read[-1].role != "assistant" or not read[-1].content:
-            raise RowError(f"an answer, in the markup of {inside}, does not end with the assistant's words")
-        before = read[:-1]
-        if before and turns[-1].content.strip() not in [t.content for t in before if t.role == "user"]:
-            raise RowError(f"the conversation in an answer, in the markup of {inside}, is not the prompt's")
-        whole = before and (len(turns) == 1 or before[0].role == "system" or len(before) >= len(turns))
-        if whole:
-            turns = _behind(turns[:-1] if len(turns) == 1 else (), before)
-        return inside, turns, read[-1].content
-    if name and any(m.opens.search(text) for m in MARKUPS[1:] if not m.plain):  # brackets alone are words
-        raise RowError(f"an answer behind a prompt in the markup of {name} holds further turns")
-    left = _without_end(text, _CLOSES)
-    return "" if left == text else "an end of turn behind answers", turns, left
-
-
-def _behind(head: tuple[Turn, ...], read: list[Turn]) -> tuple[Turn, ...]:
-    """Return ``read`` behind the turns of ``head``; a system turn in ``read`` takes the place of theirs."""
-    if any(turn.role == "system" for turn in read):
-        head = tuple(turn for turn in head if turn.role != "system")
-    return (*head, *read)
+def _without_heading(text: str, headings: Headings | None) -> str:
+    """Return an answer, stripped, without the heading of who answers."""
+    match = _HEADING.match(text)
+    return (text[match.end() :] if match and headings and _who(match) == headings[1] else text).strip()

@@ -11,9 +11,10 @@ import numpy as np
 from common.errors import ConfigError
 from config.files import group_file
 from config.schema_data import DataConfig, MixPart
-from data.group_store import Groups, gathered, picked, prompt_ids
 from data.rows import Loaded
 from data.sources import load_groups, load_splits
+from data.types import Group
+from data.views import prompt_ids
 
 
 def mixed(config: DataConfig, split: str) -> Loaded:
@@ -35,7 +36,7 @@ def mixed(config: DataConfig, split: str) -> Loaded:
         both = [load_splits(part) for part in parts]
         held_out = np.concatenate([prompt_ids(evaluation.groups) for _, evaluation in both])
         loaded = [
-            replace(train, groups=picked(train.groups, np.flatnonzero(~np.isin(ids, held_out))))
+            replace(train, groups=[train.groups[i] for i in np.flatnonzero(~np.isin(ids, held_out))])
             for train, _ in both
             for ids in [prompt_ids(train.groups)]
         ]
@@ -45,7 +46,7 @@ def mixed(config: DataConfig, split: str) -> Loaded:
         for groups, part in zip(chosen, loaded, strict=True)
     )
     return Loaded(
-        gathered(itertools.chain(*chosen)),
+        list(itertools.chain(*chosen)),
         sum(part.read for part in loaded),
         [row for part in loaded for row in part.dropped],
         origin,
@@ -80,7 +81,7 @@ def part_config(part: MixPart) -> DataConfig:
     return config
 
 
-def by_weight(sets: Sequence[Groups], weights: Sequence[float]) -> list[Groups]:
+def by_weight(sets: Sequence[Sequence[Group]], weights: Sequence[float]) -> list[Sequence[Group]]:
     """Return a part of each set, in proportion to the weights and without repetition, for the largest mix
     that the sets allow. Prompt ids decide which groups are chosen, so that the choice does not depend on the
     order of the rows. An empty set does not limit the mix."""
@@ -89,6 +90,6 @@ def by_weight(sets: Sequence[Groups], weights: Sequence[float]) -> list[Groups]:
     )
     counts = [int(scale * weight + 1e-9) for weight in weights]
     return [
-        picked(groups, np.argsort(prompt_ids(groups), kind="stable")[:n])
+        [groups[i] for i in np.argsort(prompt_ids(groups), kind="stable")[:n]]
         for groups, n in zip(sets, counts, strict=True)
     ]

@@ -19,8 +19,8 @@ import numpy as np
 from common.errors import StoppedError
 from data.chat import CONTROLLED
 from data.examples import Examples, columns_of
-from data.group_store import prompt_ids
 from data.rows import Dropped, Loaded, reasons
+from data.views import prompt_ids
 
 PAPER_WORST_QUARTILE = (-1.03, -0.36)
 """Range of mean token log-probabilities (nats) in the paper's lowest quarter of offline completions, under

@@ -24,9 +24,8 @@ from config.schema_data import DataConfig
 from data import published
 from data.columns import Columns, check_named, question_proposal, renamed
 from data.detection import GENERIC, format_of
-from data.folders import folder_rows, is_saved
+from data.folders import files_of, folder_rows, is_saved
 from data.formats import number
-from data.group_store import gathered, picked, prompt_ids
 from data.markup import Reader
 from data.rows import SUFFIXES, Dropped, Loaded, Row, RowError, class_names, read_rows, reasons, table_rows
 from data.types import Group, Turn
@@ -116,25 +115,25 @@ def _finished(config: DataConfig, loaded: Loaded, split: Split) -> Loaded:
     groups, dropped = loaded.groups, loaded.dropped
     if (threshold := config.score_threshold) > 0:
         far = [
-            i
-            for i, group in enumerate(groups)
+            group
+            for group in groups
             if len(group.rewards) < 2 or exceeds(max(group.rewards), min(group.rewards), threshold)
         ]
         reason = f"rewards differ by less than data.score_threshold={threshold:g}"
         why = Dropped(loaded.origin, 0, reason, intended=True)
         dropped = [*dropped, *[why] * (len(groups) - len(far))]
-        groups = picked(groups, np.array(far, np.int64))
+        groups = far
     if config.system_prompt is not None:
         system = Turn("system", published.SYSTEM_PROMPTS.get(config.system_prompt, config.system_prompt))
-        groups = gathered(
+        groups = [
             group
             if group.prompt.turns[0].role == "system"
             else replace(group, prompt=replace(group.prompt, turns=(system, *group.prompt.turns)))
             for group in groups
-        )
+        ]
     shares = (config.frac_unique_desirable, config.frac_unique_undesirable)
     if split == "train" and shares != (1, 1):
-        groups = gathered(keep_shares(groups, *shares))
+        groups = list(keep_shares(groups, *shares))
     return replace(loaded, groups=groups, dropped=dropped)
 
 
@@ -142,11 +141,15 @@ def hold_out(loaded: Loaded, fraction: float, split: str) -> Loaded:
     """Return the training or the evaluation part of ``loaded``. Evaluation is the ``fraction`` of the prompts
     with the smallest ids, at least one. All groups of a prompt stay together, and a single prompt is not held
     out."""
-    ids = prompt_ids(loaded.groups)
+    of_rows: dict[str, str] = {}  # what a row became stays on one side: the answers of one conversation
+    ids = np.array(
+        [of_rows.setdefault(group.place or group.prompt.id, group.prompt.id) for group in loaded.groups],
+        "S16",
+    )
     distinct = np.unique(ids)
     count = math.ceil(fraction * len(distinct)) if len(distinct) > 1 else 0
     evaluation = np.isin(ids, distinct[:count])
-    kept = picked(loaded.groups, np.flatnonzero(evaluation == (split == "eval")))
+    kept = [loaded.groups[i] for i in np.flatnonzero(evaluation == (split == "eval"))]
     how = (
         f"{count} of {len(distinct)} prompts held out for evaluation by prompt id "
         f"(data.eval_fraction={fraction:g})"
@@ -163,17 +166,19 @@ def local(config: DataConfig, split: str, most: int | None = None) -> Loaded:
     ``data.split`` and ``data.eval_split`` are read. ``most``: of how many rows no more are needed."""
     if split == "eval" and config.eval_path is not None:
         rows = _rows("data.eval_path", config.eval_path, "data.eval_split", config.eval_split)
-        return convert(rows, config, config.eval_path, most)
+        return convert(rows, config, _origin(config.eval_path, config.eval_split), most)
     if config.path is None:
         raise ConfigError("data.path", None, "give the file, as in data.path=pairs.jsonl")
     if split == "train":
         rows = _rows("data.path", config.path, "data.split", config.split)
-        return convert(_of_split(config, rows, config.split), config, config.path, most)
+        return convert(
+            _of_split(config, rows, config.split), config, _origin(config.path, config.split), most
+        )
     if config.eval_split is None:
         return Loaded([], 0, origin="no evaluation data (data.eval_path is null and data.eval_fraction is 0)")
     if _is_folder(config.path):
         rows = _rows("data.path", config.path, "data.eval_split", config.eval_split)
-        return convert(rows, config, f"{config.path} ({config.eval_split})")
+        return convert(rows, config, _origin(config.path, config.eval_split))
     rows = read_rows(Path(config.path))
     if not _has_splits(config) or not any(
         isinstance(row, Row) and row.values.get("split") == config.eval_split for row in rows
@@ -185,6 +190,11 @@ def local(config: DataConfig, split: str, most: int | None = None) -> Loaded:
             "give the evaluation file as data.eval_path",
         )
     return convert(_of_split(config, read_rows(Path(config.path)), config.eval_split), config, config.path)
+
+
+def _origin(path: str, split: str | None) -> str:
+    """Return where rows come from, with the files of a folder that are read."""
+    return f"{path}{files_of(Path(path), split)}" if _is_folder(path) else path
 
 
 def _rows(key: str, path: str, split_key: str, split: str | None) -> Iterator[Row | Dropped]:
@@ -329,7 +339,7 @@ def convert(
             else:
                 yield group
 
-    loaded.groups = gathered(usable())
+    loaded.groups = list(usable())
     if most is None or loaded.read < most:
         seen.check()
     loaded.columns, loaded.unused, loaded.refusal = seen.used, seen.unused, seen.refusal

@@ -9,6 +9,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
 
+import numpy as np
+
 from data.types import Example, Group, Prompt, Sequence
 
 
@@ -211,6 +213,11 @@ def mismatched(batch: list[Example], max_length: int) -> list[Example]:
         row = Sequence(prompt_ids, other.completion_ids[:room], loss_mask=mask)
         paired.append(replace(example, mismatched=row))
     return paired
+
+
+def prompt_ids(groups: Seq[Group]) -> np.ndarray:
+    """Return the id of each group's prompt, [groups] S16."""
+    return np.fromiter((group.prompt.id for group in groups), "S16")
 
 
 def prompts_of(groups: Iterable[Group]) -> list[Prompt]:

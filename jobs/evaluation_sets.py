@@ -15,12 +15,11 @@ from config.schema_data import DataConfig, evaluation_sets
 from data.batches import Segment
 from data.chat import Renderer
 from data.examples import Examples, make_examples, token_ids
-from data.group_store import Groups, prompt_ids
 from data.kinds import advice
 from data.quality import shortened
 from data.rows import Loaded
 from data.types import Group
-from data.views import prompts_of
+from data.views import prompt_ids, prompts_of
 from data.vocabulary import check_vocabulary
 from jobs.plan import check_read, held_out_segment
 from jobs.preflight import errors_of_set
@@ -46,7 +45,7 @@ def load_evaluation_sets(
     config: Config,
     trainer: type[BasicTrainer],
     renderer: Renderer,
-    trained_on: Groups,
+    trained_on: Sequence[Group],
     loaded: Mapping[str, Loaded],
 ) -> list[EvaluationSet]:
     """Return the sets that ``config.evaluations`` names, in its order.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from config.schema import Config
 from data.batches import Segment
 from data.chat import Renderer, vocabulary_fingerprint
 from data.examples import SAYS_NOTHING, ExampleGroups, Examples, columns_of, make_examples, token_ids
-from data.group_store import Groups
 from data.groups import check_token_ids
 from data.kinds import ONE_LABEL, advice
 from data.quality import places
@@ -189,7 +188,9 @@ def training_segment(config: Config, groups: ExampleGroups) -> Segment:
     return Segment(groups, config.model.batch_size, min(units, config.n_examples or units), config.seed)
 
 
-def _tokenised(config: Config, groups: Groups, trainer: type[BasicTrainer], renderer: Renderer) -> Examples:
+def _tokenised(
+    config: Config, groups: Sequence[Group], trainer: type[BasicTrainer], renderer: Renderer
+) -> Examples:
     """Return the tokenised examples of ``groups``.
 
     Rank 0 makes them on all of the machine's cores, and the other ranks read the files that it wrote. A rank

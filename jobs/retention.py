@@ -7,6 +7,7 @@ RL's Razor, arXiv 2509.04259). Its samples come from pi_0, so they are drawn onc
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,7 @@ from torch import Tensor
 
 from common.progress import interruptible
 from data.chat import Renderer
-from data.group_store import Groups
-from data.types import Example, Sequence
+from data.types import Example, Group, Sequence
 from data.views import prompts_of
 from jobs.initial_scores import alone, initial_scores
 from models.distributed import sum_over_ranks
@@ -38,7 +38,7 @@ class InitialKL:
         self,
         trainer: BasicTrainer,
         sampler: Sampler,
-        groups: Groups,
+        groups: Seq[Group],
         renderer: Renderer,
         most: tuple[int, int],
     ) -> None:

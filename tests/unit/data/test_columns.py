@@ -131,11 +131,86 @@ def test_no_known_column_of_a_text_is_unread_in_silence(record: dict) -> None:
             yaml.safe_load(line)
 
 
-@pytest.mark.parametrize("off", [{"weight": 0}, {"train": False}, {"loss": False}])
-def test_an_answer_that_is_not_to_be_learned_is_left_out(off: dict) -> None:
-    rows = [{"messages": [*said(Q, A)[:1], said(Q, A)[1] | key]} for key in (off, {"weight": 1})]
-    (dropped,) = load(*rows).dropped
-    assert dropped.intended and "not to be learned" in dropped.reason
+@pytest.mark.parametrize("key", ["weight", "train", "training", "trainable", "loss"])
+@pytest.mark.parametrize(
+    ("marked", "which", "trained"),
+    [
+        ((None, None, None), None, "c"),
+        ((None, None, None), "all", "abc"),
+        ((None, None, None), "marked", ""),
+        ((True, None, False), None, "a"),
+        ((1, 1, 1), None, "abc"),
+        ((1, "0", "1"), "marked", "ac"),
+        ((0, None, None), None, "bc"),
+        ((True, True, False), "all", "abc"),
+        ((True, True, True), "last", "c"),
+        ((True, True, False), "last", ""),
+        ((False, False, False), None, ""),
+    ],
+)
+def test_the_answers_that_are_trained_are_those_that_a_row_marks(
+    key: str, marked: tuple, which: str | None, trained: str
+) -> None:
+    messages = said(Q, "a", "two", "b", "three", "c")
+    for message, mark in zip(messages[1::2], marked, strict=True):
+        message |= {} if mark is None else {key: mark}
+    loaded = load({"messages": messages}, trained_turns=which)
+    assert [group.completions[0].text for group in loaded.groups] == list(trained)
+    assert [len(group.prompt.turns) for group in loaded.groups] == [1 + 2 * "abc".index(x) for x in trained]
+    assert trained or [d.intended for d in loaded.dropped] == [True]
+    untrained = 0 if not trained else "abc".index(trained[-1]) + 1 - len(trained)
+    assert [line.split(" ")[0] for line in loaded.read_back] == [str(untrained)][: bool(untrained)]
+
+
+def test_marks_that_a_row_of_one_answer_cannot_train_are_refused() -> None:
+    first, second = (
+        [*said(Q), {**said("", A)[1], "weight": one}, *said("two"), {**said("", B)[1], "weight": two}]
+        for one, two in ((1, 1), (0, 0))
+    )
+    pair = {"chosen": first, "rejected": [*first[:-1], {**first[-1], "content": "other"}]}
+    for row in (pair, {"messages": first, "label": True}):
+        (why,) = load(row).dropped
+        assert "before the last are marked" in why.reason and "trained_turns=last" in why.reason
+        assert len(load(row, trained_turns="last").groups) == 1
+    (why,) = load({"messages": second, "label": True}).dropped
+    assert why.intended and "not to be learned" in why.reason
+    (why,) = load({"messages": [*said(Q), {**said("", A)[1], "weight": 0.5}]}).dropped
+    assert "not true or false" in why.reason
+
+
+def test_the_answers_of_one_conversation_are_held_out_together(tmp_path) -> None:
+    rows = [{"messages": said(f"q {i}", "a", f"{i}", "b")} for i in range(40)]
+    config = local(lines(tmp_path / "a.jsonl", rows), trained_turns="all", eval_fraction=0.3)
+    sides = [
+        {g.prompt.turns[0].content for g in load_groups(config, one).groups} for one in ("train", "eval")
+    ]
+    assert sides[0] and sides[1] and not sides[0] & sides[1]
+
+
+@pytest.mark.parametrize(
+    ("record", "group"),
+    [
+        *(
+            ({"prompt": Q, "completion": answer}, ([("user", Q)], [answer], (1.0,)))
+            for answer in ('{"value": "x", "unit": 1}', '{"role": "boss", "content": "x"}', '["a", "b"]')
+        ),
+        ({"conversations": [Q, A]}, ([("user", Q)], [A], (1.0,))),
+        ({"conversations": json.dumps([Q, A])}, ([("user", Q)], [A], (1.0,))),
+        *(
+            ({"chosen": how({"messages": said(Q, A)}), "rejected": how({"messages": said(Q, B)})}, PAIR)
+            for how in (dict, json.dumps)
+        ),
+    ],
+)
+def test_json_is_messages_where_all_of_it_is(record: dict, group: tuple) -> None:
+    assert groups(record) == [group]
+
+
+def test_tools_may_lie_in_the_object_of_a_conversation() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    one, two = (json.dumps({"messages": said(Q, x), "tools": tools}) for x in (A, B))
+    (group,) = load({"chosen": one, "rejected": two}).groups
+    assert json.loads(group.prompt.tools) == tools
 
 
 def test_an_answer_behind_a_conversation_that_has_one_is_named() -> None:

@@ -31,7 +31,6 @@ from data.examples import (
     token_ids,
     with_tokens,
 )
-from data.group_store import gathered
 from data.token_cache import TokenCache
 from data.types import Completion, Example, Group, Prompt, Sequence, Turn
 from tests.tiny import random_groups
@@ -120,15 +119,14 @@ def same(made: Examples, want: list[tuple[Example, ...]], dropped: dict[str, int
 
 
 @settings(max_examples=60)
-@given(st.lists(groups(), max_size=8), st.sampled_from(VIEWS), st.booleans())
-def test_a_table_gives_what_would_be_held(tmp_path_factory, wanted, view, in_file):
+@given(st.lists(groups(), max_size=8), st.sampled_from(VIEWS))
+def test_a_table_gives_what_would_be_held(tmp_path_factory, wanted, view):
     want, dropped = held(wanted, view)
     cache = TokenCache(tmp_path_factory.mktemp("cache"), worth=1)
-    of = gathered(wanted, 0 if in_file else 100)
-    for made in (make_examples(of, view, renderer(), cache) for _ in range(2)):  # written, then read
+    for made in (make_examples(wanted, view, renderer(), cache) for _ in range(2)):  # written, then read
         same(made, want, dropped)
-    same(make_examples(of, view, renderer()), want, dropped)
-    held_in_memory = tuple(make_examples(of, view, renderer()).groups)
+    same(make_examples(wanted, view, renderer()), want, dropped)
+    held_in_memory = tuple(make_examples(wanted, view, renderer()).groups)
     assert groups_digest(made.groups) == groups_digest(held_in_memory), "wherever the rows are"
     order = np.random.default_rng(len(wanted)).permutation(len(want))
     assert plain(picked_groups(made.groups, order)) == plain([want[i] for i in order])
@@ -143,9 +141,10 @@ def pairs_of(count: int) -> Iterator[Group]:
 
 def most_memory(folder: Path, count: int) -> tuple[int, int]:
     """(the most memory at once, what is left at the end), bytes, of pairs made into batches."""
+    groups = list(pairs_of(count))
     gc.collect()
     tracemalloc.start()
-    made = make_examples(gathered(pairs_of(count), 100), views.pairs, renderer(), TokenCache(folder, worth=1))
+    made = make_examples(groups, views.pairs, renderer(), TokenCache(folder, worth=1))
     assert made.count == count and isinstance(made.groups, ExampleTable)
     plan = Segment(made.groups, 8, count, seed=0)
     assert len({example.prompt_id for i in range(3) for example in plan.batch(i)}) == 24
@@ -156,7 +155,7 @@ def most_memory(folder: Path, count: int) -> tuple[int, int]:
 
 
 def test_memory_grows_by_less_than_a_row_of_text_a_pair(tmp_path, monkeypatch):
-    """A pair here is 600 characters and 150 tokens: held as objects it takes 3,000 bytes."""
+    """A pair here is 600 characters and 150 tokens: its rows as objects take 1,500 bytes."""
     monkeypatch.setattr(token_cache, "_write", token_cache._write.__wrapped__)  # the tests' own keeps entries
     few, many = most_memory(tmp_path, 500), most_memory(tmp_path, 1_500)
     most, left = ((b - a) / 1_000 for a, b in zip(few, many, strict=True))

@@ -142,14 +142,25 @@ def test_prompts_are_held_out_of_a_folder_as_of_a_file(tmp_path) -> None:
         (["mine_train.jsonl", "mine_test.jsonl"], {"train": 1, "test": 1}),
         (["validation/a.json", "train/b.json"], {"validation": 1, "train": 1}),
         (["pretraining.jsonl", "latest.jsonl"], {"train": 2}),
+        (["Train.jsonl", "TEST.jsonl"], {"train": 1, "test": 1}),
+        (["pairs.jsonl", "held_out.jsonl", "Held-Out.csv", "holdout.json", "heldout-0.jsonl"],
+         {"train": 1, "held_out": 1, "held-out": 1, "holdout": 1, "heldout-0": 1}),
         (["README.md", "_notes.jsonl", ".hidden/a.jsonl"], {}),
     ],
-)
+)  # fmt: skip
 def test_the_names_of_shards_say_their_split(tmp_path, files, splits) -> None:
     for name in files:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert {split: len(paths) for split, paths in shards(tmp_path).items()} == splits
+
+
+def test_the_files_of_a_folder_that_are_read_are_named(tmp_path) -> None:
+    lines(tmp_path / "Train.jsonl", PAIRS)
+    lines(tmp_path / "Held_out.jsonl", PAIRS[:3])
+    loaded = load(tmp_path)
+    assert loaded.origin == f"{tmp_path} (Train.jsonl)" and texts(loaded) == WHOLE
+    assert load_groups(local(tmp_path, split="held_out"), "train").origin == f"{tmp_path} (Held_out.jsonl)"
 
 
 def test_what_is_wrong_with_a_folder_is_said(tmp_path) -> None:

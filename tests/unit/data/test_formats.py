@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError, DataError
-from data.formats import LARGEST, are_finite, common_beginning
 from data.groups import from_dict, read_groups, to_dict, write_groups
+from data.json_values import LARGEST, are_finite
 from data.kinds import FITTING, kind_of
+from data.markup import common_beginning
 from data.types import Completion, Group, Prompt, Turn
 from tests.full_disk import full_disk
 from tests.tiny import make_config

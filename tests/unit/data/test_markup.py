@@ -1,55 +1,32 @@
-"""Rendered texts are read back into the turns that they came from, in every known markup, and nothing else is
-touched."""
+"""Dialogues that are written as texts are read into the turns that they came from, whatever their headings;
+texts in a chat template's markup are refused; nothing else is touched."""
 
 from __future__ import annotations
-
-import json
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from config.schema_data import DataConfig
-from data.markup import Reader, repeats_prompt, unrendered
-from data.rows import Dropped, Row, RowError
-from data.sources import load_groups
+from data.markup import Reader, repeats_prompt
+from data.rows import Row
 from data.types import Completion, Group, Prompt, Turn
+from tests.unit.data.people import load
 
-# As published templates write them: (before all, a turn of each role, the heading of the answer, its end)
-WRITTEN = {
-    "ChatML": ("", "<|im_start|>{role}\n{text}<|im_end|>\n", "<|im_start|>assistant\n", "<|im_end|>"),
-    "Llama 3": (
-        "<|begin_of_text|>",
-        "<|start_header_id|>{role}<|end_header_id|>\n\n{text}<|eot_id|>",
-        "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        "<|eot_id|>",
-    ),
-    "Gemma": (
-        "<bos>",
-        "<start_of_turn>{role}\n{text}<end_of_turn>\n",
-        "<start_of_turn>model\n",
-        "<end_of_turn>",
-    ),
-    "Zephyr and Phi-3": ("", "<|{role}|>\n{text}</s>\n", "<|assistant|>\n", "</s>"),
-    "Granite": (
-        "",
-        "<|start_of_role|>{role}<|end_of_role|>{text}<|end_of_text|>\n",
-        "<|start_of_role|>assistant<|end_of_role|>",
-        "<|end_of_text|>",
-    ),
-    "harmony": ("", "<|start|>{role}<|message|>{text}<|end|>", "<|start|>assistant<|message|>", "<|return|>"),
-    "Human and Assistant": ("", "\n\n{role}: {text}", "\n\nAssistant:", ""),
-}
-NAMES = {
-    "Gemma": {"assistant": "model"},
-    "Human and Assistant": {"user": "Human", "assistant": "Assistant"},
-}
 CONFIG = DataConfig(name="t", source="-")
-LOCAL = DataConfig(name="t", source="data.sources.local", eval_fraction=0.0)
-WORDS = st.text(st.characters(categories=("L", "N"), include_characters=" .,?!"), min_size=1).filter(
+WORDS = st.text(st.characters(categories=("Ll", "N"), include_characters=" .,?!"), min_size=1).filter(
     lambda text: text == text.strip()
 )
+HEADINGS = [
+    "\n\nHuman: {}\n\nAssistant: {}",
+    "User: {}\nAssistant: {}\n",
+    "### Instruction:\n{}\n\n### Response:\n{}\n\n",
+    "USER: {} ASSISTANT: {} ",
+    "prompter: {}\nassistant: {}\n",
+    "Q: {}\nA: {}\n",
+    "Frage: {}\nAntwort: {}\n",
+    "顾客： {}\n客服： {}\n",
+]
 
 
 def one(prompt: str, *answers: str) -> Group:
@@ -60,96 +37,65 @@ def one(prompt: str, *answers: str) -> Group:
     )
 
 
-def written(name: str, turns: list[Turn]) -> str:
-    begin, turn, _, _ = WRITTEN[name]
-    names = NAMES.get(name, {})
-    return begin + "".join(turn.format(role=names.get(t.role, t.role), text=t.content) for t in turns)
+def said(group: Group) -> list[str]:
+    return [turn.content for turn in group.prompt.turns]
 
 
-@pytest.mark.parametrize("name", WRITTEN)
-@given(
-    texts=st.lists(WORDS, min_size=1, max_size=4),
-    system=WORDS,
-    answers=st.lists(WORDS, min_size=2, max_size=2),
-)
-def test_a_rendered_prompt_is_its_turns_again(name, texts, system, answers):
-    spoken = texts[: (len(texts) - 1) // 2 * 2 + 1]
-    turns = [Turn(("user", "assistant")[i % 2], text) for i, text in enumerate(spoken)]
-    if name not in ("Human and Assistant", "Gemma"):
-        turns = [Turn("system", system), *turns]
-    _, _, heading, end = WRITTEN[name]
-    found, read = unrendered(one(written(name, turns) + heading, *(answer + end for answer in answers)))
-    assert found == name and list(read.prompt.turns) == turns
-    assert [completion.text for completion in read.completions] == answers
-    whole = [written(name, turns) + heading + (" " if not end else "") + answer + end for answer in answers]
-    if turns[0].role != "system" and len(turns) == 1:
-        found, read = unrendered(one(turns[0].content, *whole))
-        assert found == name and list(read.prompt.turns) == turns
-        assert [completion.text for completion in read.completions] == answers
+@pytest.mark.parametrize("form", HEADINGS)
+@given(rows=st.lists(st.lists(WORDS, min_size=2, max_size=5), min_size=2, max_size=6))
+def test_a_dialogue_is_its_turns_again_whatever_its_headings(form: str, rows: list[list[str]]) -> None:
+    """As a prompt that ends behind the answerer's heading, and at the head of two whole dialogues."""
+    texts, wanted = [], []
+    for i, contents in enumerate(rows):
+        *before, last = contents[: (len(contents) - 1) // 2 * 2 + 1]
+        pairs = zip(before[::2], before[1::2], strict=True)
+        texts.append("".join(form.format(*pair) for pair in pairs) + form.format(f"{last} {i}", "").rstrip())
+        wanted.append([*before, f"{last} {i}"])
+    pairs = [{"prompt": text, "chosen": " yes", "rejected": " no"} for text in texts]
+    whole = [{"chosen": f"{text} i say yes", "rejected": f"{text} i say no"} for text in texts]
+    for records, answers in ((pairs, ["yes", "no"]), (whole, ["i say yes", "i say no"])):
+        loaded = load(*records)
+        assert [said(group) for group in loaded.groups] == wanted
+        assert {tuple(c.text for c in group.completions) for group in loaded.groups} == {tuple(answers)}
+        assert loaded.format == "hh" or "read as turns" in loaded.read_back[0]
+    assert [said(group) for group in load(*pairs, read_markup="off").groups] == [[text] for text in texts]
 
 
 @pytest.mark.parametrize(
-    ("prompt", "answer", "turns", "said"),
+    ("prompts", "read"),
     [
-        ("<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nWhy? [/INST]", " So.</s>", ["Be brief.", "Why?"], "So."),
-        ("[INST] A? [/INST] B.</s>[INST] C? [/INST]", "D.", ["A?", "B.", "C?"], "D."),
-        (
-            "Below is an instruction that describes a task. Write a response that appropriately completes "
-            "the request.\n\n### Instruction:\nAdd 2 and 3.\n\n### Response:\n",
-            "5",
-            ["Add 2 and 3."],
-            "5",
-        ),
-        ("A chat between two. USER: Hi! ASSISTANT:", " Hello.</s>", ["A chat between two.", "Hi!"], "Hello."),
-        (
-            "<｜begin▁of▁sentence｜>Be kind.<｜User｜>Hi<｜Assistant｜>",
-            "Ho<｜end▁of▁sentence｜>",
-            ["Be kind.", "Hi"],
-            "Ho",
-        ),
-        (
-            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n",
-            "x</think>\n\nHo",
-            ["Hi"],
-            "<think>\nx</think>\n\nHo",
-        ),
+        (["Summarise:\nUser: hi {}\nAssistant: hello", "Who is right in\nUser: a {}\nAssistant: b"], None),
+        (["Amy: hi {}\nBob: yes", "Carl: no {}\nDana: oh"], None),
+        (["Note: the cat {} is red", "Note: the dog {} is blue"], None),
+        (["Context: a {} b\nQuestion: what", "Context: c {} d\nQuestion: why"], None),
+        (["User: a {}\nAssistant: b\nUser: c", "User: d {}"], [["a 0", "b", "c"], ["d 1"]]),
+        (["Be kind.\n\nUser: a {}\nAssistant:"] * 2, [["Be kind.", "a 0"], ["Be kind.", "a 1"]]),
+        (["User: a {}\nNote: x\nAssistant:"] * 2, [["a 0\nNote: x"], ["a 1\nNote: x"]]),
+        (["User: a {}\nAssistant: b"] * 2, "'user' and 'assistant' that ends with an answer"),
+        (["<|im_start|>user\nHi {}<|im_end|>\n<|im_start|>assistant\n"] * 2, "markup of a chat template"),
+        (["[INST] Hi {} [/INST]"] * 2, "markup of a chat template ([INST])"),
+        (["<|our|>user\nHi {}<|end|>\n<|our|>assistant\n"] * 2, "markup of a chat template (<|our|>)"),
+        (["What does <|im_start|>user {} mean?", "<|im_end|> {} is what?"], None),
     ],
 )
-def test_what_other_templates_write(prompt, answer, turns, said):
-    _, read = unrendered(one(prompt, answer))
-    assert [turn.content for turn in read.prompt.turns] == turns and read.completions[0].text == said
+def test_what_a_prompt_may_mean(prompts: list[str], read: list | str | None) -> None:
+    records = [
+        {"prompt": text.format(i), "chosen": "yes", "rejected": "no"} for i, text in enumerate(prompts)
+    ]
+    if isinstance(read, str):
+        assert all(read in dropped.reason for dropped in load(*records).dropped)
+        assert load(*records).groups == []
+    else:
+        assert [said(g) for g in load(*records).groups] == (read or [[r["prompt"]] for r in records])
+    assert len(load(*records, apply_chat_template=False).groups) == 2
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        "What does <|im_start|>user mean?",
-        "# A title\n### Instruction: none\nText.",
-        "USER: is this one? ASSISTANT: it is.",
-        "Explain `[INST]` to me.",
-        "He said:\n\nHuman: what?",
-    ],
-)
-def test_a_text_about_markup_stays_as_it_is(prompt):
-    group = one(prompt, "a", "b")
-    assert unrendered(group) == ("", group) and unrendered(group)[1] is group
-
-
-@pytest.mark.parametrize(
-    ("prompt", "answer"),
-    [
-        ("<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\n", "B<|im_end|>\n<|im_start|>user\nC"),
-        ("<|im_start|>system\nA<|im_end|>\n", "B"),
-        ("Question", "<|im_start|>user\nAnother<|im_end|>\n<|im_start|>assistant\nB<|im_end|>"),
-        ("<|im_start|>tool\nA<|im_end|>\n<|im_start|>assistant\n", "B"),
-    ],
-)
-def test_what_can_mean_several_things_is_dropped_with_the_reason(prompt, answer):
-    ((found, _),) = Reader(CONFIG).read(iter([(one(prompt, answer), Row("f.jsonl", 7, {}))]))
-    assert isinstance(found, Dropped) and "ChatML" in found.reason
-    assert (found.file, found.row) == ("f.jsonl", 7)
-    with pytest.raises(RowError):
-        unrendered(one(prompt, answer))
+def test_a_script_without_spaces_is_cut_behind_a_sentence_or_refused() -> None:
+    pair = {"chosen": "天空是什么颜色？天空是蓝色。", "rejected": "天空是什么颜色？天空是红色。"}
+    (group,) = load(pair).groups
+    assert said(group) == ["天空是什么颜色？"] and group.completions[1].text == "天空是红色。"
+    short = {key: text.partition("？")[2] for key, text in pair.items()}
+    assert load(short).groups == [] and "empty" in load(short).dropped[0].reason
 
 
 def test_a_prompt_at_the_head_of_every_answer_is_taken_off_and_counted():
@@ -198,26 +144,18 @@ def test_answers_without_a_word_are_counted():
 
 @pytest.mark.parametrize(
     ("text", "left"),
-    [("It is <s>old</s>", None), ("<s>x</s>", None), ("Yes.</s>", "Yes."), ("<s>a</s> b</s>", "<s>a</s> b")],
+    [
+        ("It is <s>old</s>", None),
+        ("<s>x</s>", None),
+        ("Yes.</s>", "Yes."),
+        ("<s>a</s> b</s>", "<s>a</s> b"),
+        ("Yes.<|im_end|>\n", "Yes."),
+        ("Yes.<|eot_id|>", "Yes."),
+        ("<|x|>", None),
+    ],
 )
-def test_a_struck_text_is_no_end_of_turn(text, left):
-    name, group = unrendered(one("Why?", text))
-    assert group.completions[0].text == (text if left is None else left) and bool(name) == (left is not None)
-
-
-def test_nothing_changes_where_no_template_is_applied():
-    group = one("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "Ho<|im_end|>")
-    assert list(Reader(replace(CONFIG, apply_chat_template=False)).read(iter([(group, None)]))) == [
-        (group, None)
-    ]
-
-
-@pytest.mark.parametrize("name", [name for name in WRITTEN if WRITTEN[name][3]])
-def test_a_prompt_that_two_whole_dialogues_share_is_read(name, tmp_path):
-    begin = written(name, [Turn("user", "Capital of 1?")]) + WRITTEN[name][2]
-    said, end = {"chosen": "City", "rejected": "Cities"}, WRITTEN[name][3]
-    row = {key: begin + words + end for key, words in said.items()}
-    (tmp_path / "f.jsonl").write_text(json.dumps(row))
-    (group,) = load_groups(replace(LOCAL, path=str(tmp_path / "f.jsonl")), "train").groups
-    assert group.prompt.turns == (Turn("user", "Capital of 1?"),)
-    assert [completion.text for completion in group.completions] == ["City", "Cities"]
+def test_an_end_of_turn_behind_an_answer_is_taken_off_and_a_struck_text_is_none(text, left):
+    reader = Reader(CONFIG)
+    ((group, _),) = reader.read(iter([(one("Why?", text), None)]))
+    assert isinstance(group, Group) and group.completions[0].text == (text if left is None else left)
+    assert bool(reader.lines) == (left is not None)

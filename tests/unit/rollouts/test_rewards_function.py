@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from common.errors import ConfigError
 from config.schema_rewards import FunctionConfig
 from data.adder import addition, rewards
-from data.formats import LARGEST, prompt_only
+from data.formats import prompt_only
 from data.groups import from_dict, read_groups, to_dict, write_groups
+from data.json_values import LARGEST
 from data.rows import Row
 from data.types import Completion, Group, Prompt, Turn
 from rollouts.rewards.base import Missing, Reward, RewardError, make_reward
