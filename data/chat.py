@@ -17,8 +17,10 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -54,7 +56,21 @@ def make_renderer(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: 
         template=load_template(tokenizer) if data.apply_chat_template else None,
         control_tokens=data.control_tokens,
         long_prompts=data.long_prompts,
+        ends=model_ends(model),
     )
+
+
+def model_ends(model: ModelConfig) -> tuple[int, ...]:
+    """Return the tokens that the model's own files (generation_config.json, config.json) list as ends."""
+    from transformers.utils import cached_file
+
+    listed: list[Any] = []
+    for name in ("generation_config.json", "config.json"):
+        with suppress(OSError, ValueError):  # what a file lacks, the loading of the model says
+            path = cached_file(model.name_or_path, name, revision=model.revision)
+            ends = json.loads(Path(path or "").read_text(encoding="utf-8")).get("eos_token_id")
+            listed += ends if isinstance(ends, list) else [ends]
+    return tuple(end for end in dict.fromkeys(listed) if isinstance(end, int))
 
 
 KEEP, ESCAPE, DROP = "keep", "escape", "drop"
@@ -138,8 +154,11 @@ class Renderer:
         template: str | None,
         control_tokens: str = KEEP,
         long_prompts: str = CUT,
+        ends: tuple[int, ...] = (),
     ) -> None:
-        """``control_tokens``, ``long_prompts``: the settings of these names in ``data``."""
+        """``control_tokens``, ``long_prompts``: the settings of these names in ``data``. ``ends``: further
+        tokens that end a sampled answer."""
+        self._ends = ends
         key, name = "model.tokenizer_name_or_path", tokenizer.name_or_path
         require(tokenizer.is_fast, key, name, "has no fast tokenizer (tokenizer.json); use one that has")
         require(
@@ -173,9 +192,9 @@ class Renderer:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a sampled answer: the template's end of turn and the tokenizer's end of
-        sequence."""
-        return tuple(dict.fromkeys((self.end_id, self.tokenizer.eos_token_id)))
+        """Tokens that end a sampled answer: the template's end of turn, the tokenizer's end of sequence, and
+        the ends that the model's files list."""
+        return tuple(dict.fromkeys((self.end_id, self.tokenizer.eos_token_id, *self._ends)))
 
     @cached_property
     def fingerprint(self) -> str:

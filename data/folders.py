@@ -17,8 +17,6 @@ _SPLIT = re.compile(
 """The part of a shard's name that says which split it belongs to: train-00000-of-00002, Test.jsonl,
 test_prefs-0, held_out."""
 _LABELS = re.compile(r"-\d{5}-of-\d{5}(?:-[0-9a-f]+)?$")
-_NAMED = 4
-"""Files of a split that are named."""
 _ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Files that ``datasets`` writes beside the data, which describe the data."""
 
@@ -65,8 +63,7 @@ def files_of(folder: Path, split: str | None) -> str:
     splits = {} if is_saved(folder) else shards(folder)
     files = splits.get((split or "").lower()) or (next(iter(splits.values())) if len(splits) == 1 else [])
     names = [path.relative_to(folder).as_posix() for path in files]
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f" ({', '.join(names[:_NAMED])}{more})" if names else ""
+    return f" ({', '.join(names[:4])}{', …' if len(names) > 4 else ''})" if names else ""
 
 
 def _split_of(inner: Path) -> str:

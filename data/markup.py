@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from config.schema_data import DataConfig
 from data.rows import Dropped, Row, RowError
-from data.types import Completion, Group, Turn
+from data.types import Group, Turn
 
 FIRST = 64
 """Groups at the beginning that show whether prompts are dialogues, and whether answers repeat them."""
@@ -93,16 +93,19 @@ def headings_of(texts: Sequence[str]) -> Headings | None:
     return None if answers is None else (asks, answers)
 
 
-def read_dialogue(text: str, headings: Headings, repeated: bool) -> list[Turn] | None:
-    """Return the turns of a prompt that is a dialogue; None for another text. ``repeated``: whether headings
-    come more than once in the data. Raises RowError for a dialogue that ends with an answer."""
+def read_dialogue(text: str, headings: Headings) -> list[Turn] | None:
+    """Return the turns of a prompt that is a dialogue; None for another text. Raises RowError for a dialogue
+    that ends with an answer, or whose speakers do not take turns."""
+    opened = _HEADING.match(text)
     matches = _alternating(text, headings)
+    if not matches and opened and _who(opened) == headings[0] and not _SPEAKERS.isdisjoint(headings):
+        raise RowError(f"the speakers {headings[0]!r} and {headings[1]!r} of the prompt do not take turns")
     if not matches or not _begins(text, matches[0]):
         return None
     before = re.sub(r"\A\s*System:", "", text[: matches[0].start()], flags=re.IGNORECASE).strip()
     ends = [*(match.start() for match in matches[1:]), len(text)]
     contents = [text[match.end() : end].strip() for match, end in zip(matches, ends, strict=True)]
-    sure = repeated or not _SPEAKERS.isdisjoint(headings)
+    sure = len(matches) > 2 or not _SPEAKERS.isdisjoint(headings)
     if len(matches) % 2 == 0 and contents.pop():
         if not sure:
             return None
@@ -172,8 +175,6 @@ class Reader:
     """What was read back -> (number of rows, the first of them)"""
     headings: Headings | None = None
     """Of the dialogues that the prompts are"""
-    repeated: bool = False
-    """Whether a fifth of the prompts have more than two turns"""
     counted: tuple[Row | None, int] = None, 0
     """The row before, and the answers in its last prompt"""
 
@@ -190,8 +191,6 @@ class Reader:
         repeated = repeat == len(answered) > 1
         asked = [g.prompt.turns[-1].content for g, _ in first if isinstance(g, Group)]
         self.headings = headings_of(asked) if asked else None
-        places = [_alternating(text, self.headings) for text in asked] if self.headings else []
-        self.repeated = 5 * sum(len(matches) > 2 for matches in places) >= len(asked)
         for group, row in itertools.chain(first, rows):
             if not isinstance(group, Group):
                 yield group, row
@@ -203,7 +202,8 @@ class Reader:
                         self._note("rows whose answers began with the prompt, which was taken off", row)
                     else:
                         self._note("rows whose answers begin with the prompt, as not all do: left so", row)
-                if any(wordless(completion) for completion in group.completions):
+                answers = [c for c in group.completions if c.token_ids is None]
+                if not all(c.keys or (c.text or "").strip() for c in answers):
                     self._note("rows with an answer without a word, which teaches to end at once", row)
                 group = self._unrendered(group, row)
                 self._count_context(group, row)
@@ -224,14 +224,16 @@ class Reader:
                 )
         read = None
         if self.headings and turns[-1].role == "user":
-            read = read_dialogue(turns[-1].content, self.headings, self.repeated)
+            read = read_dialogue(turns[-1].content, self.headings)
         if read is not None and self.headings:
             self._note("rows of dialogues of {!r} and {!r}, read as turns".format(*self.headings), row)
             head = turns[:-1] if read[0].role != "system" else [t for t in turns[:-1] if t.role != "system"]
             group = replace(group, prompt=replace(group.prompt, turns=(*head, *read)))
         for i, answer in enumerate(answers):
             if answer.token_ids is None and answer.text:
-                text = _without_heading(answer.text, self.headings) if read is not None else answer.text
+                text = answer.text if read is None else answer.text.strip()
+                if read is not None and self.headings and (match := _HEADING.match(text)):
+                    text = text[match.end() :].strip() if _who(match) == self.headings[1] else text
                 bare = _CLOSES.sub("", text)
                 if bare != text and bare.count("<s>") <= bare.count("</s>"):  # else struck out, in HTML
                     text = bare
@@ -270,13 +272,6 @@ def repeats_prompt(group: Group) -> bool:
     )
 
 
-def wordless(completion: Completion) -> bool:
-    """Return whether an answer that came as text has none, and calls no tool."""
-    if completion.token_ids is not None or completion.keys:
-        return False
-    return not completion.text or completion.text.isspace()
-
-
 def without_prompt(group: Group) -> Group:
     """Return the group without the prompt's last turn at the head of its answers, and without the space or
     the empty lines behind it, which a chat template does not write. The first line keeps its indentation."""
@@ -284,9 +279,3 @@ def without_prompt(group: Group) -> Group:
     texts = ((c.text or "").lstrip()[len(question) :] for c in group.completions)
     kept = [replace(c, text=_SPACE_BEHIND.sub("", t)) for c, t in zip(group.completions, texts, strict=True)]
     return replace(group, completions=tuple(kept))
-
-
-def _without_heading(text: str, headings: Headings | None) -> str:
-    """Return an answer, stripped, without the heading of who answers."""
-    match = _HEADING.match(text)
-    return (text[match.end() :] if match and headings and _who(match) == headings[1] else text).strip()

@@ -300,14 +300,21 @@ def test_plain_text_is_concatenated_as_it_is() -> None:
     assert tokenizer.decode(made.prompt_ids) == "The sky is"
 
 
-def test_settings_choose_template_and_lengths() -> None:
+def test_settings_choose_template_and_lengths_and_the_models_files_its_ends(tmp_path) -> None:
     data = DataConfig(name="x", source="y")
-    model = ModelConfig(name="m", name_or_path="m", max_length=99, max_prompt_length=44)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 11]}')
+    (tmp_path / "config.json").write_text('{"eos_token_id": 12}')
+    model = ModelConfig(name="m", name_or_path=str(tmp_path), max_length=99, max_prompt_length=44)
     assert make_renderer(TOKENIZERS["qwen2"], model, data).template == FAMILIES["qwen2"][3]
     plain = dataclasses.replace(data, apply_chat_template=False)
     assert make_renderer(TOKENIZERS["qwen2"], model, plain).template is None
     assert (made := make_renderer(TOKENIZERS["qwen2"], model, data)).max_length == 99
     assert made.max_prompt_length == 44
+    own = renderer("qwen2").stop_token_ids
+    assert made.stop_token_ids == (*own, 7, 11, 12) and made.said([*made._encode(["yes"])[0], 11]) == "yes"
+    no_files = dataclasses.replace(model, name_or_path=str(tmp_path / "templates"))
+    (tmp_path / "templates").mkdir()
+    assert make_renderer(TOKENIZERS["qwen2"], no_files, data).stop_token_ids == own
 
 
 def test_a_tokenizer_without_an_end_is_refused() -> None:
