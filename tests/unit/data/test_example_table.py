@@ -141,7 +141,7 @@ def pairs_of(count: int) -> Iterator[Group]:
 
 def most_memory(folder: Path, count: int) -> tuple[int, int]:
     """(the most memory at once, what is left at the end), bytes, of pairs made into batches."""
-    groups = list(pairs_of(count))
+    groups = [group for group in pairs_of(count) if group.prompt.id]  # whose ids are kept in them
     gc.collect()
     tracemalloc.start()
     made = make_examples(groups, views.pairs, renderer(), TokenCache(folder, worth=1))
