@@ -216,12 +216,7 @@ class Reader:
         RowError for the markup of a chat template."""
         turns, answers = group.prompt.turns, list(group.completions)
         texts = [turn.content for turn in turns[-1:]] + [c.text or "" for c in answers if c.token_ids is None]
-        for text in texts:
-            if (mark := _TEMPLATE.match(text)) and len(_MARKS.findall(text)) > 1:
-                raise RowError(
-                    f"a text is in the markup of a chat template ({mark[1]}): give messages, or type "
-                    "data.apply_chat_template=false to train on texts as they are"
-                )
+        _refuse_markup(texts)
         read = None
         if self.headings and turns[-1].role == "user":
             read = read_dialogue(turns[-1].content, self.headings)
@@ -279,3 +274,12 @@ def without_prompt(group: Group) -> Group:
     texts = ((c.text or "").lstrip()[len(question) :] for c in group.completions)
     kept = [replace(c, text=_SPACE_BEHIND.sub("", t)) for c, t in zip(group.completions, texts, strict=True)]
     return replace(group, completions=tuple(kept))
+
+
+def _refuse_markup(texts: list[str]) -> None:
+    for text in texts:
+        if (mark := _TEMPLATE.match(text)) and len(_MARKS.findall(text)) > 1:
+            raise RowError(
+                f"a text is in the markup of a chat template ({mark[1]}): give messages, or type "
+                "data.apply_chat_template=false to train on texts as they are"
+            )
