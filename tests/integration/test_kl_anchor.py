@@ -107,7 +107,9 @@ def test_bit_identical_to_live_models(tmp_path, online, humanline, lora):
 def test_fresh_adapters_are_the_base_model_to_the_bit():
     policy = Policy(get_peft_model(tiny_llama(), LoraConfig(r=4, target_modules="all-linear"))).eval()
     config = engine_config("/nowhere", "grpo")
-    rows = make_trainer(config, policy).microbatches(make_segment(config, pairs=4).batch(0))[0].sequences
+    rows = (
+        make_trainer(config, policy).dealer.microbatches(make_segment(config, pairs=4).batch(0))[0].sequences
+    )
     held = SoftReference(policy)
     with torch.no_grad():
         for p in (p for p in policy.parameters() if p.requires_grad):
