@@ -30,7 +30,7 @@ from benchmarks.steps import (
 from config.cli import compose_config
 from data.types import Sequence
 from data.views import mismatched
-from trainers.basic import BasicTrainer
+from trainers.syncing import SyncedReference
 
 
 @pytest.fixture(scope="module")
@@ -133,13 +133,13 @@ def test_the_guard_fails_on_a_loss_of_more_than_15_percent():
 
 def test_the_guard_sees_a_real_slowdown(base, monkeypatch):
     """Every sync scores what is coming four times more than it must."""
-    before, sync = quick.humanline_cost("dpo", base), BasicTrainer.sync
+    before, sync = quick.humanline_cost("dpo", base), SyncedReference.sync
 
-    def slow(self, segment, step):
+    def slow(self, segment, at, policy_step):
         for _ in range(5):
-            sync(self, segment, step)
+            sync(self, segment, at, policy_step)
 
-    monkeypatch.setattr(BasicTrainer, "sync", slow)
+    monkeypatch.setattr(SyncedReference, "sync", slow)
     assert "dpo: humanline / offline with its own scoring" in quick.worse(
         quick.humanline_cost("dpo", base), before
     )

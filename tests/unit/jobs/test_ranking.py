@@ -10,7 +10,7 @@ from typing import Any
 from jobs.ranking import Patience, RankedCheckpoints, Ranking
 from jobs.saving import Saver
 from models.distributed import start
-from trainers.basic import Progress
+from trainers.dealing import Progress
 
 EVALUATED: list[dict[str, float | None]] = [
     {"eval_loss": 0.9, "eval_accuracy": 0.25},

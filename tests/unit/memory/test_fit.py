@@ -185,7 +185,7 @@ def test_a_run_takes_the_cut_of_a_small_card(tmp_path, monkeypatch, capsys, quic
         passes.append(len(slots))
         return slots
 
-    monkeypatch.setattr("trainers.basic.deal", counted)
+    monkeypatch.setattr("trainers.dealing.deal", counted)
     plain = go("one_pass")
     assert (
         "(a bound from the shapes); 12 examples a step and rank in one microbatch: "
