@@ -1,9 +1,5 @@
-"""Detection of secrets in settings, and their removal from everything that leaves the process: messages, records,
-trackers, model cards.
-
-There is one rule by name (``is_secret_name``) and one by look (``_FORMATS``). A value that either finds among the
-settings, and one that the environment holds under such a name, is removed wherever it occurs (``scrub_text``).
-"""  # noqa: E501
+"""Secrets in settings, and their removal from all that leaves the process. What a user's own code gets is not
+shown, nor is a URL beyond its host. What is left goes by its name, and then wherever it occurs."""
 
 from __future__ import annotations
 
@@ -11,228 +7,118 @@ import html
 import json
 import os
 import re
-from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
 REMOVED = "[removed]"
 IN_FILES = "has a secret, and {} into files: name the environment variable that has it, ${{oc.env:NAME}}"
 """Why a command that a program keeps in files is refused; {}: which program writes what."""
+_ROOT = Path(__file__).parents[1]
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_STEMS = "key|token|secret|pass|pw|credential|auth|bearer|cookie|jwt|sig|pat|pin|otp|login|header"
 _SECRET_NAME = re.compile(
-    r"(?:.*_)?(?:key|(?:api|access|secret|private|account|auth)_?keys?|token"
-    r"|(?:access|api|auth|bearer|hf|hub|id|refresh|session)_?tokens?|secrets?|clientsecret"
-    r"|(?:db|http|mail|proxy|smtp|user)_?pass|passw(?:or)?ds?|passphrases?|pwd|credentials?|auth|authorization|bearer|cookies?|jwt|sig|signature)"
-    r"(?:_\d+)?"
+    r"(?:.*_)?(?:key(?:_id)?|(?:api|access|secret|private|account|auth)_?keys?|(?:client)?secrets?|otp|pin|jwt"
+    r"|token|(?:access|api|auth|bearer|hf|hub|id|refresh|session)_?tokens?|(?:db|http|mail|proxy|smtp|user)?pass"
+    r"|pass(?:w(?:or)?ds?|phrases?|codes?)|pwd?|pat|login|credentials?|auth(?:orization)?|bearer|headers?"
+    r"|cookies?|sig(?:nature)?)(?:_\d+)?"
 )
 _ORDINARY = re.compile(
     r"(?:.*_)?(?:pad|eos|bos|unk|sep|cls|mask|stop|end|start|special|control|image|per|next|first|last"
-    r"|sort|cache|primary|foreign|row|group|prompt|public)_(?:token|key)"
+    r"|sort|cache|primary|foreign|row|group|prompt|public|full)_(?:token|key)"
 )
-"""Names of tokens and keys that are no secret."""
-_FORMATS = re.compile(
-    # A prefix of Hugging Face, Stripe, Groq, NVIDIA, GitHub and others, then letters and digits
-    r"\b(?:hf|api_org|[sr]k_(?:live|test)|whsec|gsk|xai|nvapi|pplx|r8|tgp_v1|lin_api|dop_v1|dckr_pat|shpat|npm"
-    r"|gh[pousr])[_-][A-Za-z0-9]{16,}"
-    # One of Weights & Biases (its older keys look like a commit), OpenAI, GitLab, Slack and others, then also
-    # signs; and a JSON web token
-    r"|\b(?:wandb_v\d+_|sk-|github_pat_|gl(?:pat|dt|rt|soat|ptt)-|xox[a-z]-|xapp-|AIza|ya29\.|pypi-|SG\.|hvs\."
-    r"|eyJ)[A-Za-z0-9_.\-]{15,}[A-Za-z0-9_\-]|\bA[KS]IA[A-Z0-9]{16}\b"
-    r"|(?<=hooks\.slack\.com/services/)[\w/]+|(?<=/api/webhooks/)[\w\-/]+"
-    r"|\b(?i:Bearer)\s+(?:(?-i:(?<=Bearer ))|(?=\S{0,99}\d))[A-Za-z0-9._~+/=\-]{8,}"
-    r"|\bBasic\s+(?=\S{0,99}[\d=])[A-Za-z0-9+/=]{8,}"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
-    # The parameter of a URL, but for its name
-    r"|(?<=[?&])(?P<parameter>[\w.\-]{1,60}=)(?=[^\s&'\"#]{0,99}\d)(?=[^\s&'\"#]{0,99}[A-Za-z])[^\s&'\"#]{20,}"
-)
-_USER = re.compile(r"(?<=://)(?:[^/\s@'\"?#,:]{1,300}|[^/\s:@'\",]{0,300}:(?!\d+[/\s])[^\s'\",]{0,300})(?=@)")
-"""``user``, ``token`` or ``user:password`` before the host of a URL"""
+_FORMATS = re.compile(r"\b(?:hf_|sk[-_]|gh[pousr]_|github_pat_|glpat-|xox[a-z]-|wandb_v1_|eyJ)[\w.\-]{16,}")
+_URL = re.compile(r"(?P<host>[a-zA-Z][\w+.\-]*://)(?:(?P<user>[^/\s'\"@]*)@)?(?P<at>[^/\s?#@]*)(?P<rest>\S*)")
+_USER = re.compile(r"(?<=://)[^/\s'\",@]+(?=@)")
 _NAMED = re.compile(
-    r"(?<![\w.\-+])(?P<option>--)?(?P<name>[A-Za-z_][\w.\-]*+)(?P<quote>\\?[\"'])?"
-    r"(?P<sign>\]?\s*[=:](?!//)\s*|\s+(?=\S))"
+    rf"(?i)(?<![\w.\-])(?P<option>--)?(?P<name>(?=[\w.\-]*?(?:{_STEMS}))[\w.\-]++)(?P<quote>\\?[\"'])?\]?"
+    r"(?P<sign>\s*=\s*|\s*:(?!//)\s*|(?(option)\s+|(?!)))"
+    r"(?:(?P<mark>\\?\"|')(?P<text>(?:(?!(?P=mark))(?:\\.|[^\\]))*)(?P=mark)"
+    r"|(?P<value>\[[^\]\n]*\]|(?:bearer|basic|token|digest)\s+[^\s,;'\"]+|[^\s,;'\"&<>)}\]]*[^\s,;:.'\"&<>)}\]]))"
 )
-"""A name, and what stands between it and its value; a space does behind an option alone."""
-_VALUE = re.compile(
-    r"(\\?\")(?:[^\"\\]|\\.)*?\1|(')(?:[^'\\]|\\.)*+'|(?i:bearer|basic|token|digest)\s+[^\s,;'\"]+"
-    r"|[^\s,;'\"&<>)}\]]*[^\s,;:.'\"&<>)}\]]"
-)
-_NONE = re.compile(
-    r"(?i:null|none|true|false|~|\?\?\?)(?![\w\-])|\[removed\]|\$\{|\\?[\"']{2}|\\?[\"']\[removed\]"
-)
-_PROSE = re.compile(r"[a-z]+(?![\w\-])")
+"""A name, and its value in quotes or without; a space stands between them behind an option alone."""
+_NOTHING = re.compile(r"(?i)|null|none|true|false|~|\?\?\?|\[removed\]|\$\{.*")
 _VARIABLE = re.compile(r"(?!.{41})[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
-"""Capital words joined by underscores. Some keys have capitals, digits and underscores too, but none consists
-of such words alone."""
-_SHORTEST, _SHORTEST_MIXED = 8, 6
-"""Fewest characters of a value that is removed wherever it occurs, and of one with letters and digits. A shorter one
-is more likely a word than a secret, and removing it would damage ordinary text."""  # noqa: E501
 _remembered: set[str] = set()
 
 
+@cache
 def is_secret_name(key: str) -> bool:
-    """Return whether the last part of a dotted key names a secret: ``x.api_key``, ``token`` and
-    ``clientSecret`` do, ``max_tokens`` and ``pad_token`` do not."""
+    """Return whether the last part of a dotted key names a secret: ``x.api_key`` does, ``pad_token`` not."""
     name = "_".join(_WORDS.findall(key.rstrip("]'\"").rsplit(".", 1)[-1].rsplit("[", 1)[-1])).lower()
     return _SECRET_NAME.fullmatch(name) is not None and _ORDINARY.fullmatch(name) is None
 
 
 def is_secret(key: str, value: Any) -> bool:
-    """Return whether the name of the key marks the value, a text or a number, as a secret.
-
-    ``api_key_env`` holds the name of an environment variable. A value there that does not look like such a
-    name also counts as a secret, because it may be the key itself, typed in the wrong place. ``${…}`` says
-    where a secret is to be read, and is none."""
-    if isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
+    """Return whether the name of the key marks the value as a secret. ``api_key_env`` holds the name of a
+    variable; what does not look like one may be the key itself. ``${…}`` is none."""
+    if not isinstance(value, str | int | float) or _NOTHING.fullmatch(str(value)):
         return False
-    if isinstance(value, str) and value.startswith("${"):
-        return False
-    if key.lower().endswith("_env"):
-        variable = _VARIABLE.fullmatch(str(value)) and not _FORMATS.search(str(value))
-        return is_secret_name(key[:-4]) and not variable
-    return is_secret_name(key)
+    variable = key.lower().endswith("_env") and _VARIABLE.fullmatch(str(value))
+    return not variable and is_secret_name(re.sub("(?i)_env$", "", key))
 
 
-def remember(value: Any, key: str = "") -> None:
-    """Remember the secrets in nested settings, in arguments, or in the value of the setting ``key``:
-    ``scrub_text`` removes them wherever they occur."""
-    if isinstance(value, dict):
-        for name, item in value.items():
-            remember(item, key if is_secret_name(key) else str(name))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            remember(item, key)
-    elif is_secret(key, value):
-        _remember(str(value))
-    elif isinstance(value, str):
-        users = _USER.findall(value)
-        passwords = [user.partition(":")[2] for user in users]
-        named = [value[start:end].strip("\"'") for start, end in _named_values(value)]
-        typed = [word.strip("\"'") for word in (_assigned(value) or ())[1:]]
-        for secret in (*users, *passwords, *named, *typed):
-            _remember(secret)
-
-
-def _remember(value: str) -> None:
-    mixed = re.search(r"\d", value) and re.search(r"[A-Za-z]", value)
-    if len(value) >= (_SHORTEST_MIXED if mixed else _SHORTEST) and REMOVED not in value:
-        _remembered.update(_spellings(value))
-
-
-def _spellings(value: str) -> set[str]:
-    """Return ``value`` as JSON, HTML, URLs and Python's ``repr`` spell it."""
-    return {
-        way
-        for one in (value, unquote(value))
-        for way in (one, json.dumps(one)[1:-1], html.escape(one), quote(one, safe=""), repr(one)[1:-1])
-    }
-
-
-def _assigned(word: str) -> tuple[str, str] | None:
-    """Return (name, secret value) of an argument ``name=value``; None if it is none, or no secret."""
-    key, sign, value = word.partition("=")
-    secret = bool(sign) and is_secret(key.lstrip("+~-").replace("-", "_"), value)
-    return (key, value) if secret else None
-
-
-def secret_values() -> list[str]:
-    """Return what is remembered, and the values of the environment variables with the name of a secret,
-    longest first, because one value may contain another."""
-    named = {
-        way
-        for name, value in os.environ.items()
-        if len(value) >= _SHORTEST and is_secret_name(name) and not name.endswith("PWD")  # a folder
-        for way in _spellings(value)
-    }
-    return sorted(named | _remembered, key=lambda value: (-len(value), value))
-
-
-def scrub_text(text: str, secrets: list[str] | None = None) -> str:
-    """Return ``text`` without the values in ``secrets`` (default: ``secret_values()``), without anything that
-    has the format of a secret and without values that follow the name of one."""
-    for value in secret_values() if secrets is None else secrets:
-        text = text.replace(value, REMOVED)
-    text = _FORMATS.sub(lambda match: f"{match['parameter'] or ''}{REMOVED}", text)
-    text = _USER.sub(REMOVED, text)
-    kept, end = [], 0
-    for start, stop in _named_values(text):
-        kept += [text[end:start], REMOVED]
-        end = stop
-    return "".join([*kept, text[end:]])
-
-
-def _named_values(text: str) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of the values that follow the name of a secret and ``=`` or ``:``, in order."""
-    at = 0
-    while (named := _NAMED.search(text, at)) is not None:
-        at = named.end()
-        sign = named["sign"].strip()
-        if not sign and not named["option"]:
-            at = named.end("name")
-            continue
-        if not is_secret_name(re.sub("(?i)_env$", "", named["name"])) or _NONE.match(text, at):
-            continue
-        around = text[named.start() - 1 : named.start()]
-        if around in ("'", '"') and around and named["quote"] is None and sign == "=":
-            end = re.compile(rf"{around}|,(?=[\w.]+=)").search(text, at)  # 'key=two words'
-            stop = len(text) if end is None else end.start()
-        else:
-            value = _VALUE.match(text, at)
-            if value is None or (sign == ":" and named["quote"] is None and _is_prose(named, value)):
-                continue
-            stop = value.end()
-            if value[1] or value[2]:  # the quotes stay
-                at, stop = at + len(value[1] or value[2]), stop - len(value[1] or value[2])
-        if stop > at:
-            if is_secret(named["name"], text[at:stop]):
-                yield at, stop
-            at = stop  # the name of a variable is no name of a secret that would follow it
-
-
-def _is_prose(named: re.Match[str], value: re.Match[str]) -> bool:
-    """Return whether ``key: word`` is a sentence rather than a setting."""
-    one_word = _WORDS.fullmatch(named["name"]) is not None and named["name"].lower() in ("key", "token")
-    return one_word and named["sign"][-1:].isspace() and _PROSE.fullmatch(value[0]) is not None
-
-
-def scrub(tree: Any, secrets: list[str] | None = None, key: str = "") -> Any:
-    """Return a copy of nested plain data with secrets replaced. ``secrets`` is that of ``scrub_text``;
-    ``key``: the name of what is a secret as a whole, if it is one's.
-
-    ``tokenizer_name_or_path``, ``max_tokens`` and revisions (40 hex digits) are not secrets and stay.
-    """
-    secrets = secret_values() if secrets is None else secrets
+def scrub(tree: Any, key: str = "", show: bool = True, hidden: bool = False) -> Any:
+    """Return a copy of nested plain data with secrets replaced, which are removed from texts from then on.
+    ``key``: its name. ``show``: for people, who need no URL beyond its host, nor the texts that a function of
+    the user's gets. ``hidden``: whether it is what callbacks and trackers get."""
     if isinstance(tree, dict):
-        return {
-            scrub_text(name, secrets) if isinstance(name, str) else name: scrub(
-                item, secrets, key if is_secret_name(key) else str(name)
-            )
-            for name, item in tree.items()
-        }
+        path = str(tree.get("_target_") or tree.get("path") or "")
+        users = hidden or (show and "." in path and not (_ROOT / path.partition(".")[0]).is_dir())
+        below = {"callbacks": True, "trackers": True, "_target_": False, "path": hidden, "name": hidden}
+        names = {name: key if is_secret_name(key) else str(name) for name in tree}
+        return {name: scrub(tree[name], names[name], show, below.get(name, users)) for name in tree}
     if isinstance(tree, list | tuple):
-        return [scrub(value, secrets, key) for value in tree]
-    if is_secret(key, tree):
+        return [scrub(value, key, show, hidden) for value in tree]
+    if is_secret(key, tree) or (hidden and type(tree) in (str, int)):
+        _remember(str(tree), is_secret_name(key))
         return REMOVED
-    return scrub_text(tree, secrets) if isinstance(tree, str) else tree
+    url = _URL.fullmatch(tree) if isinstance(tree, str) else None
+    for part in (url["user"] or "", (url["user"] or "").partition(":")[2]) if url else ():
+        _remember(part, True)
+    if url and show and (url["user"] or len(url["rest"]) > 1):
+        _remember(url["rest"], False)
+        return f"{url['host']}{url['at']}/{REMOVED}"
+    return scrub_text(tree) if isinstance(tree, str) else tree
 
 
-def scrub_words(words: list[str]) -> list[str]:
-    """Return the arguments of a command line without secrets."""
-    secrets = secret_values()
-    typed = {word: _assigned(word) for word in words}
-    return [
-        f"{found[0]}={REMOVED}" if (found := typed[word]) else scrub_text(word, secrets) for word in words
-    ]
+def _remember(value: str, secret: bool) -> None:
+    """Remember what is removed wherever it occurs, unless it is short enough to be an ordinary word."""
+    mixed = re.search(r"\d", value) and re.search(r"[A-Za-z]", value)
+    if len(value) >= (6 if mixed else 8 if secret else 10**9) and REMOVED not in value:
+        for one in (value, unquote(value)):  # as JSON, HTML and URLs spell it
+            _remembered.update((one, json.dumps(one)[1:-1], html.escape(one), quote(one, safe="")))
 
 
-def same_but_for_secrets(recorded: Any, now: Any) -> bool:
-    """Return whether ``now`` is the plain data of which ``recorded`` is a copy by ``scrub``: a removed secret
-    equals any other value."""
-    if isinstance(recorded, str) and REMOVED in recorded:
-        return (
-            re.fullmatch(".*".join(map(re.escape, recorded.split(REMOVED))), str(now), re.DOTALL) is not None
-        )
-    if isinstance(recorded, dict) and isinstance(now, dict):
-        return recorded.keys() == now.keys() and all(same_but_for_secrets(recorded[k], now[k]) for k in now)
-    if isinstance(recorded, list) and isinstance(now, list | tuple):
-        return len(recorded) == len(now) and all(map(same_but_for_secrets, recorded, now))
-    return bool(recorded == now)
+def scrub_text(text: str) -> str:
+    """Return ``text`` without known secrets, those of environment variables, users and passwords of URLs, and
+    values that follow the name of a secret."""
+    for name, value in os.environ.items():
+        if is_secret_name(name) and not name.endswith("PWD"):  # a folder
+            _remember(value, True)
+    for value in sorted(_remembered, key=len, reverse=True):  # one may contain another
+        text = text.replace(value, REMOVED)
+    text, kept, at = _USER.sub(REMOVED, _FORMATS.sub(REMOVED, text)), "", 0
+    while named := _NAMED.search(text, at):
+        which = "value" if named["mark"] is None else "text"
+        start, end = named.span(which)
+        colon = ":" in named["sign"] and not named["quote"]
+        sentence = colon and re.fullmatch("(?i)key|token|secret", named["name"])  # token: 12 of 40
+        secret = not sentence and is_secret(named["name"], named[which])
+        kept += text[at:start] + (REMOVED if secret else text[start:end] if not sentence else "")
+        at = start if sentence else end
+    return kept + text[at:]
+
+
+def scrub_words(words: list[str], show: bool = True) -> list[str]:
+    """Return the arguments of a command line without secrets. ``show``: as in ``scrub``."""
+
+    def shown(word: str) -> str:
+        key, sign, value = word.partition("=")
+        if not sign or re.search(r"[\s'\"]", key):
+            return scrub_text(word)
+        users = show and re.match(r"[+~]*(callbacks|trackers)\.(?!.*_target_$)", key) is not None
+        return f"{key}={scrub(value, key.lstrip('+~-').replace('-', '_'), show, users)}"
+
+    return [shown(word) for word in words]

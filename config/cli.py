@@ -28,9 +28,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from common.errors import ConfigError, StoppedError, UserError, require
-from common.files import LINK, on_disk
+from common.files import on_disk
 from common.progress import guard_output, no_room, phase, pulse
-from common.secrets import remember, scrub_text
+from common.secrets import scrub_text, scrub_words
 from config.arguments import DATA_FILES, apart, as_settings, further_folders, override_in, wrong_choices
 from config.composing import check_jobs, check_loss_file, composed
 from config.files import FOLDER, not_utf8, walk, wrong_line
@@ -135,8 +135,6 @@ def answered(work: Callable[[], int | None]) -> int:
     except UserError as error:
         return complain(str(error), REFUSED)
     except OSError as error:
-        if error.strerror == LINK:
-            return complain(f"{error.filename} {LINK}", REFUSED)
         if error.errno in OTHER_THING and isinstance(error.filename, str | Path):
             message = f"{error.filename}: {error.strerror}; put back what was there, or move it away"
             return complain(message, REFUSED)
@@ -159,7 +157,7 @@ def guarded(work: Callable[[], object]) -> None:
 
 def cli(main: Callable[[], object]) -> None:
     """Run a ``hydra.main`` program. An error of Hydra about the command line also becomes one message."""
-    remember(sys.argv[1:])
+    scrub_words(sys.argv[1:])  # their secrets are removed from messages from now on
     guard_output()
     atexit.register(_leave)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # otherwise Hydra prints its own message and exits with 1

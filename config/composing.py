@@ -56,18 +56,18 @@ def check_loss_file(cfg: DictConfig, choices: Mapping[str, str]) -> None:
 
 
 def check_jobs(words: Sequence[str], program: str) -> None:
-    """Check a multirun of ``program`` ("train", "sample" …) with arguments ``words``; without ``-m`` do
-    nothing.
+    """Check arguments of ``program`` ("train", "sample" …) that Hydra acts on, and with ``-m`` a multirun.
 
-    Raises ConfigError for a secret, which Hydra would write into multirun.yaml, and for two jobs that would
-    write to the same place, as with one ``exp_name``: the second would overwrite the first, or be refused
-    after the first has trained. Raises Hydra's own errors for what it cannot compose.
-    """
-    if not {"-m", "--multirun"} & {*words} or SHOWS & {*words} or any("hydra/sweeper=" in w for w in words):
-        return
+    Raises ConfigError for a setting of Hydra's own; for a secret, which Hydra would write into multirun.yaml;
+    and for two jobs that would write to the same place. Raises Hydra's errors for what it cannot compose."""
+    crossed = not SHOWS & {*words} and any(word == "-m" or word.startswith("--mu") for word in words)
+    says = "is Hydra's own; runs_dir and exp_name say where runs are, -m starts several"
     for word in words:
-        message = IN_FILES.format("Hydra writes the command of a multirun")
-        require(scrub_words([word]) == [word], word.partition("=")[0].lstrip("+"), REMOVED, message)
+        key, written = word.partition("=")[0].lstrip("+~"), IN_FILES.format("Hydra writes the command of -m")
+        require(not key.startswith("hydra."), key, REMOVED, says)
+        require(not crossed or scrub_words([word], show=False) == [word], key, REMOVED, written)
+    if not crossed or any("hydra/sweeper=" in word for word in words):
+        return
     places: dict[str, tuple[str, ...]] = {}
     options, settings = apart(words)
     for job in _jobs(settings):

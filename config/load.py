@@ -18,7 +18,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from common.errors import ConfigError, require
 from common.files import check_name, read_sealed, regular_file
-from common.secrets import same_but_for_secrets, scrub, scrub_text
+from common.secrets import scrub, scrub_text
 from config.files import parsed, section, walk
 from config.removed import LAST, refuse_removed
 from config.schema import Config
@@ -124,7 +124,7 @@ def load_run(run: Path, trust_remote_code: bool) -> Config:
 def dump(config: Config) -> str:
     """Return the configuration as yaml, in the form of a run's ``config.yaml``, without secrets. A run that
     is resumed gets them from its command line or the environment again."""
-    return f"# humanline {VERSION}\n{OmegaConf.to_yaml(scrub(asdict(config)))}"
+    return f"# humanline {VERSION}\n{OmegaConf.to_yaml(scrub(asdict(config), show=False))}"
 
 
 def run_name(config: Config, overrides: list[str]) -> str:
@@ -170,11 +170,11 @@ class Change(NamedTuple):
 def changed(before: dict[str, Any], now: Config) -> list[Change]:
     """Return the settings that differ between ``before`` (from ``settings_of``) and ``now`` and that change
     what is computed, sorted by name. A secret that ``dump`` removed equals any other."""
-    old, new = flat(before), flat(asdict(now))
+    old, new = (flat(scrub(tree, show=False)) for tree in (before, asdict(now)))
     return [
         Change(key, *(_in_words(key, tree.get(key, ABSENT)) for tree in (old, new)))
         for key in sorted(old | new)
-        if not _operational(key) and not same_but_for_secrets(old.get(key, ABSENT), new.get(key, ABSENT))
+        if not _operational(key) and old.get(key, ABSENT) != new.get(key, ABSENT)
     ]
 
 

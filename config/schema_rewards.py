@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from common.errors import ConfigError, require
 from common.imports import import_function, written_type
-from common.secrets import remember
+from common.secrets import scrub
 from config.files import group_file
 from config.sections import (
     Auto,
@@ -139,7 +139,7 @@ class EndpointConfig:
         there = self.api_key_env is None or self.api_key_env in os.environ
         variable = "is the environment variable that holds the key (not the key itself): set it, or use off"
         need(self, there, "api_key_env", variable)
-        remember(os.environ.get(self.api_key_env or ""), "api_key")
+        scrub(os.environ.get(self.api_key_env or ""), "api_key")
 
 
 @dataclass

@@ -23,7 +23,7 @@ from pydantic.dataclasses import rebuild_dataclass
 from pydantic_core.core_schema import no_info_before_validator_function
 
 from common.errors import ConfigError, require
-from common.secrets import remember
+from common.secrets import scrub
 from config.files import section
 from config.unknown_keys import NOTHING, names, remedy, section_says, type_hints
 
@@ -193,7 +193,7 @@ def typed(cfg: DictConfig | dict[str, Any], schema: type[T], prefix: str = "") -
         checked = typed(cfg, _plain(cast(Any, schema)), prefix)
         return schema(**{item.name: getattr(checked, item.name) for item in fields(cast(Any, checked))})
     raw = cfg if isinstance(cfg, dict) else OmegaConf.to_container(cfg, resolve=True)
-    remember(raw)
+    scrub(raw)  # its secrets are removed from messages from now on
     _build(schema)
     try:
         section = schema.__pydantic_validator__.validate_python(_read(raw, prefix))  # type: ignore[attr-defined]

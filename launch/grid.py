@@ -45,7 +45,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from common.errors import ConfigError, require
 from common.files import check_name
-from common.secrets import IN_FILES, REMOVED, same_but_for_secrets, scrub
+from common.secrets import IN_FILES, REMOVED, scrub
 from config.files import FOLDER
 from config.removed import refuse_removed, why_removed
 from config.sections import dataclass as section
@@ -192,10 +192,9 @@ class Sweep:
             settings = self.base | point
             if any(matches(rule, settings) for rule in self.skip):
                 continue
-            written = IN_FILES.format("a sweep writes the commands of its runs")
+            written = f"{IN_FILES.format('a sweep writes its commands')} (in its file \\${{oc.env:NAME}})"
             for key, value in settings.items():
-                kept = same_but_for_secrets(value, scrub({key: value})[key])
-                require(kept, key, REMOVED, f"{written} (in a sweep's file \\${{oc.env:NAME}})")
+                require(value == scrub(value, key, show=False), key, REMOVED, written)
             long = f"is longer than {LONGEST_TAG} characters; name it under cells:"
             require(len(cell) <= LONGEST_TAG, "cell", cell, long)
             hours = self.hours.of(settings)

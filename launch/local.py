@@ -79,7 +79,6 @@ class Task:
             log.write(f"[{datetime.now():%F %T} {place}] {said}\n".encode())
 
     def opened(self) -> IO[bytes]:
-        """Open the log to add to it. Raises OSError for a link (``open_own``)."""
         return os.fdopen(open_own(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
 
 

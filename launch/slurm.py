@@ -24,6 +24,7 @@ from pydantic import AfterValidator, Field
 
 from common.errors import ConfigError, StoppedError, require
 from common.files import lines_of, write_whole
+from common.secrets import scrub
 from config.removed import refuse_removed
 from config.schema import card_memory
 from config.sections import Count, Natural, Text, dataclass, must, typed
@@ -102,6 +103,9 @@ class Job:
     def __post_init__(self) -> None:
         if self.card is not None:
             card_memory("slurm.card", self.card)
+        secret = [name for name, value in self.environment.items() if scrub(value, name, show=False) != value]
+        kept = "would be written into the jobs' script: export what is secret in the shell that submits"
+        require(not secret, "slurm.environment", secret, kept)
         for name in self.environment:
             good = re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) is not None
             require(good, "slurm.environment", name, "is not the name of an environment variable")

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from common.errors import DataError
 from common.files import read_sealed, sealed, whole_file, write_whole
-from common.secrets import same_but_for_secrets, scrub
+from common.secrets import scrub
 from data.groups import from_dict, to_dict
 from data.types import Group
 from rollouts.rounds import SampledPrompt
@@ -84,7 +84,7 @@ class RoundFolder:
         other ``inputs``."""
         entry: Facts | None = self.record.get("stages", {}).get(stage)
         if entry is None or (
-            inputs is not None and not same_but_for_secrets(entry["inputs"], json.loads(json.dumps(inputs)))
+            inputs is not None and scrub(entry["inputs"]) != json.loads(json.dumps(scrub(inputs)))
         ):
             return None
         return entry

@@ -53,6 +53,11 @@ PLANTED = {  # setting or environment variable -> value; a planted part begins w
     "MY_SECRET": "PLANTr18environment",
     "JUDGE_LOGIN": "PLANTs19-known-by-its-setting",
     "callbacks.c.jwt": "eyJPLANTt20abc.abcdefghijkl.abcdefghijk",
+    "callbacks.c.pat": "PLANTx24",
+    "callbacks.c.telegram": "https://api.telegram.org/bot123:PLANTy25/sendMessage",
+    "callbacks.c.login": "me:PLANTz26",
+    "callbacks.c.room": "PLANTaa27 of the team",
+    "callbacks.c.accessKeyId": "PLANTbb28",
 }
 KEYS = ("PLANT", "98765432101", TOKEN)
 
@@ -164,7 +169,15 @@ def test_no_key_leaves_a_round_or_its_crash(tmp_path):
 
 @pytest.mark.usefixtures("quick_python")
 @pytest.mark.parametrize(
-    "wrong", ["cache_dir=/dev/null/x", "loss.beta=PLANTwrong token=PLANTx", "callbacks.c=3"]
+    "wrong",
+    [
+        *("cache_dir=/dev/null/x", "loss.beta=PLANTwrong token=PLANTx", "callbacks.c=3", "-m seed=1,2"),
+        *(
+            "hydra.output_subdir=hyd hydra.run.dir=runs",
+            "hydra.mode=MULTIRUN hydra.sweep.dir=runs",
+            "--multir seed=1,2",
+        ),
+    ],
 )
 def test_no_key_is_in_a_message_or_a_traceback(tmp_path, wrong):
     run = start(tmp_path, *wrong.split(), "loss=dpo", env={"PYTHONFAULTHANDLER": "1"})

@@ -76,7 +76,7 @@ def test_something_else_in_the_place_of_a_file_ends_a_program_with_one_message(t
         (lambda: read_metrics(folder), f"{folder}: "),
         (lambda: read_metrics(pipe), f"{pipe}: "),
         (folder.mkdir, f"{folder}: "),
-        (lambda: open_own(link), f"{link} {LINK}\n"),
+        (lambda: open_own(link), f"{link}: {LINK}; "),
     ):
         code, said = answered(work), capsys.readouterr().err
         assert code == REFUSED and said.startswith(f"error: {path}") and said.count("\n") == 1
@@ -314,6 +314,9 @@ def test_a_path_where_a_file_of_config_is_asked_for(tmp_path, word: str, type_in
         "model.name_or_path=a/b,c/d model=hub data=hh exp_name=x": "to runs/x; name",
         "loss=dpo,kto +callbacks.c.token=plain7": r"^callbacks\.c\.token=\[removed\]: has a secret",
         "seed=1,2 reward.http.base_url=http://me:pw7@host": r"^reward\.http\.base_url=\[removed\]",
+        "hydra/sweeper=basic seed=1 reward.http.api_key=plain7": r"^reward\.http\.api_key=\[removed\]: has a",
+        "hydra.output_subdir=x loss=dpo": r"^hydra\.output_subdir=\[removed\]: is Hydra's own",
+        "+hydra.run.dir=x loss=dpo": r"^hydra\.run\.dir=\[removed\]: is Hydra's own",
         "loss=dpo seed=range(1,3) exp_name=x-${loss.name}": r"\(seed=1 and seed=2\)",
         "seed=1,2 out=x.json overwrite_out=true": r"out=x\.json: two jobs .*, as in 'out=",
     }.items(),

@@ -120,6 +120,7 @@ def test_no_gpus_asked_for_without_gpus_and_one_node_needs_no_names(tmp_path: Pa
         ({"partition": "gpu\ntouch x"}, "one line"),
         ({"sbatch": ["--comment=a\ntouch x"]}, "one line"),
         ({"environment": {"A=1; touch x": "1"}}, "name"),
+        ({"environment": {"HF_TOKEN": "plain7"}}, r"^slurm\.environment=\['HF_TOKEN'\]: would be"),
         ({"setup": ["if [ -d x ]; then"]}, "block"),
         ({"setup": ["echo \\"]}, "backslash"),
     ],
