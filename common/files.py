@@ -10,6 +10,7 @@ import re
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -18,23 +19,16 @@ from typing import Any, BinaryIO
 
 from common.errors import ConfigError, require
 
-LINK = "is a link, a further name of another file, or no file: nothing is written to it; remove it"
+LINK = "is a link, through which nothing is written"
 
 
 def open_own(path: Path, flags: int = os.O_WRONLY | os.O_CREAT) -> int:
-    """Open a file to write to and return its descriptor. Raises OSError (ELOOP) for a link, for a file with a
-    further name, and for what is no regular file: their content is somebody else's."""
+    """Open a file to write to and return its descriptor. Raises OSError (ELOOP) for a link: what it points to
+    is somebody else's."""
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # the latter: a pipe that nobody reads
-            raise OSError(errno.ELOOP, LINK, str(path)) from error
-        raise
-    about = os.fstat(descriptor)
-    if stat.S_ISREG(about.st_mode) and about.st_nlink <= 1:
-        return descriptor
-    os.close(descriptor)
-    raise OSError(errno.ELOOP, LINK, str(path))
+        raise OSError(error.errno, LINK, str(path)) if error.errno == errno.ELOOP else error from None
 
 
 @contextmanager
@@ -48,7 +42,8 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = part_of(path)
     try:
-        with open(_emptied(part), "wb") as stream:
+        part.unlink(missing_ok=True)  # a killed process may have left it
+        with open(open_own(part), "wb") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
@@ -67,19 +62,6 @@ def regular_file(path: Path) -> Path:
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "is no regular file", str(path))
     return path
-
-
-def _emptied(part: Path) -> int:
-    """Open a temporary file, which a killed process may have left, without what is in it."""
-    try:
-        descriptor = open_own(part)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        part.unlink()  # the name is ours, what a link at it points to is not
-        descriptor = open_own(part)
-    os.ftruncate(descriptor, 0)
-    return descriptor
 
 
 def read_json(path: Path) -> Any:
@@ -194,6 +176,43 @@ def _sha256(path: Path, size: int, changed: int) -> str:
     file is read only once."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+class FileDigests:
+    """SHA-256 digests of files, kept in a file by path, size, time of change and inode, so that programs that
+    start later need not read the files again."""
+
+    def __init__(self, path: Path) -> None:
+        """``path``: the file of digests; a damaged one is made again."""
+        self.path, self._kept = path, dict[str, list[Any]]()
+        with suppress(OSError, ValueError):
+            self._kept = read_sealed(path)["files"]
+        self._before = dict(self._kept)
+
+    def of(self, file: Path) -> str:
+        """Return the digest of a file; of one in the hub's cache the name of its blob, which is one. Raises
+        OSError."""
+        real = file.resolve()
+        if real.parent.name == "blobs":
+            return real.name
+        about = real.stat()
+        state = [about.st_size, about.st_mtime_ns, about.st_ino]
+        digest, *kept = self._kept.get(str(real), [""])
+        if kept != state:
+            digest = _sha256(real, *state[:2])
+            if time.time() - about.st_mtime > _SETTLED:
+                self._kept[str(real)] = [digest, *state]
+        return str(digest)
+
+    def save(self) -> None:
+        """Keep the digests; without room they are computed again next time."""
+        if self._kept != self._before:
+            with suppress(OSError):
+                write_whole(self.path, sealed({"files": self._kept}))
+
+
+_SETTLED = 2.0
+"""Seconds after which a further change of a file surely shows in its time."""
 
 
 def check_writable(key: str, value: Path, folder: Path) -> None:

@@ -83,13 +83,13 @@ def check_importable(key: str, path: str) -> None:
     """Raise ConfigError where ``import_function`` would because the module is not there or does not mention
     the name. The module itself is not imported."""
     module, _, name = path.rpartition(".")
-    file = _file(module)
+    file = module_file(module)
     mentions = rf"\b({re.escape(name)}|__getattr__|import \*)"
     if file is None or (file.suffix == ".py" and not re.search(mentions, file.read_text("utf-8"))):
         import_function(key, path)  # says what is wrong
 
 
-def _file(module: str) -> Path | None:
+def module_file(module: str) -> Path | None:
     """Return the file of a module, which is not imported; None if it is not found."""
     _see_working_directory()
     try:
@@ -99,10 +99,44 @@ def _file(module: str) -> Path | None:
     return None if spec is None else Path(spec.origin or "")
 
 
+def modules_beside(module: str) -> dict[str, Path]:
+    """Return path -> file of a module's source and, unless it is an installed package's, of the modules in
+    its folder and below that it imports, followed from import to import; {} for a module without source.
+    Nothing is imported."""
+    file = module_file(module)
+    if file is None or file.suffix != ".py" or not file.is_file():
+        return {}
+    folder = file.parent
+    package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
+    top = folder if not package else folder.parents[len(package) - 1]
+    found: dict[str, Path] = {}
+    left = [file]
+    while left:
+        one = left.pop()
+        found[str(one.relative_to(folder))] = one
+        new = [p for p in _imported(one, top) if p.is_relative_to(folder) and p not in found.values()]
+        left += new if "site-packages" not in one.parts else []
+    return found
+
+
+def _imported(file: Path, top: Path) -> Iterator[Path]:
+    """Yield the files below ``top``, a folder of the search path, that the source of a module imports."""
+    with suppress(SyntaxError, ValueError):  # whoever imports it says so
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            names = [one.name for one in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            places = [top.joinpath(*name.split(".")) for name in names]
+            if isinstance(node, ast.ImportFrom):
+                base = file.parents[node.level - 1] if node.level else top
+                base = base.joinpath(*node.module.split(".")) if node.module else base
+                places = [base, *(base / name for name in names)]
+            for place in places:
+                yield from (p for p in (place.with_suffix(".py"), place / "__init__.py") if p.is_file())
+
+
 @cache
 def _source(module: str) -> list[ast.stmt]:
     """Return what stands in the source of a module, which is not imported; [] where it has none."""
-    file = _file(module)
+    file = module_file(module)
     return ast.parse(file.read_text("utf-8")).body if file is not None and file.suffix == ".py" else []
 
 

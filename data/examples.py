@@ -362,8 +362,8 @@ def token_values_digest(groups: ExampleGroups) -> str:
 
 
 def prompts_digest(prompts: Iterable[Prompt]) -> str:
-    """Return 32 hex digits of prompts and their reference answers."""
+    """Return 32 hex digits of prompts, their reference answers and their columns."""
     digest = hashlib.blake2b(digest_size=16)
-    for prompt in prompts:
-        digest.update(repr((prompt.id, prompt.reference_answer)).encode(errors="surrogatepass"))
+    for one in prompts:
+        digest.update(repr((one.id, one.reference_answer, one.columns)).encode(errors="surrogatepass"))
     return digest.hexdigest()

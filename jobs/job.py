@@ -26,7 +26,7 @@ from jobs.prepare import Prepared
 from jobs.ranking import EnoughError
 from jobs.run_folder import RunFolder
 from jobs.run_folder import note as note_in_run
-from jobs.same_data import WEIGHTS, check_inputs, check_names, data_inputs, hub_commits
+from jobs.same_data import WEIGHTS, check_inputs, check_names, inputs_of
 from jobs.signals import Signals
 from jobs.watch import RunWatch
 from memory.decisions import PlannedSettings, measured
@@ -76,7 +76,7 @@ class Job:
         with phase("plan the memory", "model.microbatch_tokens"):
             decided = planned.apply(policy, self.say)
         inputs |= {WEIGHTS: fingerprint}
-        on_main(lambda: self.check_initial_weights(inputs))
+        on_main(lambda: check_inputs(self.folder.path, prepared.config, {WEIGHTS: fingerprint}))
         exists = on_main(self.folder.prepare)
         if prepared.config.resume and not exists:
             self.say(f"resume=true: there is no run in {folder} to go on with, so a new one begins")
@@ -94,24 +94,15 @@ class Job:
         self.train(trainer, policy, ready, watch)
         return self.finish(watch, policy, planned.record)
 
-    def check_data(self) -> dict[str, str]:
+    def check_data(self) -> dict[str, Any]:
         """Return the fingerprints of what the run reads besides its weights; called on rank 0 alone. Raises
         ConfigError for a run that was started with others."""
-        prepared, online = self.prepared, self.prepared.online
-        prompts = None if online is None else online.contexts
-        inputs = data_inputs(prepared.config, prepared.plan, prompts, prepared.evaluation_sets)
+        prepared = self.prepared
+        with phase("compare what the run reads", "model.name_or_path"):
+            inputs = inputs_of(prepared.config, prepared.plan, prepared.renderer, prepared.evaluation_sets)
+        check_names(prepared.config, inputs.keys() | {WEIGHTS})
         check_inputs(self.folder.path, prepared.config, inputs)
         return inputs
-
-    def check_initial_weights(self, inputs: dict[str, str]) -> None:
-        """Check what is known once the weights are loaded, and note the commits of names on the hub; called
-        on rank 0 alone. Raises ConfigError."""
-        settings = self.prepared.config
-        commits = hub_commits(settings)
-        check_names(settings, inputs | commits)
-        check_inputs(self.folder.path, settings, {WEIGHTS: inputs[WEIGHTS]} | commits)
-        if commits:
-            note_in_run(self.folder.path, "hub_commits", commits)
 
     def begin(self, watch: RunWatch, exists: bool) -> None:
         """Go on from the newest checkpoint if the run ``exists`` and has one; open its tracker, and tell its

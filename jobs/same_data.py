@@ -4,8 +4,8 @@ fingerprints: another input at the same place would silently continue the run wi
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -15,80 +15,108 @@ from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
 from common.errors import ConfigError, require
-from common.files import files_digest, read_json
+from common.files import FileDigests, read_json
+from common.imports import module_file, modules_beside
 from config.load import texts
 from config.schema import Config
 from config.schema_data import evaluation_sets
 from data.batches import Segment
+from data.chat import Renderer
 from data.examples import groups_digest, prompts_digest, token_values_digest
 from data.types import Group
 from data.views import prompts_of
 from jobs.evaluation_sets import EvaluationSet
 from jobs.plan import Plan
 from jobs.run_folder import note
-from rollouts.rounds import PromptSchedule
+from models.fingerprint import architecture_digest
+from models.weight_files import resolve_model_path
 
-DATA, INPUTS = "data", "inputs"
-"""Keys of the fingerprints in a checkpoint's state: that of the training data, and those of all other inputs by name."""  # noqa: E501
-WEIGHTS = "weights"
-_BY_CONTENT = ("model.name_or_path", "data.path")
-"""Names on the hub whose commit may change, as its weights and rows have fingerprints."""
+Inputs = dict[str, Any]
+"""Name of an input -> its fingerprint; of a model's folder or of code: file -> its digest."""
+INPUTS = "inputs"
+"""Key of the fingerprints in a checkpoint's state."""
+DATA, WEIGHTS, COMMIT = "data", "weights", "commit"
 _REWARDS = "rollouts.rewards."
-_FILES = ("*.safetensors", "*.bin", "*.json")
+_TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf")
+"""Endings of files that are not compared in the policy's own folder: its tensors are (``weights``)."""
+_WHY = {
+    "renderer": "texts become other tokens (by the tokenizer, the chat template or a library's version)",
+    "architecture": "the model's configuration, as transformers reads it, is another",
+    "evaluation": "the held-out rows are others, so its evaluations, keep_best and patience would compare "
+    "two different sets",
+    WEIGHTS: "the initial weights are others, which are its reference (and, with LoRA, its frozen base)",
+}
+_OF_MODEL = ("renderer", "architecture", WEIGHTS)
 
 
-def data_inputs(
-    config: Config,
-    plan: Plan,
-    prompts: PromptSchedule | None,
-    sets: Sequence[EvaluationSet],
-) -> dict[str, str]:
-    """Return the fingerprints of what the run reads besides its weights: the examples of ``plan``, before
-    ``data.logprob_range`` chooses among them, or the ``prompts`` of online rounds; what is known of each
-    token; the held-out rows and prompts; the files of reward models that lie in folders, and of
-    code that settings name."""
+def inputs_of(config: Config, plan: Plan, renderer: Renderer, sets: Sequence[EvaluationSet]) -> Inputs:
+    """Return the fingerprints of what the run reads besides its weights: ``file_inputs``; how texts become
+    tokens; the model's configuration; the examples of ``plan``, before ``data.logprob_range`` chooses among
+    them, or the prompts of online rounds; what is known of each token; the held-out rows and prompts."""
+    inputs = file_inputs(config)
+    inputs |= {"renderer": renderer.fingerprint, "architecture": architecture_digest(config.model)}
     rows = plan.examples.groups
-    fingerprints = {DATA: groups_digest(rows) if prompts is None else prompts_digest(prompts.prompts)}
-    if prompts is None:
-        fingerprints["token_values"] = token_values_digest(rows)
+    inputs[DATA] = prompts_digest(plan.prompts) if config.online else groups_digest(rows)
+    if not config.online:
+        inputs["token_values"] = token_values_digest(rows)
     held_out: dict[str, tuple[Segment | None, Sequence[Group]]] = {
         "evaluation": (plan.held_out, plan.evaluation.groups)
     }
     held_out |= {f"evaluations.{one.name}": (one.held_out, one.checkable) for one in sets}
     for name, (segment, groups) in held_out.items():
         scored = "" if segment is None else groups_digest(segment.groups)
-        fingerprints[name] = scored + prompts_digest(prompts_of(groups))
-    return fingerprints | reward_files(config) | code_files(config)
+        inputs[name] = scored + prompts_digest(prompts_of(groups))
+    return inputs
 
 
-def reward_files(config: Config) -> dict[str, str]:
-    """Return setting -> SHA-256 of the files of each reward model that lies in a folder."""
-    return {
-        key: files_digest(files)
-        for key, name, _ in _models(config)
-        if (files := sorted(path for kind in _FILES for path in Path(name).glob(kind)))
-    }
+def file_inputs(config: Config) -> Inputs:
+    """Return setting -> file -> digest, of the folders of models and tokenizers, and of the code that
+    settings name with what it imports from its own folder."""
+    digests = FileDigests(Path(config.cache_dir) / "digests.json")
+    inputs: Inputs = {key: _of_folder(key, folder, digests) for key, folder in _folders(config)}
+    for key, name in _code(config).items():
+        if files := modules_beside(name.rpartition(".")[0]):
+            inputs[key] = {place: digests.of(file) for place, file in sorted(files.items())}
+    digests.save()
+    return inputs
 
 
-def hub_commits(config: Config) -> dict[str, str]:
-    """Return setting -> commit of each model and data set that comes from the hub, as this machine's cache
-    resolved its name. One that is not in the cache yet is left out."""
-    named = [("model.name_or_path", config.model.name_or_path, config.model.revision), *_models(config)]
-    commits = {key: _commit(name, "model", revision) for key, name, revision in named}
-    commits["data.path"] = _commit(config.data.path or "", "dataset", config.data.revision)
-    return {key: commit for key, commit in commits.items() if commit is not None}
+def _folders(config: Config) -> Iterator[tuple[str, Path]]:
+    """Yield (setting, folder) of the models and tokenizers that the run reads, where they are on this machine
+    already."""
+    named = {"model": asdict(config.model), **({"reward": asdict(config)["reward"]} if config.online else {})}
+    settings = dict(texts(named))
+    for key, name in settings.items():
+        if key.endswith("name_or_path"):
+            folder = Path(resolve_model_path(name))
+            if not folder.is_dir():
+                folder = _snapshot(name, settings.get(key.replace("name_or_path", "revision")) or "main")
+            if folder.is_dir():
+                yield key, folder
 
 
-def code_files(config: Config) -> dict[str, str]:
-    """Return setting -> SHA-256 of the file of the function or class that it names by its import path: the
-    loss and its trainer, what verifies and corrects, and, online, what rewards."""
-    files = {key: _source(name) for key, name in _code(config).items()}
-    return {key: files_digest([Path(file)]) for key, file in files.items() if file is not None}
+def _snapshot(name: str, revision: str) -> Path:
+    """Return the folder in the hub's cache of a model at a revision, which need not be there."""
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")
+    with suppress(OSError, ValueError):  # or else it is a commit
+        revision = (folder / "refs" / revision).read_text(encoding="utf-8").strip()
+    return folder / "snapshots" / revision
+
+
+def _of_folder(key: str, folder: Path, digests: FileDigests) -> dict[str, str]:
+    """Return file -> digest of everything in a model's folder but hidden files and README, and but the
+    tensors of the policy; with the commit if it is of the hub, whose files are fetched when they are
+    needed."""
+    skipped = _TENSORS if key.startswith("model.") else ()
+    there = sorted(folder.glob("*")) + sorted(folder.glob("additional_chat_templates/*"))
+    read = [path for path in there if path.is_file() and not path.name.startswith((".", "README"))]
+    files = {str(path.relative_to(folder)): digests.of(path) for path in read if path.suffix not in skipped}
+    return files | ({COMMIT: folder.name} if folder.parent.name == "snapshots" else {})
 
 
 def reward_code(config: Config) -> list[str]:
     """Return the settings that name code which gives rewards and is not the project's."""
-    code = {key: name for key, name in _code(config).items() if _source(name) is not None}
+    code = {key: name for key, name in _code(config).items() if module_file(name.rpartition(".")[0])}
     custom = [
         key for key, name in code.items() if key.startswith("reward.") and not name.startswith(_REWARDS)
     ]
@@ -97,47 +125,22 @@ def reward_code(config: Config) -> list[str]:
 
 
 def _code(config: Config) -> dict[str, str]:
-    """Return setting -> the import path of the function or class that it names."""
-    sections = ("loss", "trainer", "correction", *(("reward",) if config.online else ()))
+    """Return setting -> the import path of the function or class that it names: the loss and its trainer, the
+    optimizer, what clips, corrects and verifies, and, online, what samples and rewards."""
+    sections = ("loss", "trainer", "correction", "humanline_rule", *(("sampler", "reward") * config.online))
+    tree = asdict(config)
     named = [
         (key, name)
         for section in sections
-        for key, name in texts(asdict(config)[section], section)
+        for key, name in texts(tree[section], section)
         if key.endswith(("._target_", ".path"))
     ]
     sets = evaluation_sets(config.evaluations, config.data)
     named += [(f"evaluations.{name}.verifier", data.verifier or "") for name, data in sets.items()]
-    return dict([*named, ("data.verifier", config.data.verifier or "")])
+    return dict([*named, ("optimizer", config.optimizer), ("data.verifier", config.data.verifier or "")])
 
 
-def _source(name: str) -> str | None:
-    """Return the file of the function or class at an import path."""
-    try:
-        spec = importlib.util.find_spec(name.rpartition(".")[0])
-    except (ImportError, AttributeError, ValueError):  # what uses it says so
-        return None
-    return spec.origin if spec is not None and spec.has_location else None
-
-
-def _models(config: Config) -> Iterator[tuple[str, str, str | None]]:
-    """Yield (setting, name, revision) of the models that give rewards."""
-    settings = dict(texts(asdict(config)["reward"] if config.online else None, "reward"))
-    for key, name in settings.items():
-        if key.endswith(".name_or_path"):
-            yield key, name, settings.get(f"{key.removesuffix('name_or_path')}revision")
-
-
-def _commit(name: str, kind: str, revision: str | None) -> str | None:
-    if name.count("/") > 1 or not name or Path(name).exists():
-        return None
-    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind)
-    try:
-        return (folder / "refs" / (revision or "main")).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return revision if (folder / "snapshots" / (revision or "-")).is_dir() else None
-
-
-def check_inputs(folder: Path, config: Config, inputs: Mapping[str, str]) -> None:
+def check_inputs(folder: Path, config: Config, inputs: Mapping[str, Any]) -> None:
     """Raise ConfigError if the run in ``folder`` is resumed and its checkpoints were written with another
     input than ``inputs``, unless ``resume_with_other`` names it: that is printed and noted in run.json.
 
@@ -146,63 +149,65 @@ def check_inputs(folder: Path, config: Config, inputs: Mapping[str, str]) -> Non
     unsaid = sorted(inputs.keys() - before.keys())
     if before and unsaid:
         print(f"note: the checkpoint does not say with which {', '.join(unsaid)} the run was started")
-    for name in sorted(inputs.keys() & before.keys()):
-        if inputs[name] == before[name]:
-            continue
-        if name in _BY_CONTENT:
-            print(f"note: {name}: its commit was {before[name]} and is {inputs[name]}, with the same content")
-            continue
-        if name not in config.resume_with_other:
-            raise _refused(folder, config, name)
+    other = [name for name in inputs if name in before and not _same(before[name], inputs[name])]
+    refused = [name for name in other if name not in config.resume_with_other]
+    if refused:
+        raise _refused(folder, config, refused, before[refused[0]], inputs[refused[0]])
+    for name in other:
         print(f"note: {name} is not what this run was started with; it goes on (resume_with_other)")
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         note(folder, "went_on_with_other", {name: [before[name], inputs[name]], "at": now})
 
 
-def _refused(folder: Path, config: Config, name: str) -> ConfigError:
+def _same(before: Any, now: Any) -> bool:
+    """Return whether two fingerprints are of the same input. A commit of the hub says it of all its files,
+    whichever of them are there."""
+    both = isinstance(before, dict) and isinstance(now, dict) and COMMIT in before
+    return bool(before == now or (both and before[COMMIT] == now.get(COMMIT)))
+
+
+def _refused(folder: Path, config: Config, names: list[str], before: Any, now: Any) -> ConfigError:
+    """Return the error for inputs that are others; ``before`` and ``now``: fingerprints of the first."""
+    key, why = names[0], _WHY.get(names[0], "is another")
+    if key in (DATA, "token_values"):
+        what = "prompts" if config.online else "rows" if key == DATA else "behavior_logprobs"
+        compared = "bit by bit" if key != DATA else "with the columns that rewards get" * config.online
+        compared = f" (compared {compared or 'as token ids'})"
+        why = f"the training data are others, so it would go on with other {what}{compared}"
+        key = "data.path" if config.data.path else "data"
+    elif key == "evaluation":
+        key = "data.eval_path"
+    elif key in _OF_MODEL:
+        key = "model.name_or_path"
+    elif isinstance(before, dict) and isinstance(now, dict):
+        files = sorted(file for file in before.keys() | now.keys() if before.get(file) != now.get(file))
+        named = [one for one in files if one != COMMIT][:3] or files
+        why = f"its {' and '.join(named)}{' and more' * (len(files) > 3)} changed, or came or went"
     settings: Any = asdict(config)
-    for part in name.split("."):
+    for part in key.split("."):
         settings = settings.get(part) if isinstance(settings, dict) else None
-    key, value, why = name, settings, f"is not what this run was started with ({folder})"
-    if name in (DATA, "token_values"):
-        key, value = ("data.path", config.data.path) if config.data.path else ("data", config.data.name)
-        what = "prompts" if config.online else "rows" if name == DATA else "behavior_logprobs"
-        compared = "compared as token ids" if name == DATA else "compared bit by bit"
-        why = (
-            f"the training data are not those that this run was started with ({folder}; their {what} are "
-            f"{compared}), so it would go on with other {what}"
-        )
-    elif name == "evaluation":
-        key, value = "data.eval_path", config.data.eval_path
-        why = (
-            "the held-out rows are not those that this run was started with: its evaluations, keep_best and "
-            "patience would compare two different sets"
-        )
-    elif name == WEIGHTS:
-        key, value = "model.name_or_path", config.model.name_or_path
-        why = (
-            "the initial weights are not those that this run was started with, which are its reference (and, "
-            "with LoRA, its frozen base)"
-        )
-    again = "bring the old one back, or start another run (exp_name)"
-    goes_on = f"resume_with_other=[{name}] goes on with what is there now"
-    return ConfigError(key, value, f"{why}; {again}; {goes_on}")
+    value = settings["name"] if isinstance(settings, dict) and "name" in settings else settings
+    return ConfigError(
+        key,
+        value,
+        f"is not what the run in {folder} was started with: {why}; bring the old one back, or start another "
+        f"run (exp_name); 'resume_with_other=[{','.join(names)}]' goes on with what is there now",
+    )
 
 
-def _recorded(folder: Path) -> dict[str, str]:
-    """Return the fingerprints in the newest checkpoint that has any; {} if none has."""
+def _recorded(folder: Path) -> Inputs:
+    """Return the fingerprints in the newest checkpoint that can be read; {} if none can."""
     for path in sorted((folder / "checkpoints").glob("step_*[0-9]/state.json"), reverse=True):
         try:
             state = read_json(path)
         except (OSError, ValueError):  # the run passes over a damaged checkpoint
             continue
-        if isinstance(state, dict) and isinstance(state.get(DATA), str):
-            others = state.get(INPUTS)
-            return {DATA: str(state[DATA]), **(others if isinstance(others, dict) else {})}
+        if isinstance(state, dict) and isinstance(state.get(INPUTS), dict):
+            return dict(state[INPUTS])
     return {}
 
 
-def check_names(config: Config, inputs: Mapping[str, str]) -> None:
+def check_names(config: Config, inputs: Collection[str]) -> None:
     """Raise ConfigError for a name in ``resume_with_other`` that no input has."""
     for name in config.resume_with_other:
         there = ", ".join(sorted(inputs))

@@ -14,7 +14,7 @@ from common.errors import Requeue, StoppedError
 from common.progress import phase
 from jobs.diagnostics import Diagnostics
 from jobs.ranking import Patience, RankedCheckpoints, Ranking
-from jobs.same_data import DATA, INPUTS, hub_commits
+from jobs.same_data import INPUTS
 from jobs.signals import Signals
 from jobs.step_log import StepLog
 from models.checkpoint import everywhere
@@ -38,7 +38,7 @@ class Saver:
         patience: Patience,
         diagnostics: Diagnostics | None,
         signals: Signals,
-        inputs: Mapping[str, str],
+        inputs: Mapping[str, Any],
     ) -> None:
         """``inputs``: the fingerprints of what the run reads (``jobs.same_data``)."""
         self.folder, self.trainer, self.log, self.state = folder, trainer, log, log.state
@@ -93,8 +93,7 @@ class Saver:
                 "wandb_id": self.log.tracker.wandb_id,
                 "diagnostics": None if self.diagnostics is None else self.diagnostics.state(),
                 "asked_to_stop": self.log.observers.state(),
-                DATA: self.inputs.get(DATA),
-                INPUTS: self.inputs | hub_commits(trainer.config),
+                INPUTS: self.inputs,
             }
         )
         mine = trainer.reference.state()

@@ -46,7 +46,7 @@ class RunWatch:
         signals: Signals,
         diagnostics: Diagnostics | None,
         observers: Observers,
-        inputs: Mapping[str, str],
+        inputs: Mapping[str, Any],
     ) -> None:
         """``inputs``: the fingerprints of what the run reads (``jobs.same_data``)."""
         config = self.config = trainer.config

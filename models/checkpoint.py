@@ -35,7 +35,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from common.files import on_disk, read_json, regular_file
-from data.batches import dealing
 from models.checkpoint_reading import CheckpointError, Planner, Reader
 from models.distributed import (
     Group,
@@ -51,9 +50,6 @@ T = TypeVar("T")
 FAILURES = (SafetensorError, OSError, RuntimeError, ValueError)
 """Exceptions that a failed write raises. In addition torch's CheckpointException, which is not an Exception,
 stands for the failure of any rank."""
-UNSAID = dealing(packed=False)
-"""The dealing of rows to assume for a checkpoint that does not record it, which is one of an earlier
-version."""
 UNSHARED = StagingOptions(
     use_async_staging=False, use_shared_memory=False, use_pinned_memory=False, use_non_blocking_copy=False
 )
@@ -247,7 +243,7 @@ class Checkpoints:
         _fill(path, saved, policy)
         if "optimizer" in saved:
             set_optimizer_state_dict(policy, optimizer, saved["optimizer"])
-        alike = dealing in (None, state.get("dealing", UNSAID))
+        alike = dealing in (None, state.get("dealing"))
         return state, everywhere(lambda: self._load_mine(path, alike), path)
 
     def _load_mine(self, path: Path, alike: bool) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from common.errors import StoppedError
 from data.types import Microbatch, Sequence, Sequences
 from models.sharding import reshard
 
@@ -85,13 +86,15 @@ class Reference:
         """Return [R, T], the reference's log-probabilities of these rows at this step, in nats, float32; 0
         where the mask is False.
 
-        Raises KeyError for a row that was not scored: training such a row would be an error of the program,
-        and there is no fallback.
-        """
+        Raises StoppedError for a row that was not scored, as of other data than the checkpoint's."""
         device, width = sequences.mask.device, sequences.mask.shape[1]
-        rows = [
-            self.scores[self.key(step, row)] if len(row.counted) else torch.zeros(0) for row in sequences.rows
-        ]
+        keys = [(row, self.key(step, row)) for row in sequences.rows]
+        if any(len(row.counted) and key not in self.scores for row, key in keys):
+            raise StoppedError(
+                f"step {step} has rows that the reference did not score, so they are not the checkpoint's: "
+                "bring the old data and tokenizer back, or start another run (exp_name)"
+            )
+        rows = [self.scores[key] if len(row.counted) else torch.zeros(0) for row, key in keys]
         out = torch.zeros(len(rows), width, device=device)
         for r, values in enumerate(rows):
             out[r, : len(values)].copy_(values, non_blocking=True)
