@@ -14,7 +14,6 @@ from urllib.parse import quote, unquote
 
 REMOVED = "[removed]"
 IN_FILES = "has a secret, and {} into files: name the environment variable that has it, ${{oc.env:NAME}}"
-"""Why a command that a program keeps in files is refused; {}: which program writes what."""
 _ROOT = Path(__file__).parents[1]
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _STEMS = "key|token|secret|pass|pw|credential|auth|bearer|cookie|jwt|sig|pat|pin|otp|login|header"
@@ -37,7 +36,6 @@ _NAMED = re.compile(
     r"(?:(?P<mark>\\?\"|')(?P<text>(?:(?!(?P=mark))(?:\\.|[^\\]))*)(?P=mark)"
     r"|(?P<value>\[[^\]\n]*\]|(?:bearer|basic|token|digest)\s+[^\s,;'\"]+|[^\s,;'\"&<>)}\]]*[^\s,;:.'\"&<>)}\]]))"
 )
-"""A name, and its value in quotes or without; a space stands between them behind an option alone."""
 _NOTHING = re.compile(r"(?i)|null|none|true|false|~|\?\?\?|\[removed\]|\$\{.*")
 _VARIABLE = re.compile(r"(?!.{41})[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
 _remembered: set[str] = set()
@@ -61,8 +59,8 @@ def is_secret(key: str, value: Any) -> bool:
 
 def scrub(tree: Any, key: str = "", show: bool = True, hidden: bool = False) -> Any:
     """Return a copy of nested plain data with secrets replaced, which are removed from texts from then on.
-    ``key``: its name. ``show``: for people, who need no URL beyond its host, nor the texts that a function of
-    the user's gets. ``hidden``: whether it is what callbacks and trackers get."""
+    ``key``: their name. ``show``: for people, who need no URL beyond its host, nor the texts that a user's
+    function gets. ``hidden``: whether it is what callbacks and trackers get."""
     if isinstance(tree, dict):
         path = str(tree.get("_target_") or tree.get("path") or "")
         users = hidden or (show and "." in path and not (_ROOT / path.partition(".")[0]).is_dir())
@@ -72,13 +70,12 @@ def scrub(tree: Any, key: str = "", show: bool = True, hidden: bool = False) -> 
     if isinstance(tree, list | tuple):
         return [scrub(value, key, show, hidden) for value in tree]
     if is_secret(key, tree) or (hidden and type(tree) in (str, int)):
-        _remember(str(tree), is_secret_name(key))
+        _remember("" if show and not is_secret_name(key) else str(tree), is_secret_name(key))
         return REMOVED
     url = _URL.fullmatch(tree) if isinstance(tree, str) else None
     for part in (url["user"] or "", (url["user"] or "").partition(":")[2]) if url else ():
         _remember(part, True)
     if url and show and (url["user"] or len(url["rest"]) > 1):
-        _remember(url["rest"], False)
         return f"{url['host']}{url['at']}/{REMOVED}"
     return scrub_text(tree) if isinstance(tree, str) else tree
 
@@ -92,8 +89,7 @@ def _remember(value: str, secret: bool) -> None:
 
 
 def scrub_text(text: str) -> str:
-    """Return ``text`` without known secrets, those of environment variables, users and passwords of URLs, and
-    values that follow the name of a secret."""
+    """Return ``text`` without secrets: known ones, the environment's, users of URLs, and named values."""
     for name, value in os.environ.items():
         if is_secret_name(name) and not name.endswith("PWD"):  # a folder
             _remember(value, True)

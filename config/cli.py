@@ -157,7 +157,7 @@ def guarded(work: Callable[[], object]) -> None:
 
 def cli(main: Callable[[], object]) -> None:
     """Run a ``hydra.main`` program. An error of Hydra about the command line also becomes one message."""
-    scrub_words(sys.argv[1:])  # their secrets are removed from messages from now on
+    scrub_words(sys.argv[1:], show=False)  # their secrets are removed from messages from now on
     guard_output()
     atexit.register(_leave)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # otherwise Hydra prints its own message and exits with 1

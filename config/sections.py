@@ -193,7 +193,7 @@ def typed(cfg: DictConfig | dict[str, Any], schema: type[T], prefix: str = "") -
         checked = typed(cfg, _plain(cast(Any, schema)), prefix)
         return schema(**{item.name: getattr(checked, item.name) for item in fields(cast(Any, checked))})
     raw = cfg if isinstance(cfg, dict) else OmegaConf.to_container(cfg, resolve=True)
-    scrub(raw)  # its secrets are removed from messages from now on
+    scrub(raw, show=False)  # its secrets are removed from messages from now on
     _build(schema)
     try:
         section = schema.__pydantic_validator__.validate_python(_read(raw, prefix))  # type: ignore[attr-defined]

@@ -82,7 +82,7 @@ def test_what_a_users_code_gets_and_a_url_beyond_its_host_are_not_shown():
         "callbacks": {"c": {"_target_": "mine.C", "chat": "plain7", "n": 5, "path": ["plain8"], "on": True}},
         "reward": {"name": "own", "_target_": "mine.make", "own": {"scale": 0.5, "place": "plain9"}},
         "loss": {"name": "dpo", "_target_": "trainers.losses.dpo.dpo", "shape": "plain"},
-        "hook": "https://hooks.host/services/T0?sig=1",
+        "hook": "https://hooks.host/services/T0?x=1",
     }
     shown = scrub(settings)
     hidden = {"chat": REMOVED, "n": REMOVED, "path": [REMOVED], "on": True}
@@ -111,7 +111,7 @@ SPELLED = "pl<'\"é/7 in"
     ],
 )
 def test_what_was_a_secret_once_is_removed_in_every_spelling(tree, value):
-    scrub(tree)
+    scrub(tree, show=False)
     for text in (value, json.dumps(value), html.escape(value), quote(value, safe="")):
         assert REMOVED in scrub_text(f"it says {text} here"), text
 
