@@ -35,6 +35,7 @@ from config.sections import (
     Text,
     Unbounded,
     dataclass,
+    must,
     need,
     nested,
     without_words,
@@ -162,8 +163,8 @@ class Config:
     seed: Annotated[int, Field(ge=0, lt=2**32), "must lie in [0, 2^32)"]
     deterministic: bool
     exp_name: Text | None
-    runs_dir: Text
-    cache_dir: Text
+    runs_dir: Annotated[Text, must(bool, "must name a folder; . is the working directory")]
+    cache_dir: Annotated[Text, must(bool, "must name a folder; . is the working directory")]
     overwrite: bool
     resume: bool
     resume_with_other: list[Text]

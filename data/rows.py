@@ -111,9 +111,9 @@ def read_rows(path: Path, key: str = "data.path") -> Iterator[Row | Dropped]:
     """
     if not os.path.isfile(path):
         folder = "; of a folder every file is read: give its name" if set("*?[") & set(path.name) else ""
-        raise ConfigError(key, path, f"no such file (the working directory is {Path.cwd()}){folder}")
-    packed = path.suffix == ".gz"
-    kind = "".join(path.suffixes[-2:]) if packed else path.suffix
+        what = "is a folder, pipe or device" if path.exists() else "is a link to no file" * path.is_symlink()
+        raise ConfigError(key, path, what or f"no such file (the working directory is {Path.cwd()}){folder}")
+    kind = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
     if kind not in SUFFIXES:
         raise ConfigError(
             key, path, f"is not a kind of file that can be read; use one of {', '.join(SUFFIXES)}"
@@ -261,7 +261,7 @@ def _open_text(path: Path, newline: str | None = None) -> IO[str]:
     """Open UTF-8 text with or without a byte-order mark. A byte that is not UTF-8 becomes a lone surrogate
     (PEP 383), so that its row can be named. Raises DataError for UTF-16 and UTF-32."""
     with path.open("rb") as start:
-        packed = path.suffix == ".gz"
+        packed = start.peek(2)[:2] == b"\x1f\x8b"  # by content, whatever its name
         first = gzip.GzipFile(fileobj=start).read(2) if packed else start.read(2)
     if first in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         raise DataError(

@@ -31,7 +31,7 @@ from jobs.signals import Signals
 from jobs.watch import RunWatch
 from memory.decisions import PlannedSettings, measured
 from models.distributed import World, ended_together, on_main
-from models.export import export, full_state, remove_unfinished
+from models.export import export, full_state
 from models.loading import load_sharded
 from models.policy import Policy
 from models.pretrained import export_dtype
@@ -177,7 +177,6 @@ class Job:
         try:
             watch.log.tracker.settle()
             note_in_run(folder, "memory", summary["memory"])
-            remove_unfinished(folder / "model")
             export_arguments = (export_dtype(settings.model), prepared.renderer.stop_token_ids)
             export(state, policy, prepared.tokenizer, folder / "model", *export_arguments)
             write_model_card(folder / "model", asdict(settings), summary)

@@ -7,13 +7,13 @@ import copy
 import glob
 import itertools
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -210,11 +210,11 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder to write to, which replaces ``folder`` once the context ends. Raises OSError where it
     cannot be written; nothing of it is left then, and ``folder`` is as it was.
 
-    The folders beside ``folder`` have names that nothing else has, and only this process removes them. If it
-    is killed they stay: ``.NAME-….part`` is not finished, ``.NAME-….old`` is the folder that was replaced
-    (``remove_unfinished``).
+    The folders beside ``folder`` are named by this process. If it is killed they stay until the next export:
+    ``.NAME-PROCESS.part`` is not finished, ``.NAME-PROCESS.old`` is the folder that was replaced.
     """
-    part, old = (folder.with_name(f".{folder.name}-{uuid4().hex}.{end}") for end in ("part", "old"))
+    _remove_left(folder)
+    part, old = (folder.with_name(f".{folder.name}-{os.getpid()}.{end}") for end in ("part", "old"))
     try:
         yield part
     except Exception as error:
@@ -236,12 +236,11 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Remove what killed exports to ``folder`` left beside it. This is for a folder that only this process
-    writes to, as one within its run."""
-    name = re.compile(rf"\.{re.escape(folder.name)}-[0-9a-f]{{32}}\.(part|old)")
+def _remove_left(folder: Path) -> None:
+    """Remove what killed exports to ``folder`` left beside it; those of living processes stay."""
     for left in folder.parent.glob(f".{glob.escape(folder.name)}-*"):
-        if name.fullmatch(left.name):
+        name = re.fullmatch(rf"\.{re.escape(folder.name)}-(\d+)\.(part|old)", left.name)
+        if name and (int(name[1]) == os.getpid() or not Path("/proc", name[1]).exists()):
             shutil.rmtree(left, ignore_errors=True)
 
 

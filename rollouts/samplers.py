@@ -24,7 +24,7 @@ from config.schema import Config
 from data.chat import Renderer, vocabulary_fingerprint
 from data.types import Completion, Prompt
 from models.distributed import Ranks, World, ended_together, on_main
-from models.export import export, full_state, remove_unfinished
+from models.export import export, full_state
 from models.policy import Policy
 
 Facts = dict[str, Any]
@@ -202,7 +202,6 @@ def write_weights(
         state = full_state(policy)
 
     def write() -> None:
-        remove_unfinished(folder)
         export(state, policy, tokenizer, folder, dtype)
 
     on_main(write)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 import re
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.errors import DataError, UserError
+from common.errors import ConfigError, DataError, UserError
 from config.schema_data import DataConfig
 from data import rows
 from data.detection import FORMATS
@@ -394,3 +395,15 @@ def test_a_stream_that_zlib_refuses_is_refused_by_name(tmp_path):
         path.write_bytes(sound[:at] + b"\xff\xff\xff\xff" + sound[at + 4 :])
         with pytest.raises(DataError, match=r"pairs\.jsonl\.gz: cannot be read to its end .*again"):
             load(path)
+
+
+def test_a_file_is_known_by_its_content_and_what_is_none_is_named(tmp_path):
+    (tmp_path / "packed.csv").write_bytes(gzip.compress(b"a,b\n1,2\n"))
+    (tmp_path / "plain.jsonl.gz").write_bytes(b'{"a": 2}\n')
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
+    assert [row.values for row in rows.read_rows(tmp_path / "packed.csv")] == [{"a": "1", "b": "2"}]
+    assert [row.values for row in rows.read_rows(tmp_path / "plain.jsonl.gz")] == [{"a": 2}]
+    for name, what in (("pipe.jsonl", "is a folder, pipe or device"), ("loop.jsonl", "is a link to no file")):
+        with pytest.raises(ConfigError, match=what):
+            next(rows.read_rows(tmp_path / name))

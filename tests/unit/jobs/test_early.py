@@ -51,6 +51,7 @@ def test_what_is_not_there_is_refused_before_torch_is_imported(tmp_path):
         "data=local data.path=nope.jsonl": "data.path=nope.jsonl: no such file (the working directory is",
         f"data=local data.path={tmp_path}/empty": "has no file that can be read",
         "data.eval_path=nope.jsonl": "data.eval_path=nope.jsonl: no such file",
+        "cache_dir=": "cache_dir=: must name a folder",
         "evaluations.hard.path=nope.jsonl": "evaluations.hard.path=nope.jsonl: no such file",
         f"{rows} model=hub model.name_or_path=./nope": "model.name_or_path=./nope: no such folder",
         f"{rows} model=hub model.name_or_path=https://hf.co/org/m/tree/main": "model.name_or_path=org/m",

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForSequenceClassification, GenerationConfig
 
-from models.export import config_json, export, full_state, remove_unfinished, whole_folder, whole_weights
+from models.export import config_json, export, full_state, whole_folder, whole_weights
 from models.policy import Policy
 from models.pretrained import load_policy
 from reports.model_card import write_model_card
@@ -60,7 +60,7 @@ def write(folder: Path, text: str) -> None:
     (folder / "weights").write_text(text)
 
 
-def test_a_killed_export_leaves_the_old_one_and_the_next_leaves_what_it_left(tmp_path):
+def test_a_killed_export_leaves_the_old_one_and_the_next_removes_what_it_left(tmp_path):
     folder = tmp_path / "model"
     write(folder, "old")
     if (child := os.fork()) == 0:
@@ -71,16 +71,22 @@ def test_a_killed_export_leaves_the_old_one_and_the_next_leaves_what_it_left(tmp
     assert text_in(folder) == "old"
     with whole_folder(folder) as part:
         write(part, "new")
-    (left,) = (path for path in tmp_path.iterdir() if path != folder)
-    assert (text_in(folder), text_in(left)) == ("new", "half")
+    assert text_in(folder) == "new" and [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_within_a_run_what_killed_exports_left_is_removed_and_nothing_else(tmp_path):
-    folder, left = tmp_path / "model", f".model-{'0123456789abcdef' * 2}"
-    others = [f"{left}.zip", ".model-mine.part", f".models-{left[7:]}.part", ".model.part", "model"]
-    for name in (f"{left}.part", f"{left}.old", *others):
+def test_what_killed_exports_left_is_removed_by_the_next_and_nothing_else(tmp_path):
+    dead, living = 2**22 + 1, os.getppid()
+    others = [
+        f".model-{dead}.zip",
+        ".model-mine.part",
+        f".models-{dead}.part",
+        f".model-{living}.part",
+        "model",
+    ]
+    for name in (f".model-{dead}.part", f".model-{os.getpid()}.old", *others):
         write(tmp_path / name, "text")
-    remove_unfinished(folder)
+    with whole_folder(tmp_path / "model") as part:
+        write(part, "text")
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others)
 
 
