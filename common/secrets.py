@@ -72,12 +72,17 @@ def scrub(tree: Any, key: str = "", show: bool = True, hidden: bool = False) -> 
     if is_secret(key, tree) or (hidden and type(tree) in (str, int)):
         _remember("" if show and not is_secret_name(key) else str(tree), is_secret_name(key))
         return REMOVED
-    url = _URL.fullmatch(tree) if isinstance(tree, str) else None
-    for part in (url["user"] or "", (url["user"] or "").partition(":")[2]) if url else ():
+    return _shown(tree, show) if isinstance(tree, str) else tree
+
+
+def _shown(value: str, show: bool) -> str:
+    url = _URL.fullmatch(value)
+    user = (url["user"] or "") if url else ""
+    for part in (user, user.partition(":")[2]):
         _remember(part, True)
-    if url and show and (url["user"] or len(url["rest"]) > 1):
+    if url and show and (user or len(url["rest"]) > 1):
         return f"{url['host']}{url['at']}/{REMOVED}"
-    return scrub_text(tree) if isinstance(tree, str) else tree
+    return scrub_text(value)
 
 
 def _remember(value: str, secret: bool) -> None:
