@@ -30,7 +30,8 @@ from common.options import options_of
 from config.cli import compose_config
 from config.schema import CARDS, Config
 from data.batches import Segment
-from memory.decisions import PlannedSettings, measured
+from jobs.memory import plan_run
+from jobs.peak import measured
 from models.distributed import World, on_main, start, stop
 from models.policy import decoder_blocks
 from models.pretrained import load_policy
@@ -79,14 +80,13 @@ def measure(config: Config, hf_config: PretrainedConfig, world: World, steps: in
     """Train a model with random weights in the shape of ``hf_config``, made on each rank's device and then
     sharded, and yield what is found in words."""
     plan = steps_of(config, hf_config, WARM_UP + steps)
-    planned = PlannedSettings(config, plan, [], trainer_class(config), world)
+    planned = on_main(lambda: plan_run(config, plan, [], world.size))
+    yield planned.text
+    config = planned.applied(config)
     with world.device:
         policy = load_policy(config.model, world.device, config.seed)
     dtype = getattr(torch, config.model.dtype)
-    shard(policy, decoder_blocks(policy), world, dtype, config.model.shards_again)
-    messages: list[str] = []
-    config = planned.apply(policy, messages.append)
-    yield from messages
+    shard(policy, decoder_blocks(policy), world, dtype, config.model.reshard_after_forward)
     trainer = trainer_class(config)(config, policy, make_loss(config), world)
     if config.has_reference:
         score_all(trainer, plan)
@@ -104,8 +104,7 @@ def measure(config: Config, hf_config: PretrainedConfig, world: World, steps: in
         f"{tokens / seconds:,.0f} tokens/s, MFU {mfu:.1%}; {tokens:,.0f} tokens a step in {seconds:.3f} s, "
         f"balance {step.waiting.known['token_balance']:.2f}"
     )
-    taken = measured(world, planned.record["predicted_gib"])["measured"]
-    yield f"peak: {taken}; estimate: {planned.record['predicted']}"
+    yield f"peak: {measured(world, planned)['measured']}; estimate: {planned.record['predicted']}"
     if on_gpu:
         retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
         held = torch.cuda.max_memory_reserved() / 2**30

@@ -1,13 +1,10 @@
 """What lies around in the environment of a machine and would decide in silence: a launcher's variables are
-refused where no launcher set them; wandb's count where their setting was not given, and are said. And how
-much memory there is."""
+refused where no launcher set them; wandb's count where their setting was not given, and are said."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
@@ -79,12 +76,3 @@ def with_environment(config: Config, env: Mapping[str, str]) -> tuple[Config, li
         key: value.split(",") if key == "tags" else value for key, value in found.items()
     }
     return replace(config, wandb=replace(config.wandb, **values)), notes
-
-
-def memory_here() -> float:
-    """Return the bytes of this machine's memory, or of its container's if that may have less."""
-    size = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    limit = Path("/sys/fs/cgroup/memory.max")  # "max" without one
-    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
-        size = min(size, float(text))
-    return size

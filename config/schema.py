@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from common.errors import ConfigError, require
+from common.errors import require
 from config.schema_data import DataConfig, check_keep_best, evaluation_sets
 from config.schema_model import ModelConfig
 from config.schema_rewards import RewardConfig, completed
@@ -57,11 +57,17 @@ CARDS = {
     "B200": (178.3, 2250e12),
     "L4": (22.0, 121e12),
     "L40S": (44.4, 362e12),
+    "A10": (22.0, 125e12),
+    "A40": (44.4, 150e12),
+    "A6000": (47.4, 155e12),
     "RTX3090": (23.6, 71e12),
     "RTX4090": (23.5, 165e12),
+    "RTX5090": (31.3, 210e12),
 }
 """Card -> (GiB of memory that a program can use on it, dense bfloat16 operations a second by the vendors'
 datasheets)."""
+MOST_MEMORY = 512
+"""GiB that a number typed for a card may be at most."""
 
 
 @dataclass
@@ -78,16 +84,17 @@ class PlanConfig:
 
 
 def card_memory(key: str, card: str) -> float:
-    """Return the memory in GiB of a card, given by its name or directly as a number. Raises ConfigError about
-    ``key`` if it is neither."""
-    if card in CARDS:
-        return CARDS[card][0]
+    """Return the memory in GiB of a card, given by its name (4090 or rtx4090 for RTX4090) or directly as a
+    number. Raises ConfigError about ``key`` if it is neither, or a number that no card has."""
+    for name, (memory, _) in CARDS.items():
+        if name.lower() in (card.lower(), f"rtx{card.lower()}"):
+            return memory
     try:
         size = float(card)
     except ValueError:
         size = math.nan
-    if not 0 < size < math.inf:
-        raise ConfigError(key, card, f"is none of {', '.join(CARDS)}, and no number of GiB")
+    names = f"is none of {', '.join(CARDS)}, and no number of GiB up to {MOST_MEMORY}"
+    require(0 < size <= MOST_MEMORY, key, card, names)
     return size
 
 

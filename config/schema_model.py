@@ -25,7 +25,7 @@ from config.sections import (
 )
 
 SELECTIVE, AUTO = "selective", "auto"
-"""Values of model.activation_checkpointing; that the memory plan decides."""
+"""Values of model.activation_checkpointing; that the estimate of memory decides."""
 EXAMPLES_EACH = "must be at least 1, or auto for microbatches of as many examples each"
 
 
@@ -71,7 +71,7 @@ class ModelConfig:
     max_grad_norm: Annotated[Positive, Unbounded, "must be above 0 (use inf for no clipping)"]
     logit_temperature: Annotated[Positive, "divides the logits: must be above 0, and finite"]
     activation_checkpointing: Literal[False, True, "selective", "auto"]
-    reshard_after_forward: Auto[bool]
+    reshard_after_forward: bool
     compile: bool
     packing: Auto[bool]
     share_prompts: Auto[bool]
@@ -102,13 +102,7 @@ class ModelConfig:
         need(self, one, "microbatches", f"{counted}: set one of them")
 
     @property
-    def shards_again(self) -> bool:
-        """Whether layers are sharded again after their forward, unless the memory plan finds room for
-        them."""
-        return self.reshard_after_forward is not False
-
-    @property
-    def cut_by_plan(self) -> bool:
-        """Whether the memory plan may cut a batch that does not fit a GPU in one pass: no setting says how
-        it is cut."""
+    def cut_by_estimate(self) -> bool:
+        """Whether the estimate of memory may cut a batch that does not fit a GPU in one pass: no setting says
+        how it is cut."""
         return self.microbatch_tokens is None and self.microbatches == 1

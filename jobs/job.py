@@ -20,7 +20,9 @@ from jobs.evaluation import make_evaluator
 from jobs.hub import push_or_say
 from jobs.initial_scores import scored_with
 from jobs.likelihood import ready_rows
+from jobs.memory import MemoryPlan, plan_run
 from jobs.observers import Observers
+from jobs.peak import PeakLine, measured, short_of_memory
 from jobs.plan import Plan
 from jobs.prepare import Prepared
 from jobs.ranking import EnoughError
@@ -29,7 +31,6 @@ from jobs.run_folder import note as note_in_run
 from jobs.same_data import WEIGHTS, check_inputs, check_names, inputs_of
 from jobs.signals import Signals
 from jobs.watch import RunWatch
-from memory.decisions import PlannedSettings, measured
 from models.distributed import World, ended_together, on_main
 from models.export import export, full_state
 from models.loading import load_sharded
@@ -61,7 +62,9 @@ class Job:
             print(text, flush=True)
 
     def start(self) -> None:
-        """Start the processes that rounds need. Raises ConfigError."""
+        """Plan the memory, and start the processes that rounds need. Raises ConfigError."""
+        if not self.prepared.config.dry_run:
+            self.memory = self.planned()
         if self.prepared.online is not None:
             self.prepared.online.start()
 
@@ -70,17 +73,14 @@ class Job:
         prepared, world, folder = self.prepared, self.world, self.folder.path
         observers = Observers.of(prepared.config.callbacks, self.further_observers, world)
         inputs = on_main(self.check_data)
-        planning = (prepared.config, prepared.plan.train, prepared.held_out, prepared.trainer_class, world)
-        planned = PlannedSettings(*planning)
-        policy, fingerprint = load_sharded(prepared.config.model, world, prepared.config.seed)
-        with phase("plan the memory", "model.microbatch_tokens"):
-            decided = planned.apply(policy, self.say)
+        decided = self.memory.applied(prepared.config)
+        policy, fingerprint = load_sharded(decided.model, world, prepared.config.seed)
         inputs |= {WEIGHTS: fingerprint}
         on_main(lambda: check_inputs(self.folder.path, prepared.config, {WEIGHTS: fingerprint}))
         exists = on_main(self.folder.prepare)
         if prepared.config.resume and not exists:
             self.say(f"resume=true: there is no run in {folder} to go on with, so a new one begins")
-        on_main(lambda: self.folder.note("memory", planned.record))
+        on_main(lambda: self.folder.note("memory", self.memory.record))
         trainer = prepared.trainer_class(decided, policy, prepared.loss, world)
         parts = scored_with(decided.model, fingerprint, prepared.renderer.fingerprint, world)
         judged = (prepared.evaluation_sets, prepared.renderer, prepared.stops)
@@ -90,9 +90,22 @@ class Job:
         ready = ready_rows(prepared.plan, prepared.report, trainer, parts, self.folder, likelihoods, self.say)
         diagnostics = Diagnostics.of_run(trainer, ready)
         watch = RunWatch(folder, trainer, evaluator, ready.steps, signals, diagnostics, observers, inputs)
+        watch.log.peak = PeakLine(self.memory, world, watch.log.bar.say)
         self.begin(watch, exists)
         self.train(trainer, policy, ready, watch)
-        return self.finish(watch, policy, planned.record)
+        return self.finish(watch, policy)
+
+    def planned(self) -> MemoryPlan:
+        """Return what is decided of the run's memory, by its shapes. Raises ConfigError for a run that no cut
+        makes fit."""
+        prepared = self.prepared
+        arguments = prepared.config, prepared.plan.train, prepared.held_out, self.world.size
+        with phase("plan the memory", "model.microbatch_tokens"):
+            memory = on_main(lambda: plan_run(*arguments))
+        if memory.refusal is not None:
+            raise memory.refusal
+        self.say(f"memory: {memory.text}")
+        return memory
 
     def check_data(self) -> dict[str, Any]:
         """Return the fingerprints of what the run reads besides its weights; called on rank 0 alone. Raises
@@ -125,7 +138,8 @@ class Job:
         online = self.prepared.online
         rounds = None if online is None else online.source(trainer, policy, watch)
         try:
-            with ended_together(alike=(UserError, EnoughError)):
+            limits = short_of_memory(self.memory, self.prepared.config.model.eval_batch_size)
+            with ended_together(alike=(UserError, EnoughError)), limits:
                 trainer.train(rounds or Offline(plan.train), watch)
         except EnoughError as why:
             watch.stop_early(str(why))
@@ -140,10 +154,9 @@ class Job:
                 raise StoppedError(done)
             raise UserError(done + online.why_nothing())  # the same command would do no better
 
-    def finish(self, watch: RunWatch, policy: Policy, memory: dict[str, Any]) -> dict[str, Any]:
-        """Write the export, summary, model card and report, print the final table; return the summary.
-        ``memory``: what was planned."""
-        memory = memory | measured(self.world, memory["predicted_gib"])
+    def finish(self, watch: RunWatch, policy: Policy) -> dict[str, Any]:
+        """Write the export, summary, model card and report, print the final table; return the summary."""
+        memory = self.memory.record | measured(self.world, self.memory)
         with phase("gather the weights"):
             state = full_state(policy)
         seconds, at = max(watch.state.seconds, 1e-9), watch.trainer.progress

@@ -19,13 +19,13 @@ from data.quality import DataReport
 from data.vocabulary import limit_tokens
 from jobs import idle_humanline
 from jobs.evaluation_sets import EvaluationSet, load_evaluation_sets
+from jobs.memory import plan_run
 from jobs.online import Online, make_online_plan, round_steps
 from jobs.plan import Plan, first_example, make_plan
 from jobs.preflight import LoadedData
 from jobs.run_folder import RunFolder
-from memory.decisions import describe_memory
 from models.attention import packs_rows, shares_prompts, why_not_shared
-from models.distributed import World, on_main, stop
+from models.distributed import World, on_main
 from models.pretrained import check_model, check_weights, load_tokenizer
 from models.routing import routing_notice
 from reports.data_tables import page as data_page
@@ -133,7 +133,7 @@ def _about_length(
 
 def describe(prepared: Prepared, world: World) -> dict[str, Any]:
     """Print, on rank 0, what a dry run would do and return its size, without writing files or loading
-    weights. It may end the process group."""
+    weights. Raises ConfigError for a run that no cut makes fit."""
     plan, config, report = prepared.plan, prepared.config, prepared.report
     ranks, most = config.plan.ranks or world.size, ""
     if prepared.online is not None:  # rows as long as they may be, else as the data's in the mean
@@ -144,13 +144,10 @@ def describe(prepared: Prepared, world: World) -> dict[str, Any]:
     tokens = round(plan.train.n_examples * prepared.trainer_class.rows_per_example * length)
     if world.is_main:
         print(data_page(report.to_dict()), f"{most}{tokens:,} tokens to train on", sep="\n")
-    memory_arguments = (config, plan.train, prepared.held_out, prepared.trainer_class, ranks)
     with phase("plan the memory", "plan"):
-        if world.size == 1 and world.device.type == "cpu":
-            stop()  # the plan's simulation makes a process group of its own
-            memory = describe_memory(*memory_arguments, here=True)
-        else:
-            memory = on_main(lambda: describe_memory(*memory_arguments))
+        memory = on_main(lambda: plan_run(config, plan.train, prepared.held_out, ranks))
     if world.is_main:
-        print(memory, flush=True)
+        print(memory.text, flush=True)
+    if memory.refusal is not None:
+        raise memory.refusal
     return {"steps": plan.steps, "examples": plan.train.n_examples}

@@ -16,6 +16,7 @@ from data.batches import Segment
 from jobs.checks import check_gathered_weights, without_signal, write_batch
 from jobs.evaluation import Metrics
 from jobs.observers import Observers
+from jobs.peak import PeakLine
 from reports.evaluations import round_line, status
 from reports.metrics import plain
 from reports.tracking import Tracker
@@ -56,6 +57,7 @@ class StepLog:
         self.bar.wait()
         self._pending: tuple[StepRecord, float] | None = None
         self._first = True
+        self.peak: PeakLine | None = None
         self._unseen = trainer.world.size > 1
         """Whether the weights that the forward gathers are still to be compared with those that are kept."""
         self._round: dict[str, Any] = {}
@@ -82,6 +84,8 @@ class StepLog:
         if self._unseen:
             check_gathered_weights(self.trainer)
             self._unseen = False
+        if self.peak is not None:
+            self.peak.after_update(record.widest)
         self.flush()
         record.known |= self.state.evaluated | self._of_round(record)
         self.state.evaluated = {}

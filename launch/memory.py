@@ -1,4 +1,4 @@
-"""The memory plan of a sweep's runs, which tells before they are submitted whether they fit on their
+"""The estimated memory of a sweep's runs, which tells before they are submitted whether they fit on their
 cards."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class CellPlan:
     runs: tuple[str, ...]
     text: str
     over: tuple[str, ...]
-    """The parts that do not fit, as sentences."""
+    """Why they are refused, or nothing."""
 
     def __str__(self) -> str:
         others = f" and {len(self.runs) - 1} more" if len(self.runs) > 1 else ""
@@ -44,7 +44,7 @@ def cell_plans(states: Sequence[State], job: Job) -> list[CellPlan]:
     alike: dict[str, list[State]] = {}
     for state in states:
         alike.setdefault(signature(state.config), []).append(state)
-    worker = WorkerProcess("memory.plan", log=None, env={"CUDA_VISIBLE_DEVICES": ""})
+    worker = WorkerProcess("jobs.memory", log=None, env={"CUDA_VISIBLE_DEVICES": ""})
     try:
         return [
             CellPlan(tuple(state.run.name for state in same), *planned(worker, same[0].config, job))
@@ -57,7 +57,7 @@ def cell_plans(states: Sequence[State], job: Job) -> list[CellPlan]:
 
 
 def planned(worker: WorkerProcess, config: Config, job: Job) -> tuple[str, tuple[str, ...]]:
-    """Return (the plan in words, the parts that do not fit)."""
+    """Return (the plan in words, why the run is refused)."""
     try:
         said: Mapping[str, Any] = worker.call(
             "of_settings", config, job.world_size, job.card, timeout=SECONDS

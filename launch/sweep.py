@@ -267,8 +267,8 @@ def refuse_too_large(todo: Sequence[State], job: Job, acting: bool) -> None:
     for cell_plan in plans:
         if cell_plan.over:
             room = (
-                f"has no room for {'; '.join(cell_plan.over)}; the plan above says what would fit; rows were "
-                "taken to be as long as they may be: --over submits all the same"
+                f"has no room: {'; '.join(cell_plan.over)}; rows were taken to be as long as they may be: "
+                "--over submits all the same"
             )
             refuse_or_warn(ConfigError(f"{cell_plan.runs[0]}: slurm.card", job.card, room), acting)
 

@@ -28,10 +28,11 @@ from config.schema_model import ModelConfig
 from data.batches import to_device
 from data.types import PackedRows
 from models import flash_kernel
-from models.simulated import has_gpu, on_gpu, simulates_gpu
 
 PACKED = "packed_rows"
 DECODING = "grouped_decoding"
+HAVE_KERNEL = ("cuda",)
+"""Devices with the flash kernel for rows of uneven lengths."""
 MODEL_TYPES = (
     *("llama", "qwen2", "qwen3", "mistral", "gemma", "phi", "phi3", "olmo", "olmo2", "smollm3", "starcoder2"),
     *("gpt_neox", "gpt2", "gpt_bigcode", "granite", "cohere", "glm", "glm4", "arcee", "apertus", "helium"),
@@ -94,12 +95,12 @@ def packs_rows(config: ModelConfig, hf_config: PretrainedConfig) -> tuple[bool, 
         return config.packing, setting + _by_kernel(config, hf_config) * flash
     if not packable(hf_config, config.attn_implementation):
         return False, f"{hf_config.model_type} with {config.attn_implementation} has no packed attention here"
-    if config.compile and not has_gpu():
+    if config.compile and not torch.cuda.is_available():
         return False, "model.compile=true"
-    if has_gpu():
+    if torch.cuda.is_available():
         if config.dtype == "float32":
             return False, "model.dtype=float32: this GPU's kernel for uneven lengths takes bfloat16 alone"
-        fails = None if simulates_gpu() else flash_fails(heads_of(hf_config), compiled=config.compile)
+        fails = flash_fails(heads_of(hf_config), compiled=config.compile)
         if fails is not None:
             return False, f"this GPU has no working kernel for uneven lengths: {fails}"
     return True, "no padding is computed" + _by_kernel(config, hf_config)
@@ -107,7 +108,7 @@ def packs_rows(config: ModelConfig, hf_config: PretrainedConfig) -> tuple[bool, 
 
 def _by_kernel(config: ModelConfig, hf_config: PretrainedConfig) -> str:
     """Return words on the flash kernel that computes packed rows; "" without a GPU."""
-    if not has_gpu() or simulates_gpu():
+    if not torch.cuda.is_available():
         return ""
     declined = why_not_faster(heads_of(hf_config), config.compile)
     return f", by {flash_kernel.in_use()}" + f" ({declined})" * bool(declined)
@@ -214,7 +215,7 @@ def why_not_shared(config: ModelConfig, hf_config: PretrainedConfig, packing: bo
         return "the routers' auxiliary loss (model.router_aux_loss_coef) counts the prompt of every row"
     if config.head == "reward":
         return "a reward model reads a row's reward where its own tokens end"
-    if has_gpu() and not simulates_gpu():
+    if torch.cuda.is_available():
         fails = flash_fails(heads_of(hf_config), True, config.compile)
         return None if fails is None else f"this GPU's kernel for uneven lengths cannot: {fails}"
     return None
@@ -297,7 +298,7 @@ def attend(
         )
     if key_places is not None:
         key, value = _Read.apply(key, key_places), _Read.apply(value, key_places)
-    if on_gpu(query) and query.dtype in (torch.bfloat16, torch.float16):
+    if query.device.type in HAVE_KERNEL and query.dtype in (torch.bfloat16, torch.float16):
         limits = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
         return _flash(query, key, value, limits, (max_length_q, max_length_k or max_length_q), scaling), None
     assert row_lengths is not None

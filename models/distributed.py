@@ -154,19 +154,6 @@ def return_freed_blocks(weights: int, least: int = 1 << 20) -> None:
         mallopt(-3, least)  # M_MMAP_THRESHOLD of malloc.h
 
 
-@contextmanager
-def simulated_ranks(size: int, replicas: int = 1) -> Iterator[World]:
-    """Act as rank 0 of ``size`` ranks of which no other exists; collectives return at once. For a process
-    without a process group, and for tensors without values."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # only here: it is torch's own test aid
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    try:
-        yield World(0, size, torch.device("cpu"), make_mesh("cpu", size, replicas))
-    finally:
-        dist.destroy_process_group()
-
-
 def make_mesh(device: str, size: int, replicas: int) -> DeviceMesh:
     """Return the mesh of the ranks; the model is sharded over all of them, or over those of each replica."""
     # A number that does not divide the ranks is refused with the other settings.
@@ -238,10 +225,8 @@ def broadcast(tensor: Tensor) -> None:
 def gather_objects(value: Any, group: Group | None = None) -> list[Any]:
     """Return the ``value`` of every rank, in rank order, on every rank. For small Python objects only (it
     goes through the CPU). ``group``: that of another thread (``side_group``); None: that of the training
-    thread. Simulated ranks have the value of this one."""
+    thread."""
     out: list[Any] = [value] * dist.get_world_size()
-    if dist.get_backend() == "fake":
-        return out
     dist.all_gather_object(out, value, group=_long_timeout if group is None else group)
     return out
 

@@ -34,7 +34,7 @@ def _load_sharded(config: ModelConfig, world: World, seed: int) -> tuple[Policy,
     if world.size == 1:
         policy = load_policy(config, world.device, seed)
         fingerprint = weights_fingerprint(policy.named_parameters())
-        shard(policy, decoder_blocks(policy), world, dtype, config.shards_again)
+        shard(policy, decoder_blocks(policy), world, dtype, config.reshard_after_forward)
         return policy, fingerprint
     whole: dict[str, Any] = {}
 
@@ -51,7 +51,7 @@ def _load_sharded(config: ModelConfig, world: World, seed: int) -> tuple[Policy,
     if everywhere:
         on_every_rank(lambda: None if world.is_main else read())
     policy = empty_policy(config, untied=untied)
-    shard(policy, decoder_blocks(policy), world, dtype, config.shards_again)
+    shard(policy, decoder_blocks(policy), world, dtype, config.reshard_after_forward)
     fill(policy, whole, world, sends=not everywhere)
     whole.clear()
     on_every_rank(lambda: check_finite(policy, config))

@@ -22,8 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.simulated import on_gpu
-
 BUDGET = {"cpu": 1 << 23, "cuda": 1 << 26}
 """Number of logits held at once: 32 MB of float32 on a CPU, 256 MB on a GPU (a few times that while a slice
 is processed)."""
@@ -37,7 +35,7 @@ BLOCK = 1 << 18
 
 def budget_for(hidden: Tensor) -> int:
     """Return the number of logits to hold at once on the device of ``hidden``."""
-    return BUDGET["cuda" if on_gpu(hidden) else "cpu"]
+    return BUDGET["cuda" if hidden.is_cuda else "cpu"]
 
 
 def keeps_logits(tokens: int, vocabulary: int, budget: int = BUDGET["cpu"]) -> bool:
@@ -99,7 +97,7 @@ def chunked_logprobs(
     trained = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (hidden, weight, bias)
     )
-    keeps = trained and not on_gpu(hidden) and keeps_logits(len(hidden), len(weight), budget)
+    keeps = trained and not hidden.is_cuda and keeps_logits(len(hidden), len(weight), budget)
     form = Logits(scale, softcap, temperature)
     return _LogProbs.apply(hidden, weight, bias, targets, form, width, keeps)
 
@@ -239,7 +237,7 @@ class _HeadGradients:
         hidden, weight = self.inputs
         if self.bias is not None:
             self.bias[part] = slope.sum(dim=0)
-        slope = slope.to(hidden.dtype if on_gpu(hidden) else slope.dtype)
+        slope = slope.to(hidden.dtype if hidden.is_cuda else slope.dtype)
         if self.hidden is not None:
             self.hidden += _product(slope, weight[part].T)
         if self.weight is not None:
@@ -282,9 +280,9 @@ def _product(left: Tensor, right: Tensor, bias: Tensor | None = None, out: Tenso
     give a float32 result; on a CPU, which has no such kernel, operands are upcast. ``out``: where the result
     is put, rounded to its dtype; it replaces the bias."""
     if out is not None:
-        direct = not on_gpu(left) and left.dtype == right.dtype == out.dtype
+        direct = not left.is_cuda and left.dtype == right.dtype == out.dtype
         return torch.mm(left, right.T, out=out) if direct else out.copy_(_product(left, right))
-    if left.dtype == right.dtype and on_gpu(left) and left.dtype in (torch.bfloat16, torch.float16):
+    if left.dtype == right.dtype and left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
         out = torch.mm(left, right.T, out_dtype=torch.float32)
     else:
         exact = torch.promote_types(left.dtype, torch.float32)

@@ -306,7 +306,7 @@ def decoder_blocks(model: Policy | PreTrainedModel | PeftModel) -> list[nn.Modul
 
 def set_up_layers(policy: Policy, checkpointing: bool | str, compiled: bool) -> None:
     """Make every layer's forward what ``model.activation_checkpointing`` and ``model.compile`` ask for, in
-    the place of what was set up before; ``auto`` is nothing until it is decided.
+    the place of what was set up before.
 
     A compiled layer is checkpointed as a whole, so that its input alone is kept. What ``selective`` keeps are
     operations, which the compiler must see."""

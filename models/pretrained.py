@@ -34,7 +34,7 @@ from transformers.utils import find_adapter_config_file, is_flash_attn_2_availab
 from common.errors import ConfigError, require
 from config.files import section
 from config.machine import speaks
-from config.schema_model import AUTO, ModelConfig
+from config.schema_model import ModelConfig
 from data.templates import chosen_template
 from models.distributed import return_freed_blocks
 from models.heads import RewardModel, ValuePolicy
@@ -147,7 +147,7 @@ def check_quantization(config: ModelConfig, hf_config: PretrainedConfig) -> None
         config.quantization,
         f"{config.name_or_path} is stored quantised itself; give the model as it was before, or use off",
     )
-    _empty(config, hf_config)
+    empty_model(config, hf_config)
 
 
 def check_embedded(config: ModelConfig, hf_config: PretrainedConfig) -> None:
@@ -214,7 +214,7 @@ def check_weights(config: ModelConfig, hf_config: PretrainedConfig) -> list[str]
     exported. Files that are still to be downloaded are checked once they load.
     """
     if config.use_peft:
-        check_adapters(_empty(config, hf_config), config)
+        check_adapters(empty_model(config, hf_config), config)
     notes = about_new_tokens(config, hf_config)
     if config.from_config:
         return notes
@@ -288,12 +288,12 @@ def empty_policy(config: ModelConfig, untied: bool = False) -> Policy:
     if untied:
         say_untied(hf_config)
     with init_empty_weights(include_buffers=False):
-        policy = WRAPPERS[config.head](_empty(config, hf_config))
+        policy = WRAPPERS[config.head](empty_model(config, hf_config))
     causal_lm(policy.model).tie_weights()
     return _finished(policy, config)
 
 
-def _empty(config: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedModel | PeftModel:
+def empty_model(config: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedModel | PeftModel:
     """Return the model, with its adapters, on the meta device; buffers are real."""
     with init_empty_weights(include_buffers=False):
         model = _built(config, hf_config)
@@ -428,7 +428,7 @@ def _finished(policy: Policy, config: ModelConfig) -> Policy:
     """Set up the policy's forward as the settings ask for it, and return the policy."""
     policy.temperature = config.logit_temperature
     policy.use_packed_attention()
-    if config.compile or config.activation_checkpointing not in (False, AUTO):
+    if config.compile or config.activation_checkpointing is not False:
         set_up_layers(policy, config.activation_checkpointing, config.compile)
     return policy
 

@@ -34,15 +34,6 @@ def shard(
     register_fsdp_forward_method(policy, "generate")
 
 
-def keep_gathered(blocks: Iterable[nn.Module]) -> None:
-    """Keep every block gathered from its forward to its backward from now on, as ``shard`` with
-    ``again=False`` does."""
-    for block in blocks:
-        if isinstance(block, FSDPModule):
-            block.set_reshard_after_forward(False, recurse=False)
-            block.__dict__[_AGAIN] = False
-
-
 _AGAIN = "shards_again"
 """Attribute of a block: whether it is sharded again after its forward."""
 
@@ -86,7 +77,7 @@ def reduced_once(policy: nn.Module, world: World, slots: Sequence[T]) -> Iterato
 
 def reshard(policy: nn.Module) -> None:
     """Shard everything again after a forward without backward. FSDP2 leaves the root whole, and with blocks
-    that stay gathered (``keep_gathered``) every block too; they would be stale after the next optimizer
+    that stay gathered (``again=False``) every block too; they would be stale after the next optimizer
     step."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):

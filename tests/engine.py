@@ -60,7 +60,7 @@ def make_trainer(config: Config, policy: Policy | None = None, world: World | No
     policy = policy if policy is not None else tiny_policy()
     if config.model.share_prompts:  # which no other attention can
         policy.use_packed_attention()
-    again = config.model.shards_again
+    again = config.model.reshard_after_forward
     shard(policy, decoder_blocks(policy.model), world, torch.float32, again)
     return trainer_class(config)(config, policy, make_loss(config), world)
 

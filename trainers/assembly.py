@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from common.errors import ConfigError, require
@@ -16,9 +15,8 @@ from common.imports import import_function
 from config.schema import Config
 from config.schema_trainer import loss_numbers
 from data.balance import share_tokens
-from data.batches import Segment, made_distinct
+from data.batches import Segment
 from data.examples import longest
-from data.types import Example, Sequence
 from trainers.losses.base import LossResult, TokenScores
 from trainers.settings import check_numbers
 
@@ -111,11 +109,3 @@ class Offline:
 
     def segment(self, index: int) -> Segment | None:
         return self.all[index] if index < len(self.all) else None
-
-
-def longest_batch(config: Config, trainer: type[BasicTrainer], count: int) -> list[Example]:
-    """Return ``count`` examples, each as long as allowed."""
-    first, model = config.model.max_prompt_length, config.model
-    rest = config.max_tokens if config.online else model.max_length - first
-    rows = (Sequence(np.zeros(first, np.int32), np.zeros(rest, np.int32)),) * trainer.rows_per_example
-    return [made_distinct(i, Example("", rows)) for i in range(count)]

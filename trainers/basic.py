@@ -62,6 +62,8 @@ class StepRecord:
     pending: Pending
     batch: list[Example]
     batch_tokens: int
+    widest: int
+    """Tokens of the widest microbatch on any rank."""
 
 
 class Watch(Protocol):
@@ -241,7 +243,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
         }
         at.advance(batch)
         known |= {"examples": at.examples, "tokens": at.tokens}
-        return StepRecord(known, meters.reduce(), batch.examples, batch.tokens)
+        return StepRecord(known, meters.reduce(), batch.examples, batch.tokens, batch.widest)
 
     # -- metrics ---------------------------------------------------------------------------------------
 

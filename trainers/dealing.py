@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from config.schema_model import ModelConfig
-from data.balance import Work, token_balance
+from data.balance import Work, share_tokens, token_balance
 from data.batches import Segment, Size, deal, dealing, microbatch, size_of, token_count
 from data.types import Example, Microbatch
 from models.attention import all_pack_rows, shares_prompts
@@ -31,6 +31,8 @@ class DealtBatch:
     tokens: int
     balance: float
     """How evenly the tokens lie on the ranks: 1 where no rank waits."""
+    widest: int
+    """Tokens of the widest microbatch on any rank."""
 
 
 @dataclass
@@ -108,6 +110,7 @@ class Dealer:
             (segment.done(position), segment.done(position + 1)),
             token_count(batch),
             token_balance(slots, self.packing, self.shares_prompts),
+            max(share_tokens(part, self.packing, self.shares_prompts) for slot in slots for part in slot),
         )
 
     def upcoming(

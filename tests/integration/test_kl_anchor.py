@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 
 from config.schema import Config
 from jobs.initial_scores import initial_scores
-from memory.decisions import simulated_plan
+from jobs.memory import plan_run
 from models.policy import Policy
 from models.reference import Reference
 from models.soft_reference import SoftReference
@@ -20,7 +20,7 @@ from tests.engine import Log, engine_config, make_segment, make_trainer, weights
 from tests.integration.test_sync_modes import Rounds
 from tests.integration.test_two_models import make_policy
 from tests.tiny import tiny_llama
-from trainers.assembly import Offline, make_loss, trainer_class
+from trainers.assembly import Offline, make_loss
 from trainers.basic import BasicTrainer
 from trainers.losses.base import TokenScores
 
@@ -151,7 +151,7 @@ def test_the_memory_plan_has_the_second_copy(tmp_path):
         words = (f"loss.kl_anchor={anchor}", f"model.name_or_path={tmp_path}")
         config = config_of(tmp_path, True, False, *words)
         segment = make_segment(config, pairs=4)
-        plan = simulated_plan(config, segment, [], trainer_class(config), 1, None)
-        said.append(re.search(r"weights ([\d.]+) (?:\+ reference ([\d.]+))?", plan["text"]).groups())
+        plan = plan_run(config, segment, [], 1)
+        said.append(re.search(r"weights ([\d.]+) (?:\+ reference ([\d.]+))?", plan.text).groups())
     (weights_alone, none), (weights_beside, copied) = said
     assert none is None and weights_alone == weights_beside == copied

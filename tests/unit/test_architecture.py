@@ -25,10 +25,9 @@ LAYERS = {
     "models": {"common", "config", "data", "models"},
     "trainers.losses": {"trainers.losses"},  # pure functions of tensors
     "trainers": {"common", "config", "data", "models", "trainers"},
-    "memory": {"common", "config", "data", "models", "trainers", "memory"},
     "reports": {"common", "config", "reports"},  # what people look at: made of files and numbers
     "rollouts": {"common", "config", "data", "models", "reports", "rollouts"},
-    "jobs": {"common", "config", "data", "models", "trainers", "memory", "reports", "rollouts", "jobs"},
+    "jobs": {"common", "config", "data", "models", "trainers", "reports", "rollouts", "jobs"},
     "evals": {"common", "config", "data", "models", "reports", "rollouts", "evals"},
     "launch": {"common", "config", "reports", "launch"},  # knows schema, command line, what runs leave
 }
@@ -53,12 +52,11 @@ BUDGETS = {
     "common": 1_624,
     "config": 3_500,
     "data": 6_878,
-    "models": 4_686,
+    "models": 4_964,
     "trainers": 2_700,
-    "memory": 1_545,
     "reports": 2_200,
     "rollouts": 6_350,
-    "jobs": 4_281,
+    "jobs": 4_960,
     "evals": 1_813,
     "launch": 3_259,
     "benchmarks": 1_368,

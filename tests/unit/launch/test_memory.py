@@ -32,7 +32,7 @@ def test_a_run_that_does_not_fit_is_refused(tmp_path: Path, quick_python: None, 
     plans = cell_plans(states, small)
     assert sorted(len(made.runs) for made in plans) == [4, 4]
     assert all(made.over and "too much" in made.text for made in plans)
-    with pytest.raises(ConfigError, match=r"slurm\.card=1: has no room for training step"):
+    with pytest.raises(ConfigError, match=r"slurm\.card=1: has no room: model\.name_or_path="):
         refuse_too_large(states[:1], small, acting=True)
     refuse_too_large(states[:1], small, acting=False)
     assert "warning" in capsys.readouterr().err

@@ -1,8 +1,10 @@
-"""The memory plan still says what recorded.yaml has, of a few of its rows."""
+"""The estimate of memory against recorded.yaml: what was simulated and measured of settings on cards, before
+formulas took the place of the simulation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,46 +12,130 @@ import pytest
 import yaml
 from transformers import AutoConfig
 
-from common.worker_process import WorkerProcess
-from config.schema import card_memory
-from memory.parts import ASSUMED, Card
-from memory.plan import make_plan
-from memory.simulate import MemoryNeed, MemoryRequest
+from config.schema import Config, card_memory
+from jobs.memory import Batches, longest_batch, plan_settings
+from jobs.situations import ASSUMED, VARIABLE, Card, RankMemory
+from models.memory import Load, Shape
+from models.shapes import architecture
 from tests.tiny import compose_config
-from trainers.assembly import longest_batch, trainer_class
 
 RECORDED = yaml.safe_load(Path(__file__).with_name("recorded.yaml").read_text())
-AGAIN = [row for row in RECORDED["small"] if row.get("again")]
+MIB = 1 / 1024
+GROWING = {*VARIABLE, "head", "attention's workspace"}
+"""Parts that grow with tokens, by their names here and in the file."""
+CELLS = [row for row in RECORDED["plans"] if "recipes" in row]
 
 
-@pytest.fixture(scope="module")
-def worker(quick_python: None) -> Iterator[WorkerProcess]:
-    made = WorkerProcess("memory.plan", log=None, env={"OMP_NUM_THREADS": "1"})
-    yield made
-    made.close()
+def typed(row: Mapping[str, Any]) -> Config:
+    """The row's settings; the file's models of no size have further ones in common."""
+    words = row["typed"].split()
+    if "shape" in row:
+        words = ["model=hub", "model.name_or_path=none/none", *words]
+    if row.get("shape") in ("llama", "qwen2", "mistral", "gemma", "mixtral"):
+        words = [*RECORDED["common"].split(), *words]
+    config, plan = compose_config(words), row["plan"]
+    again = not plan.get("stays_gathered") and "reshard_after_forward=false" not in row["typed"]
+    decided: dict[str, Any] = {"reshard_after_forward": again}
+    if plan.get("microbatch_tokens"):
+        decided |= {"microbatch_tokens": plan["microbatch_tokens"]}
+    if "checkpointing" in plan:
+        decided |= {"activation_checkpointing": plan["checkpointing"]}
+    return replace(config, model=replace(config.model, **decided))
 
 
-@pytest.mark.parametrize("row", AGAIN, ids=lambda row: row["typed"])
-def test_a_recorded_row_is_planned_again(worker: WorkerProcess, row: dict[str, Any]) -> None:
-    config = compose_config([*RECORDED["common"].split(), *row["typed"].split()])
-    sizes = config.model.batch_size, config.model.eval_batch_size
-    batch, held_out = (longest_batch(config, trainer_class(config), size) for size in sizes)
-    card = Card(row["card"], card_memory("card", row["card"]))
-    hf_config = AutoConfig.for_model(**RECORDED["shapes"][row["shape"]])
-
-    def ask(question: MemoryRequest) -> MemoryNeed:
-        found: MemoryNeed = worker.call("answer", question, timeout=300)
-        return found
-
-    plan = make_plan(
-        MemoryRequest(config, batch, held_out, row["ranks"], True, hf_config), hf_config, card, ask
+def estimate_of(row: Mapping[str, Any]) -> RankMemory:
+    config = typed(row)
+    shape = RECORDED["shapes"].get(row.get("shape"))
+    hf_config = architecture(config.model) if shape is None else AutoConfig.for_model(**shape)
+    card = None if row["card"] == "CPU" else Card(row["card"], card_memory("card", row["card"]))
+    return RankMemory(
+        config, hf_config, Shape.of(config.model, hf_config), row["ranks"], card is not None, card
     )
-    assert (plan.answer.tokens, plan.answer.parameters) == (row["plan"]["widest"], row["plan"]["parameters"])
-    for situation in plan.situations:
-        mib = {part: 1024 * size for part, size in situation.parts.items() if part not in ASSUMED}
-        assert mib == pytest.approx({part: row[situation.name].get(part, 0.0) for part in mib}, abs=0.001)
 
 
-def test_every_row_has_a_step_and_says_whether_it_fits() -> None:
-    for row in (*RECORDED["plans"], *RECORDED["small"]):
-        assert row["training step"] and row["plan"]["fits"] in (True, False), row["typed"]
+def loads(estimate: RankMemory) -> tuple[Load, Load | None]:
+    batches, model = Batches(estimate), estimate.config.model
+    train, held_out = (
+        longest_batch(estimate.config, batches.trainer, size)
+        for size in (model.batch_size, model.eval_batch_size)
+    )
+    return batches.trained(train, model.microbatch_tokens), batches.evaluated(held_out)
+
+
+def sums(parts: Mapping[str, float], unit: float) -> tuple[float, float]:
+    """(fixed, growing) GiB."""
+    counted = {part: size * unit for part, size in parts.items() if part != "libraries"}
+    growing = sum(size for part, size in counted.items() if part in GROWING)
+    return sum(counted.values()) - growing, growing
+
+
+def unlike(row: Mapping[str, Any], unit: float) -> list[str]:
+    """What the estimate of a row says otherwise than the file."""
+    estimate, found = estimate_of(row), []
+    # The simulation called what autograd adds up in float32 on one rank "work"; and LoRA's step on 8 ranks
+    # was fullest at its beginning by 2 %: there only totals can be compared.
+    other_moment = (estimate.width == 4 and row["ranks"] == 1) or estimate.config.model.use_peft
+    for situation in estimate.situations(*loads(estimate)):
+        recorded = row.get(situation.name)
+        if recorded is None or (
+            estimate.config.model.reshard_after_forward is False and "47.865" in str(recorded)
+        ):
+            continue  # the file's 47.865 GiB of gathered blocks are more than the whole model of 15
+        outside = 0.0 if unit == 1 else sum(situation.parts.get(part, 0.0) for part in ASSUMED)
+        (fixed, growing), (fixed_then, growing_then) = sums(situation.parts, 1), sums(recorded, unit)
+        fixed -= outside
+        stands = ("weights", "optimizer", "reference", "sampler", "weights' hand-over")
+        off = [
+            part
+            for part in (*stands, *ASSUMED)
+            if part in recorded and abs(situation.parts[part] / (recorded[part] * unit) - 1) > 0.03
+        ]
+        rounding = 0.0005 * unit * (len(recorded) + 4)
+        least, most = fixed_then + growing_then, 1.03 * fixed_then + (1 + estimate.overshoot) * growing_then
+        if not other_moment and unit == 1 and abs(fixed / fixed_then - 1) > 0.03:
+            off.append(f"fixed {fixed:.3f}, recorded {fixed_then:.3f}")
+        if not least - 0.03 * fixed_then - rounding <= fixed + growing <= most + rounding:
+            off.append(f"{fixed + growing:.4f} of {least:.4f} to {most:.4f}")
+        if not other_moment and growing < growing_then - 0.01 * unit:
+            off.append(f"growing {growing:.4f}, recorded {growing_then:.4f}")
+        found += [f"{situation.name}: {each}" for each in off]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["plans", "small", "real"])
+def test_the_parts_are_those_of_the_file(kind: str) -> None:
+    """Fixed parts within 3 %; what grows with tokens no less, and at most ``overshoot`` more."""
+    unit = 1.0 if kind == "plans" else MIB
+    off = {
+        f"{row['typed']} {row.get('shape', '')} {row['ranks']}": unlike(row, unit) for row in RECORDED[kind]
+    }
+    assert len(off) > 10 and {name: words for name, words in off.items() if words} == {}
+
+
+def test_real_steps_took_no_more() -> None:
+    """By torch's own allocator, on CPU ranks, and on an H200."""
+    for row in RECORDED["real"]:
+        estimate = estimate_of(row)
+        step = estimate.situations(*loads(estimate))[0]
+        assert row["allocated"] <= 1024 * step.tensors <= (1 + estimate.overshoot) * row["allocated"]
+
+
+def test_each_recipe_is_cut_as_before_or_less_than_a_third_finer(capsys: pytest.CaptureFixture[str]) -> None:
+    rows, finer = [], []
+    for row in CELLS:
+        config = compose_config(row["typed"].split())
+        plan = plan_settings(config, row["ranks"], row["card"])
+        before = row["plan"]
+        tokens, then = plan.load.tokens, before["widest"]
+        way = plan.decided.get("activation_checkpointing", config.model.activation_checkpointing)
+        rows.append(
+            f"{row['recipes'][0]} {row['ranks']} x {row['card']}: {way} {tokens:,}, before "
+            f"{before['checkpointing']} {then:,}" + " (no)" * (not before["fits"])
+        )
+        if before["fits"] and (
+            plan.refusal is not None or way != before["checkpointing"] or tokens < 2 / 3 * then
+        ):
+            finer.append(rows[-1])
+    with capsys.disabled():
+        print("", *rows, sep="\n")
+    assert finer == []

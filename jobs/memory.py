@@ -1,0 +1,338 @@
+"""What a run decides by the estimate of its memory (``models.memory``) before anything is loaded, and what it
+says of it: how batches are cut into microbatches, what is computed again in the backward, what a rank holds
+at most. ``python -m jobs.memory`` is the worker process of ``launch.sweep``."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PretrainedConfig
+
+from common.errors import ConfigError
+from common.worker_process import serve
+from config.schema import Config, card_memory
+from config.schema_model import AUTO, SELECTIVE, ModelConfig
+from data.balance import row_tokens, share_tokens
+from data.batches import Segment, Size, deal, heaviest, made_distinct, size_of
+from data.examples import longest
+from data.types import Example, Sequence
+from jobs.situations import GAPS, GIB, Card, RankMemory, Situation
+from models.attention import packable
+from models.memory import Load
+from trainers.assembly import trainer_class
+from trainers.basic import BasicTrainer
+
+PROBE = 8192
+"""Tokens of a microbatch that selective checkpointing has to leave room for."""
+AGAIN = {False: "nothing", SELECTIVE: "what is cheap in a layer (selective)", True: "every layer (true)"}
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What the fullest rank holds, and what is decided by it."""
+
+    situations: tuple[Situation, ...]
+    card: Card | None
+    load: Load
+    """The widest microbatch of the run."""
+    least: int
+    """Tokens of the longest example, which a microbatch must be able to hold."""
+    decided: dict[str, Any]
+    """Settings of the model where they are ``auto`` -> what they are set to."""
+    cut: str
+    """How batches are cut into microbatches, and why."""
+    text: str
+    refusal: ConfigError | None
+    """Set where the fixed parts and the longest example do not fit."""
+
+    @property
+    def predicted(self) -> float:
+        """GiB of the trainer's own tensors, and without a GPU of the whole process."""
+        own = [s for s in self.situations if s.name in ("training step", "evaluation", "own answers")]
+        return max(s.tensors if self.card else s.total for s in own)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What a run's run.json has."""
+        takes = "a rank's tensors take" if self.card else "the process takes"
+        return {
+            "predicted": f"{takes} {self.predicted:.2f} GiB at most (by the shapes)",
+            "predicted_gib": self.predicted,
+            "microbatch_tokens": self.load.tokens,
+            "cut": self.cut,
+            "decided": self.decided,
+            "parts": {
+                s.name: {part: round(gib, 3) for part, gib in s.parts.items()} for s in self.situations
+            },
+        }
+
+    def applied(self, config: Config) -> Config:
+        """Return the settings with what is decided."""
+        return replace(config, model=replace(config.model, **self.decided))
+
+
+# -- the batches -----------------------------------------------------------------------------------
+
+
+class Batches:
+    """How examples lie in microbatches with the settings of an estimate."""
+
+    def __init__(self, estimate: RankMemory) -> None:
+        config, hf_config = estimate.config, estimate.hf_config
+        self.estimate, self.trainer = estimate, trainer_class(config)
+        self.packed, self._shared = joined(config.model, hf_config, estimate.gpu)
+        self._work = self.trainer.work_of(config, hf_config)
+
+    def tokens(self, share: list[Example]) -> int:
+        return share_tokens(share, self.packed, self._shared)
+
+    def load(self, share: list[Example], several: bool) -> Load:
+        """Return a microbatch of these examples."""
+        lengths = [len(row) for example in share for row in example.rows]
+        counted = sum(len(row.counted) for example in share for row in example.rows)
+        return Load(self.tokens(share), counted, max(lengths), several, self.packed)
+
+    def dealt(self, batch: list[Example], size: Size) -> Load:
+        """Return the widest microbatch that ``batch`` is dealt into."""
+        ranks, rows = self.estimate.ranks, self.trainer.rows_per_example
+        slots = deal(batch, ranks, size, rows, self.packed, self._shared, self._work)
+        return self.load(max((share for slot in slots for share in slot), key=self.tokens), len(slots) > 1)
+
+    def trained(self, batch: list[Example], most: int | None) -> Load:
+        """Return the widest microbatch of a step where it has ``most`` tokens at most (None: as many examples
+        as the settings say). One that is cut by tokens is filled with the batch's examples: the heaviest
+        batch may be cut into narrower ones than another."""
+        model = replace(self.estimate.config.model, microbatch_tokens=None)
+        whole = self.dealt(batch, size_of(model, self.estimate.ranks))
+        if most is None or whole.tokens <= most:
+            return whole
+        share = list[Example]()
+        for example in sorted(batch, key=row_tokens, reverse=True):
+            if self.tokens([*share, example]) <= most:
+                share.append(example)
+        return self.load(share, several=True)
+
+    def evaluated(self, batch: list[Example]) -> Load | None:
+        """Return the widest microbatch of an evaluation; None without held-out examples."""
+        at_once = self.estimate.ranks * self.trainer.rows_per_example
+        size = max(1, self.estimate.config.model.eval_batch_size // at_once)
+        return replace(self.dealt(batch, size), several=False) if batch else None
+
+
+def joined(model: ModelConfig, hf_config: PretrainedConfig, gpu: bool) -> tuple[bool, bool]:
+    """Return whether rows are packed, and whether they share prompts, on a GPU whose kernel for uneven
+    lengths works, or without one."""
+    able = packable(hf_config, model.attn_implementation)
+    packed = able and (model.dtype != "float32" if gpu else not model.compile)
+    packed = packed if model.packing is None else model.packing
+    alike = model.router_aux_loss_coef is None and model.head != "reward"
+    return packed, packed and able and alike and model.share_prompts is not False
+
+
+# -- what is decided -------------------------------------------------------------------------------
+
+
+def card_of(config: Config) -> Card | None:
+    """Return the GPU that a run has, or a dry run plans for; None for a CPU."""
+    if config.dry_run and config.plan.card is not None:
+        return Card(config.plan.card, card_memory("plan.card", config.plan.card))
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    return Card(properties.name, properties.total_memory / GIB)
+
+
+def plan_run(config: Config, train: Segment, held_out: list[Segment], ranks: int) -> MemoryPlan:
+    """Return the plan for the data of a run. Raises ConfigError for an architecture that cannot be loaded."""
+    batches = Batches(RankMemory.of(config, ranks, card_of(config)))
+    batch = heaviest(train, lambda one: batches.trained(one, config.model.microbatch_tokens).tokens)
+    evaluated = (part.batch(i) for part in held_out for i in range(part.steps))
+    held = max(evaluated, key=lambda one: sum(map(row_tokens, one)), default=[])
+    return make_plan(batches, batch, longest(train.groups, batches.packed), held)
+
+
+def plan_settings(config: Config, ranks: int, card: str) -> MemoryPlan:
+    """Return the plan of a run whose data are not available, with every row as long as allowed. Raises
+    ConfigError for an architecture that cannot be loaded."""
+    batches = Batches(RankMemory.of(config, ranks, Card(card, card_memory("slurm.card", card))))
+    sizes = config.model.batch_size, config.model.eval_batch_size
+    batch, held = (longest_batch(config, batches.trainer, size) for size in sizes)
+    return make_plan(batches, batch, batch[0], held)
+
+
+def longest_batch(config: Config, trainer: type[BasicTrainer], count: int) -> list[Example]:
+    """Return ``count`` examples, each as long as allowed."""
+    first, model = config.model.max_prompt_length, config.model
+    rest = config.max_tokens if config.online else model.max_length - first
+    rows = (Sequence(np.zeros(first, np.int32), np.zeros(rest, np.int32)),) * trainer.rows_per_example
+    return [made_distinct(i, Example("", rows)) for i in range(count)]
+
+
+def make_plan(batches: Batches, batch: list[Example], most: Example, held_out: list[Example]) -> MemoryPlan:
+    """Return the plan for the heaviest batch. ``most``: the longest example; ``held_out``: the heaviest batch
+    of an evaluation, or []."""
+    estimate, model = batches.estimate, batches.estimate.config.model
+    whole, evaluated = batches.trained(batch, model.microbatch_tokens), batches.evaluated(held_out)
+    least = whole.cut(share_tokens([most], batches.packed))
+    chosen, load = choose(estimate, whole, least)
+    decided: dict[str, Any] = {}
+    if model.activation_checkpointing == AUTO:
+        decided["activation_checkpointing"] = chosen.config.model.activation_checkpointing
+    if model.cut_by_estimate and load.several:
+        decided["microbatch_tokens"] = load.tokens
+        load = batches.trained(batch, load.tokens)
+    situations = tuple(chosen.situations(load, evaluated))
+    refusal = refused(chosen, least)
+    cut = why_cut(model, chosen, decided.get("microbatch_tokens"), whole)
+    lines = [*described(chosen, load, situations, refusal), *helping(chosen, load, least, evaluated), cut]
+    text = "\n  ".join(lines)
+    return MemoryPlan(situations, estimate.card, load, least.tokens, decided, cut, text, refusal)
+
+
+def choose(estimate: RankMemory, whole: Load, least: Load) -> tuple[RankMemory, Load]:
+    """Return the estimate with the activation checkpointing that is chosen, and the widest microbatch.
+
+    A batch that fits stays whole. With model.activation_checkpointing=auto nothing is computed twice where
+    the batch fits, what is cheap in a layer where PROBE tokens fit, and else every layer. Without a GPU
+    nothing is cut, and every layer is."""
+    model = estimate.config.model
+    ways: dict[Any, float] = {model.activation_checkpointing: 0}
+    if model.activation_checkpointing == AUTO:
+        ways = {False: math.inf, SELECTIVE: PROBE, True: 0} if estimate.card else {True: 0}
+    for way, fewest in ways.items():
+        estimate = estimate.with_model(activation_checkpointing=way)
+        if estimate.fits(whole):
+            return estimate, whole
+        if model.cut_by_estimate and fewest < math.inf:
+            load = widest_that_fits(estimate, whole, least)
+            if load.tokens >= fewest and estimate.fits(load):
+                return estimate, load
+    return estimate, least if model.cut_by_estimate else whole
+
+
+def widest_that_fits(estimate: RankMemory, whole: Load, least: Load) -> Load:
+    """Return the widest microbatch whose step fits, in thousands of tokens, and no less than ``least``."""
+    sizes = range(least.tokens, whole.tokens)
+    count = bisect_left(sizes, True, key=lambda tokens: not estimate.fits(whole.cut(tokens)))
+    return whole.cut(max(least.tokens, (least.tokens + count - 1) // 1000 * 1000))
+
+
+def refused(estimate: RankMemory, least: Load) -> ConfigError | None:
+    """Return why not even one example fits, with the first remedy that works; None where one does."""
+    card, config = estimate.card, estimate.config
+    if card is None or estimate.step_total(least) <= card.memory:
+        return None
+    fitting = (name for name, one in remedies(estimate) if one.step_total(least) <= card.memory)
+    works = next(fitting, "a larger card, or more ranks with a larger model.batch_size")
+    return ConfigError(
+        "model.name_or_path",
+        config.model.name_or_path,
+        f"needs {estimate.step_total(least):.1f} GiB on each of {estimate.ranks} rank(s) for its weights, "
+        f"gradients and moments and for one example of {least.tokens:,} tokens, and {card.name} has "
+        f"{card.memory:.1f}: use {works}",
+    )
+
+
+def remedies(estimate: RankMemory) -> Iterator[tuple[str, RankMemory]]:
+    """Yield what may help, as it is typed, with its estimate: layers that are computed again, more ranks
+    as far as the batch goes, adapters on weights of 4 bits."""
+    again = estimate.with_model(activation_checkpointing=True)
+    yield "model.activation_checkpointing=true", again
+    ranks = 2 * estimate.ranks
+    while estimate.config.model.batch_size % (ranks * estimate.config.model.microbatches) == 0:
+        command = f"torchrun --nproc-per-node {ranks}"
+        yield command, replace(estimate, ranks=ranks)
+        yield f"{command} with model.activation_checkpointing=true", replace(again, ranks=ranks)
+        ranks *= 2
+    if not estimate.config.model.use_peft and estimate.config.model.head != "reward":
+        model = replace(again.config.model, use_peft=True, quantization="nf4")
+        words = "model.use_peft=true model.quantization=nf4 model.activation_checkpointing=true"
+        yield words, RankMemory.of(replace(again.config, model=model), estimate.ranks, estimate.card)
+
+
+# -- words -----------------------------------------------------------------------------------------
+
+
+def why_cut(model: ModelConfig, chosen: RankMemory, tokens: int | None, whole: Load) -> str:
+    """Return in words how a rank's share of a batch is cut into microbatches, and why. ``tokens``: of a cut
+    that is decided here."""
+    if model.microbatch_tokens is not None:
+        return f"microbatches of {model.microbatch_tokens:,} tokens at most (model.microbatch_tokens)"
+    if model.microbatches > 1:
+        return f"{model.microbatches} microbatches a step (model.microbatches)"
+    if tokens is not None and chosen.card is not None:
+        return (
+            f"microbatches of {tokens:,} tokens at most (model.microbatch_tokens=auto): one pass would "
+            f"take {chosen.step_total(whole):.1f} GiB, and {chosen.card.room:.1f} are left"
+        )
+    rest = "there is room" if chosen.card else "model.microbatch_tokens cuts it"
+    return f"{model.batch_size // chosen.ranks} examples a step and rank in one microbatch: {rest}"
+
+
+def described(
+    chosen: RankMemory, load: Load, situations: Seq[Situation], refusal: ConfigError | None
+) -> Iterator[str]:
+    """Yield the plan in lines, the first without the others' indent."""
+    card, parameters = chosen.card, chosen.shape.parameters
+    where = "on the CPU" if card is None else f"on {card.name} ({card.memory:.1f} GiB)"
+    yield (
+        f"{parameters / 1e6:,.{1 if parameters >= 1e5 else 6}f} M parameters. Memory of the fullest of "
+        f"{chosen.ranks} rank(s) {where}, microbatches of {load.tokens:,} tokens at most; what grows with "
+        f"tokens is at most {chosen.overshoot:.0%} above what is taken:"
+    )
+    yield from map(str, situations)
+    most = max(situation.total for situation in situations)
+    if card is None:
+        yield f"the process takes about {most:.2f} GiB"
+        return
+    verdict = "fits" if most <= card.room else "warning, may not fit" if refusal is None else "too much"
+    yield (
+        f"{verdict}: {most:.1f} GiB at most; {card.room:.1f} are left when {GAPS:.0%} of the card are kept "
+        "for gaps"
+    )
+    yield from map(str, chosen.on_host())
+    yield f"computed again in the backward: {AGAIN[chosen.config.model.activation_checkpointing]}"
+
+
+def helping(chosen: RankMemory, load: Load, least: Load, evaluated: Load | None) -> Iterator[str]:
+    """Yield, for what does not fit, the number to type with which it would; without a GPU, that which takes
+    half of the tokens."""
+    card, model = chosen.card, chosen.config.model
+    tokens = max(least.tokens, load.tokens // 2)
+    if card is not None:
+        tokens = load.tokens if chosen.fits(load) else widest_that_fits(chosen, load, least).tokens
+    if tokens < load.tokens:
+        total = chosen.step_total(load.cut(tokens))
+        yield f"model.microbatch_tokens={tokens} model.microbatches=1: a step takes {total:.2f} GiB"
+    if card is None:
+        return
+    sizes = (model.eval_batch_size >> i for i in range(model.eval_batch_size.bit_length()))
+    of_size = {
+        size: evaluated and evaluated.cut(evaluated.tokens * size // model.eval_batch_size) for size in sizes
+    }
+    fitting = [size for size, one in of_size.items() if one and chosen.evaluation_total(one) <= card.room]
+    if evaluated is not None and model.eval_batch_size not in fitting and fitting:
+        yield f"model.eval_batch_size={fitting[0]}: an evaluation fits"
+    if chosen.shares_gpu:
+        beside = sum(s.total for s in chosen.situations(load, None) if s.name == "sampling")
+        share = chosen.config.sampler.gpu_memory_utilization
+        room = share - max(0.0, beside - card.room) / card.memory
+        if room < share:
+            yield f"sampler.gpu_memory_utilization={math.floor(100 * room) / 100:g}: sampling fits"
+
+
+def of_settings(config: Config, ranks: int, card: str) -> dict[str, Any]:
+    """Return the plan of a sweep's run: its ``text``, and in ``over`` why it is refused, or []."""
+    plan = plan_settings(config, ranks, card)
+    return {"text": plan.text, "over": [str(plan.refusal)] if plan.refusal else []}
+
+
+if __name__ == "__main__":
+    serve({"of_settings": of_settings})
