@@ -36,5 +36,5 @@ def test_scores_are_scored_anew_only_where_rows_are_dealt_otherwise(tmp_path, lo
     """Checkpointing moves no row to another rank. Humanline moves KTO's alone, whose mismatched rows it makes
     dearer beside the others."""
     ways = [], ["model.activation_checkpointing=true"], ["humanline=true"]
-    said = [dealing(True, work=make_trainer(engine_config(tmp_path, loss, *words)).work) for words in ways]
+    said = [dealing(True, work=make_trainer(engine_config(tmp_path, loss, *words)).dealer.work) for words in ways]
     assert said[0] == said[1] and (said[0] == said[2]) is alike

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -48,7 +49,8 @@ def test_however_the_batch_is_cut_it_is_transformers_loss_of_the_whole(family, c
         balance, policy = RouterBalance(policy, 1.0, 1), policy.requires_grad_()
         policy.zero_grad()
         total = torch.zeros(())
-        with balance.over(sequences, lambda _: None) as add_share:
+        microbatches = [SimpleNamespace(sequences=each) for each in sequences]
+        with balance.over(microbatches, lambda _: None) as add_share:
             for each in sequences:
                 policy(each)
                 part = add_share(torch.zeros(()), each)

@@ -51,7 +51,8 @@ def load(path: Path, shape: str | None = None) -> Loss:
     cfg = OmegaConf.load(path)
     if shape is not None:
         cfg.loss.name, cfg.loss.shape = f"{cfg.loss.name}-{shape}", shape
-    trainer = cfg.trainer._target_.split(".")[1]
+    module, name = cfg.trainer._target_.split(".")[1:]
+    trainer = "reward" if name == "RewardTrainer" else module
     numbers = OmegaConf.to_container(cfg.loss, resolve=False)
     taken = loss_numbers(numbers, accepted_by(cfg.trainer._target_).loss_keys)
     call = OmegaConf.create(taken | {"_target_": numbers["_target_"], "_partial_": True})
