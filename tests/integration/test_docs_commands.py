@@ -91,6 +91,18 @@ RULES = [
         "SMALL overwrite=true",
         {r"(--nproc-per-node|--num-processes) \d": r"\1 2", r"\s*…": ""},
     ),
+    Rule(  # one machine in place of two, whose engines tests/integration/test_online_vllm.py starts
+        r"torchrun --nnodes",
+        "SMALL dry_run=true",
+        {
+            r"--nnodes.2": "--nnodes 1",
+            r"--node-rank.\d": "--node-rank 0",
+            r"--nproc-per-node.8": "--nproc-per-node 2",
+            "node-a|HOST": "127.0.0.1",
+            r"\s*…": "",
+            "sampler=vllm": "sampler=embedded",
+        },
+    ),
     Rule(r"python export\.py "),
     # The stages of a round
     Rule(r"python sample\.py ", "limit=4 overwrite_out=true", {r"limit=\d+": "limit=4"}),
