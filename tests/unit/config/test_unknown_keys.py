@@ -32,7 +32,7 @@ ROWS = [(whose, row) for whose, rows in sources().items() for row in rows]
         ("reward_funcs", "my.reward", "here: online=true reward=function reward.function.path=my.reward ("),
         ("scale_rewards", "group", "here: loss=grpo loss.advantage=group ("),
         ("scale_rewards", "False", "here: loss=grpo loss.advantage=group_mean"),
-        ("mask_truncated_completions", "true", "here: rounds.truncated=mask"),
+        ("mask_truncated_completions", "true", "here: rounds.feedback=group rounds.truncated=mask"),
         ("sync_reference", "true", "nothing more to type: humanline=true clips and syncs"),
         ("fp16", "true", "float16 is not here; nearest is model.dtype=bfloat16"),
         ("loss_type", '"dr_grpo"', "here: loss=dr_grpo"),
