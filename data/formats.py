@@ -234,7 +234,7 @@ def trained_at(conversation: tuple[Turn, ...], marked: list[bool | None], which:
     """Return which turns of a conversation are trained on: those that are marked, where ``which``
     (``data.trained_turns``) is None or ``marked``; without marks, or with ``last``, the last one."""
     answers = [i for i, turn in enumerate(conversation) if turn.role == "assistant"]
-    marked = [None] * (len(conversation) - len(marked)) + marked
+    marked = [*[None] * (len(conversation) - len(marked)), *marked]
     if which == "all":
         return [i for i in answers if not conversation[i].calls]
     if which == "last" or not any(marked[i] is not None for i in answers):
