@@ -310,7 +310,8 @@ def helping(chosen: RankMemory, load: Load, least: Load, evaluated: Load | None)
         tokens = load.tokens if chosen.fits(load) else widest_that_fits(chosen, load, least).tokens
     if tokens < load.tokens:
         total = chosen.step_total(load.cut(tokens))
-        yield f"model.microbatch_tokens={tokens} model.microbatches=1: a step takes {total:.2f} GiB"
+        if total < chosen.step_total(load):  # several passes keep the gradients, which may be more
+            yield f"model.microbatch_tokens={tokens} model.microbatches=1: a step takes {total:.2f} GiB"
     if card is None:
         return
     sizes = (model.eval_batch_size >> i for i in range(model.eval_batch_size.bit_length()))
