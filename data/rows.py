@@ -111,7 +111,8 @@ def read_rows(path: Path, key: str = "data.path") -> Iterator[Row | Dropped]:
     """
     if not os.path.isfile(path):
         folder = "; of a folder every file is read: give its name" if set("*?[") & set(path.name) else ""
-        what = "is a folder, pipe or device" if path.exists() else "is a link to no file" * path.is_symlink()
+        link = "is a link to no file" * os.path.islink(path)
+        what = "is a folder, pipe or device" if os.path.exists(path) else link
         raise ConfigError(key, path, what or f"no such file (the working directory is {Path.cwd()}){folder}")
     kind = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
     if kind not in SUFFIXES:

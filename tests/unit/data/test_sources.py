@@ -107,7 +107,7 @@ def test_no_usable_row_at_all_is_an_error_that_shows_the_first(tmp_path) -> None
         ("pairs.csv", b"prompt,chosen", DataError, "holds no row"),
         ("pairs.json", b'{"prompt": 1}', DataError, "must hold one list"),
         ("pairs.json", b'{"a": 1}\n{"a": 2}', DataError, "must be named .jsonl"),
-        ("pairs.jsonl.gz", b"not gzip", DataError, "cannot be read"),
+        ("pairs.jsonl.gz", b"not gzip", DataError, "not JSON"),
         (
             "pairs.jsonl.gz",
             gzip.compress(b'{"prompt": "a"}\n' * 99, mtime=0)[:-9],

@@ -148,4 +148,4 @@ def test_the_authors_recipe_runs_dry(recipe, tmp_path, capfd):
     small += ["sampler.max_tokens=32", "n_eval_prompts=4"]
     small += ["rounds.contexts=64", "rounds.contexts_per_round=32", "model.chat_template=null"]
     train(make_config(f"experiment={recipe}", *small), "planned")
-    assert "fits: " in capfd.readouterr().out
+    assert "the process takes about " in capfd.readouterr().out
