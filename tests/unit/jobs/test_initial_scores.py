@@ -36,5 +36,6 @@ def test_scores_are_scored_anew_only_where_rows_are_dealt_otherwise(tmp_path, lo
     """Checkpointing moves no row to another rank. Humanline moves KTO's alone, whose mismatched rows it makes
     dearer beside the others."""
     ways = [], ["model.activation_checkpointing=true"], ["humanline=true"]
-    said = [dealing(True, work=make_trainer(engine_config(tmp_path, loss, *words)).dealer.work) for words in ways]
+    trainers = [make_trainer(engine_config(tmp_path, loss, *words)) for words in ways]
+    said = [dealing(True, work=trainer.dealer.work) for trainer in trainers]
     assert said[0] == said[1] and (said[0] == said[2]) is alike
