@@ -66,12 +66,13 @@ def as_settings(arguments: list[str], names_run: bool = False) -> list[str]:
 
 
 def _as_mappings(words: Sequence[str]) -> list[str]:
-    """Return ``words`` with those that set a key of the same mapping as one, in place of the first."""
+    """Return ``words`` with those that set a key of the same mapping as one, in place of the first. Where the
+    mapping is typed as a whole too, they stay, and are refused: one of the two would be lost."""
     parts: dict[str, list[str]] = {}
     out: list[str] = []
     for word in words:
         match = _MAPPINGS.fullmatch(word.lstrip("+"))
-        if match is None:
+        if match is None or any(other.lstrip("+").startswith(f"{match['mapping']}=") for other in words):
             out.append(word)
             continue
         if match["mapping"] not in parts:

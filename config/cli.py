@@ -57,8 +57,6 @@ UNREADABLE = (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeEr
 _PLACE = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
 TYPOGRAPHIC = str.maketrans("−–—‐‑‒“”„‘’\xa0", '------"""\'\' ')
 """Signs of word processors -> those that are meant."""
-BRACKETS = ("{", "[", '"', "'")
-"""What begins a value that may have spaces."""
 OTHER_THING = (*_PLACE, errno.EINVAL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
 """Errors of a file that may not be read or written, or in whose place something else stands (a folder)."""
 INTERRUPTED = "interrupted; what is done is kept, the same command goes on"
@@ -265,7 +263,7 @@ def _unparsed(error: OverrideParseException, overrides: list[str]) -> UserError:
         advice = f"has a sign that a word processor wrote; type {shlex.quote(plain)}"
     elif value.endswith(","):
         advice = f"ends in a comma; settings stand apart by spaces alone: type {word.rstrip(',')}"
-    elif value[:1] in BRACKETS and (whole := _whole(rest)):
+    elif value.startswith(("{", "[", '"', "'")) and (whole := _whole(rest)):
         advice = f"the shell took it apart at its spaces; type it in quotes: '{whole}'"
     elif re.search(r"\s[+~]*[\w.]+=", value) and '"' not in value:
         advice = f"several settings within one pair of quotes; type each as a word: {word}"

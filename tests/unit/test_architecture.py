@@ -50,7 +50,7 @@ BRANCHES_OF = {"_remedy": 28, "remedy": 26, "proposal": 26}
 # Lines that a room may have; only a reviewed change raises one.
 BUDGETS = {
     "common": 1_564,
-    "config": 3_469,
+    "config": 3_468,
     "data": 6_875,
     "models": 4_959,
     "trainers": 2_695,
@@ -61,7 +61,7 @@ BUDGETS = {
     "launch": 3_193,
     "benchmarks": 1_338,
     "tools": 920,
-    "tests": 34_227,
+    "tests": 34_225,
 }
 
 

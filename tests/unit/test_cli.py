@@ -196,6 +196,7 @@ READING = {
     "seed=1 data.columns={prompt: q, chosen: a} lr=1": "data.columns={prompt:: the shell took it apart at "
     "its spaces; type it in quotes: 'data.columns={prompt: q, chosen: a}'",
     "data=local data.columns=prompt:q": "data.columns=prompt:q: is a mapping; in quotes, as in 'data",
+    "data.columns={prompt:q} data.columns.chosen=a": "data.columns.chosen=a: is not a setting",
     "-loss=dpo": "-loss=dpo: is no option; type loss=dpo",
     "--config-name=mine": "--config-name=mine: settings begin with config.yaml; a file of",
     "wandb=false": "wandb=False: is a section, not a setting; type wandb.enabled=false",
@@ -255,10 +256,7 @@ def composed_help(name: str) -> str:
     ("typed", "meant"),
     [
         ("--lr 1e-5", ["lr=1e-5"]),
-        (
-            "data.columns.prompt=q lr=1 data.columns.chosen=a",
-            ["data.columns={prompt: q, chosen: a}", "lr=1"],
-        ),
+        ("data.columns.prompt=q lr=1 data.columns.chosen=a", ["data.columns={prompt: q, chosen: a}", "lr=1"]),
         ("--learning-rate 1e-5", ["learning_rate=1e-5"]),
         ("--log_epsilon_P -1.5 --humanline", ["log_epsilon_P=-1.5", "humanline=true"]),
         ("--resume loss=dpo", ["resume=true", "loss=dpo"]),
