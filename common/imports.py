@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import atexit
-import copy
 import gc
 import importlib
 import importlib.util
@@ -150,10 +149,12 @@ def _place(module: str, name: str) -> str:
 def written_type(path: str) -> str | None:
     """Return the import path of the class that annotates the first parameter of the function ``path`` in the
     source of its module, which is not imported; None where there is none."""
-    signature = written_signature(path)
-    first = next(iter(signature.parameters.values()), None) if signature is not None else None
-    named = first is not None and isinstance(first.annotation, str)
-    return _place(path.rpartition(".")[0], first.annotation) if first is not None and named else None
+    module, _, name = path.rpartition(".")
+    for part in _source(module):
+        if isinstance(part, ast.FunctionDef) and part.name == name and part.args.args:
+            annotation = part.args.args[0].annotation
+            return _place(module, ast.unparse(annotation)) if annotation is not None else None
+    return None
 
 
 def written_attributes(path: str) -> dict[str, Any]:
@@ -174,20 +175,3 @@ def written_attributes(path: str) -> dict[str, Any]:
                 with suppress(ValueError):
                     attributes[target.id] = ast.literal_eval(value)
     return attributes
-
-
-def written_signature(path: str) -> inspect.Signature | None:
-    """Return the signature of the function ``path`` as the source of its module has it, without an import of
-    the module: annotations are texts, and a default is ``...``. None where the source has no such function,
-    or only a decorated one."""
-    module, _, name = path.rpartition(".")
-    functions = [part for part in _source(module) if isinstance(part, ast.FunctionDef) and part.name == name]
-    if not functions or functions[-1].decorator_list:
-        return None
-    arguments = copy.deepcopy(functions[-1].args)
-    arguments.vararg = None
-    arguments.defaults = [ast.Constant(...) for _ in arguments.defaults]
-    arguments.kw_defaults = [default and ast.Constant(...) for default in arguments.kw_defaults]
-    scope: dict[str, Any] = {}
-    exec(f"from __future__ import annotations\ndef bare({ast.unparse(arguments)}): ...", scope)
-    return inspect.signature(scope["bare"])

@@ -23,7 +23,6 @@ from data.sources import EARLY, load_groups, load_splits
 from jobs.run_folder import RunFolder
 from reports.trackers import check_trackers
 from rollouts.inputs import check_inputs
-from trainers.settings import check_loss
 
 if TYPE_CHECKING:
     from trainers.assembly import Loss
@@ -57,10 +56,9 @@ def check_without_torch(config: Config, name: str) -> LoadedData:
         check_push(config.push_to_hub)
     check_trackers(config.trackers)
     config.check_ranks((config.dry_run and config.plan.ranks) or int(os.environ.get("WORLD_SIZE") or 1))
-    check_loss(config)
     online = {"sampler", "reward"} if config.online else set()
-    uses = {"model", "data", "optimizer", "callbacks", "humanline_rule", "trainer", "correction"} | online
-    check_inputs(config, uses, peek=False)
+    uses = {"model", "data", "optimizer", "loss", "humanline_rule", "trainer", "correction", "callbacks"}
+    check_inputs(config, uses | online, peek=False)
     with phase("read the data", "data.path"):
         return _loaded(config)
 

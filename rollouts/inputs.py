@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, require
-from common.imports import check_importable, written_signature
+from common.imports import check_importable
 from common.versions import refusal
 from config.schema import Config
 from config.schema_model import ModelConfig
@@ -27,6 +27,7 @@ PACKAGES = (
 )
 """(setting, its value, the package that it needs, what to install)."""
 IMPORTED = (
+    "loss._target_",
     "optimizer",
     "trainer._target_",
     "correction._target_",
@@ -62,8 +63,6 @@ def check_inputs(config: Config, uses: Collection[str], peek: bool = True) -> No
             check_importable(key, path)
     for name, tree in config.callbacks.items() if "callbacks" in uses else ():
         check_importable(f"callbacks.{name}._target_", target_of(name, tree))
-    if rule := _read(config, "humanline_rule", uses):
-        check_rule(rule)
     if "model" in uses:
         check_model(config.model)
     for name, part in (_read(config, "reward", uses) or {}).items():
@@ -98,18 +97,6 @@ def check_model(model: ModelConfig) -> None:
         template,
         "no such file; give a jinja file, or null for the tokenizer's own template",
     )
-
-
-def check_rule(rule: dict[str, Any]) -> None:
-    """Raise ConfigError for a number that the clip rule does not take, as far as its source tells."""
-    path = rule.get("_target_", "")
-    signature = written_signature(path) if path else None
-    if signature is None or any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
-        return
-    takes = list(signature.parameters)[1:]  # the first is the log-ratio
-    for key in rule.keys() - {"_target_"}:
-        remedy = f"{path} does not take it; it takes {', '.join(takes) or 'no numbers'}"
-        require(key in takes, f"humanline_rule.{key}", rule[key], remedy)
 
 
 def target_of(name: str, tree: Any) -> str:

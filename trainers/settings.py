@@ -1,4 +1,4 @@
-"""Checks of the method's settings that need no torch."""
+"""Checks of the numbers that a loss takes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 from ast import literal_eval
 
 from common.errors import one_of, require
-from common.imports import check_importable, written_signature
 from config.files import FOLDER, section
 from config.schema import Config
 from config.schema_trainer import loss_numbers
@@ -20,15 +19,6 @@ TAKES: dict[str, tuple[type | tuple[type, ...], str]] = {
     "str": (str, "must be a text"),
 }
 """The annotation of a loss's keyword argument -> (what its setting may be, what to say of another)."""
-
-
-def check_loss(config: Config) -> None:
-    """Raise ConfigError for a loss that cannot be imported, and as ``check_numbers`` does. Nothing is
-    imported; a loss that is no plain function of its file is checked once it is."""
-    path = config.loss["_target_"]
-    check_importable("loss._target_", path)
-    if (signature := written_signature(path)) is not None:
-        check_numbers(config, signature)
 
 
 def check_numbers(config: Config, signature: inspect.Signature) -> None:
@@ -46,7 +36,9 @@ def check_numbers(config: Config, signature: inspect.Signature) -> None:
         # beta elsewhere weighs a penalty, and 0 means no penalty
         scales = key in ("beta", "tau") and config.accepts.beta_scales_rewards
         endless = defaults.get(key) == math.inf
-        _check_number(f"loss.{key}", value, str(takes[key].annotation), scales, endless)
+        annotation = takes[key].annotation
+        written = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+        _check_number(f"loss.{key}", value, written, scales, endless)
     for column in from_data:
         require(
             column in takes and column not in numbers,

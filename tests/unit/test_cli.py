@@ -28,7 +28,7 @@ from config.composing import check_jobs
 from reports.metrics import read_metrics
 from tests.programs import HANG
 from tests.tiny import ROOT
-from trainers.settings import check_loss
+from trainers.assembly import make_loss
 
 pytestmark = pytest.mark.usefixtures("quick_python")
 
@@ -214,7 +214,7 @@ READING = {
 @pytest.mark.parametrize(("line", "said"), (NUMBERS | READING).items())
 def test_every_refusal_says_key_value_and_remedy(line, said):
     with pytest.raises(UserError) as caught:
-        check_loss(compose(*line.split())[0])
+        make_loss(compose(*line.split())[0])
     message = scrub_text(str(caught.value))
     assert message.startswith(said) and "hydra.cc" not in message
 

@@ -9,23 +9,23 @@ import pytest
 
 from tests.tiny import ROOT
 
-MINE = "def score(prompt: str, completion: str) -> float: ...\n"
+MINE = "class Settings: ...\ndef score(prompt: Settings, completion: str) -> float: ...\n"
 ASKED = """
 import sys
 sys.path[0] = sys.argv[1]
-from common.imports import check_importable, import_function, written_signature
+from common.imports import check_importable, import_function, written_type
 if sys.argv[2] == "import":
     print(import_function("reward.function.path", "mine.score").__module__)
 else:
     check_importable("reward.function.path", "mine.score")
-    print(list(written_signature("mine.score").parameters))
+    print(written_type("mine.score"))
 from common.imports import import_function
 print(import_function("x", "common.imports.importing").__name__)
 print(sys.path[0] == sys.argv[1])
 """
 
 
-@pytest.mark.parametrize(("what", "said"), [("import", "mine"), ("read", "['prompt', 'completion']")])
+@pytest.mark.parametrize(("what", "said"), [("import", "mine"), ("read", "mine.Settings")])
 def test_a_module_of_the_working_directory_is_found_behind_the_projects_own(tmp_path, what, said):
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "common.py").write_text("raise SystemExit('another module of this name')\n")

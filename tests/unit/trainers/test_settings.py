@@ -1,9 +1,11 @@
-"""Checks of a loss's numbers before torch is imported."""
+"""Checks of a loss's numbers."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
+from contextlib import nullcontext
 
 import pytest
 
@@ -11,6 +13,24 @@ from common.errors import ConfigError
 from config import files
 from tests.tiny import make_config
 from trainers import settings
+
+
+@pytest.mark.parametrize("future", ["from __future__ import annotations", ""])
+def test_the_numbers_of_a_users_loss_are_typed_however_it_is_annotated(future):
+    module: dict[str, object] = {}
+    exec(f"{future}\ndef mine(scores, *, beta: float, kind: str | None = None): ...", module)
+    signature = inspect.signature(module["mine"])
+    config = make_config("loss=dpo")
+    for numbers, message in (
+        ({"beta": 0.1, "kind": "a"}, None),
+        ({"beta": "0.1"}, "loss.beta=0.1: must be a number"),
+        ({"beta": 0.1, "kind": 2}, "loss.kind=2: must be a text"),
+        ({}, "loss.beta=???: loss=mine needs it"),
+        ({"beta": 0.1, "tau": 1}, "loss.tau=1: loss=mine does not take it; it takes beta, kind"),
+    ):
+        loss = {"name": "mine", "_target_": "a.b"} | numbers
+        with nullcontext() if message is None else pytest.raises(ConfigError, match=re.escape(message)):
+            settings.check_numbers(dataclasses.replace(config, loss=loss), signature)
 
 
 def test_only_a_loss_whose_own_file_has_an_infinite_number_takes_one(tmp_path, monkeypatch):
