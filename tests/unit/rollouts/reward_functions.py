@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-HUNG = "hang"
-
 
 def lengths(completions: list[Any], **columns: Any) -> list[float]:
     return [float(len(c[0]["content"])) for c in completions]
@@ -20,10 +18,6 @@ def lengths(completions: list[Any], **columns: Any) -> list[float]:
 def sees_others(completions, difficulty, tags=None, missing=None, **rest):
     assert all(isinstance(c, str) for c in completions) and missing is None and rest["prompts"]
     return [float(d * len(t)) for d, t in zip(difficulty, tags, strict=True)]
-
-
-def sees_answers(completions, answer):
-    return [float(len(text)) for text in answer]
 
 
 def beyond(completions, **columns):
@@ -39,17 +33,11 @@ def plain_lengths(completions):
 
 
 async def slow_lengths(completions, **columns):
-    return [len(c[0]["content"]) for c in completions]
-
-
-def as_array(completions, **columns):
     return np.array([float(len(c[0]["content"])) for c in completions], dtype=np.float32)
 
 
 def sees_columns(completions, prompts, reference, answer, solution, **rest):
-    assert all(p[-1]["role"] == "user" for p in prompts)
-    assert reference == answer == solution
-    assert not rest
+    assert all(p[-1]["role"] == "user" for p in prompts) and not rest
     return [float(r) for r in reference]
 
 
@@ -82,9 +70,6 @@ def talks(completions, **columns):
     print("scoring", len(completions))
     text = completions[0][0]["content"]
     return [len(json.loads(text)) for _ in completions]
-
-
-NOT_A_FUNCTION = 3
 
 
 def dying_once(marker):

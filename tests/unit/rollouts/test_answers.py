@@ -20,7 +20,7 @@ from rollouts.embedded import EmbeddedSampler
 from rollouts.samplers import Sample, SamplingSettings
 from tests.tiny import ROOT, make_config
 
-PROMPTS = [adder.addition(a, 98) for a in range(1, 13)]
+PROMPTS = [adder.addition(a, 98) for a in range(1, 9)]
 REQUESTS = [
     Request("greedy", 1, SamplingSettings(0.0, 1.0, 24)),
     Request("sampled", 3, SamplingSettings(0.7, 0.9, 24)),
@@ -51,12 +51,12 @@ def drawn(cache, prompts=PROMPTS, requests=REQUESTS, *overrides):
 
 def test_what_a_killed_process_had_is_not_drawn_again(tmp_path, asked, monkeypatch):
     whole = drawn(tmp_path / "whole")
-    assert len(asked) == 24
+    assert len(asked) == 2 * len(PROMPTS)
     asked.clear()
     add = AnswerCache.add
 
     def killed(self, new):
-        if len(asked) > 12:
+        if len(asked) > len(PROMPTS):
             raise KeyboardInterrupt
         add(self, new)
 
@@ -64,35 +64,29 @@ def test_what_a_killed_process_had_is_not_drawn_again(tmp_path, asked, monkeypat
         patch.setattr(AnswerCache, "add", killed)
         with pytest.raises(KeyboardInterrupt):
             drawn(tmp_path / "cut")
-    assert len(asked) == 14, "the greedy answers, and a first part of the samples that was not kept"
+    assert len(asked) == len(PROMPTS) + 2, "the greedy answers, and a part of the samples that was not kept"
     asked.clear()
     assert drawn(tmp_path / "cut") == whole
-    assert len(asked) == 12 and len({prompt.id for prompt in asked}) == 12
-
-
-def test_all_of_it_there_no_weights_are_loaded(tmp_path, asked, monkeypatch):
-    whole = drawn(tmp_path)
+    assert len(asked) == len({prompt.id for prompt in asked}) == len(PROMPTS)
     monkeypatch.setattr(answers, "make_sampler", None)
-    assert drawn(tmp_path) == whole
-    assert drawn(tmp_path, PROMPTS[3:7]) == [of_request[3:7] for of_request in whole]
+    assert drawn(tmp_path / "whole") == whole, "all of it there, no weights are loaded"
+    assert drawn(tmp_path / "whole", PROMPTS[3:7]) == [of_request[3:7] for of_request in whole]
 
 
 def test_other_references_are_other_prompts(tmp_path, asked):
     """A sampler gets the whole prompt; another reference may be in the same data."""
-    others = [replace(prompt, reference_answer=f"{prompt.reference_answer}7") for prompt in PROMPTS[:8]]
-    drawn(tmp_path, PROMPTS[:8], REQUESTS[:1])
-    drawn(tmp_path, others, REQUESTS[:1])
-    assert asked[8:] and {prompt.reference_answer for prompt in asked[8:]} == {
-        prompt.reference_answer for prompt in others
-    }
-    drawn(tmp_path, [*PROMPTS[:8], *others, replace(PROMPTS[0], reference_answer=None)], REQUESTS[:1])
-    assert [prompt.reference_answer for prompt in asked[16:]] == [None]
+    one, other = PROMPTS[:2], [replace(prompt, reference_answer="7") for prompt in PROMPTS[:2]]
+    drawn(tmp_path, one, REQUESTS[:1])
+    drawn(tmp_path, [*other, *one], REQUESTS[:1])
+    drawn(tmp_path, [*one, *other, replace(PROMPTS[0], reference_answer=None)], REQUESTS[:1])
+    assert {prompt.reference_answer for prompt in asked[2:4]} == {"7"}
+    assert [prompt.reference_answer for prompt in asked[4:]] == [None]
 
 
 @pytest.mark.parametrize("override", ["seed=2", "model.max_length=48", "model.dtype=bfloat16"])
 def test_other_settings_are_other_answers(tmp_path, asked, override):
-    drawn(tmp_path, PROMPTS[:2], REQUESTS[1:])
-    drawn(tmp_path, PROMPTS[:2], REQUESTS[1:], override)
+    for words in ([], [override]):
+        drawn(tmp_path, PROMPTS[:2], REQUESTS[1:], *words)
     assert len(asked) == 4
 
 

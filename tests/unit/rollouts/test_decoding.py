@@ -16,7 +16,7 @@ from models.policy import Policy
 from rollouts.decoding import ENDED, FEWEST, Decoder, GrowingLayer, ManyEnded, selectable_cache
 from rollouts.embedded import uniforms
 from tests.tiny import tiny_policy
-from tests.unit.models.test_families import FAMILIES, tiny
+from tests.unit.models.test_families import tiny
 from tests.unit.models.test_rope import SWITCH, phi3
 
 CPU = torch.device("cpu")
@@ -64,44 +64,38 @@ def test_a_layer_with_room_holds_what_one_without_holds():
     assert copied < 15, "most tokens copy none before them"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rows_that_stay_are_continued_as_if_none_had_left(family):
-    policy = tiny(family)
-    prompts, limits, draws = batch(3 * FEWEST)
-    together, leaving = (
-        Decoder(policy, CPU, synced).decode(prompts, limits, draws, 0.9, 0.95, STOPS)
-        for synced in (True, False)
-    )
-    lengths = ends(together[0], limits)
-    assert len(set(lengths)) > 5 and ends(leaving[0], limits) == lengths
-    for row, length in enumerate(lengths):
-        assert np.array_equal(leaving[0][row, :length], together[0][row, :length]), row
-        np.testing.assert_allclose(leaving[1][row, :length], together[1][row, :length], atol=2e-5)
+DECODED = ("llama tied", "gemma2", "gpt_neox", "granite", "qwen3_moe", "gpt_oss", "opt", "mamba2")
+"""Families of each kind of cache and of position, scaled attention and experts among them."""
 
 
-@pytest.mark.parametrize("synced", [False])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_prompt_that_several_rows_have_is_computed_once(family, synced):
+@pytest.mark.parametrize("family", DECODED)
+def test_a_row_is_continued_as_it_is_alone(family):
+    """Whether those that have ended leave it or not; a prompt that several rows have is computed once."""
     policy, computed = tiny(family), []
-    prompts, limits, draws = batch(3 * FEWEST)
-    prompts = [prompts[row // 8] for row in range(len(prompts))]
-    one = Decoder(policy, CPU, synced=False)
-    alone = [
-        one.decode([prompt], [limit], [numbers], 0.9, 0.95, STOPS)
-        for prompt, limit, numbers in zip(prompts, limits, draws, strict=True)
-    ]
+    prompts, limits, draws = batch(2 * FEWEST)
+    prompts = [prompts[row // 4] for row in range(len(prompts))]
+    one, longest = Decoder(policy, CPU, synced=False), max(map(len, prompts))
+    alone = {
+        row: one.decode([prompts[row]], [limits[row]], [draws[row]], 0.9, 0.95, STOPS)
+        for row in range(0, len(prompts), 3)
+    }
     policy.model.register_forward_pre_hook(
         lambda module, args, given: computed.append(given["input_ids"].shape), with_kwargs=True
     )
-    found = Decoder(policy, CPU, synced).decode(prompts, limits, draws, 0.9, 0.95, STOPS)
-    longest = max(map(len, prompts))
-    if selectable_cache(policy) is not None:
-        assert computed[:2] == [(len(prompts) // 8, longest - 1), (len(prompts), 1)]
-    else:
-        assert computed[0] == (len(prompts), longest)
-    for row, length in enumerate(ends(found[0], limits)):
-        assert np.array_equal(found[0][row, :length], alone[row][0][0, :length]), row
-        np.testing.assert_allclose(found[1][row, :length], alone[row][1][0, :length], atol=2e-5)
+    for synced in (True, False):
+        computed.clear()
+        tokens, logprobs = Decoder(policy, CPU, synced).decode(prompts, limits, draws, 0.9, 0.95, STOPS)
+        assert (selectable_cache(policy) is None) == (family == "mamba2")
+        if family != "mamba2":
+            assert computed[:2] == [(len(prompts) // 4, longest - 1), (len(prompts), 1)]
+        else:
+            assert computed[0] == (len(prompts), longest)
+        lengths = ends(tokens, limits)
+        assert len(set(lengths)) > 5
+        for row, (ids, values) in alone.items():
+            own = slice(0, lengths[row])
+            assert np.array_equal(tokens[row, own], ids[0, own]), row
+            np.testing.assert_allclose(logprobs[row, own], values[0, own], atol=2e-5)
 
 
 @pytest.mark.parametrize("heads", [(6, 2), (6, 1), (4, 4)])
@@ -124,26 +118,26 @@ def tiny_phi3() -> Policy:
     return Policy(Phi3ForCausalLM(phi3())).eval()
 
 
-@pytest.mark.parametrize(("policy", "end"), [(tiny("opt"), 64), (tiny_phi3(), SWITCH)], ids=["opt", "phi3"])
-@pytest.mark.parametrize("synced", [False, True])
-def test_no_row_is_computed_beyond_the_models_positions(policy, end, synced):
+@pytest.mark.parametrize(
+    ("make", "end"), [(lambda: tiny("opt"), 64), (tiny_phi3, SWITCH)], ids=["opt", "phi3"]
+)
+def test_no_row_is_computed_beyond_the_models_positions(make, end):
     """As in the later parts of answers, where a long row has little room and a short one much."""
-    rng = np.random.default_rng(3)
+    rng, policy = np.random.default_rng(3), make()
     sizes = [end - 2, end - 7, 5, end // 2, 3]
     prompts = [rng.integers(3, 40, size).astype(np.int32) for size in sizes]
-    limits = [end - size for size in sizes]
+    limits = [min(end - size, 30) for size in sizes]
     draws = [uniforms(7, f"{row}", 0, max(limits)) for row in range(len(sizes))]
-    decoder = Decoder(policy, CPU, synced)
-    tokens, logprobs = decoder.decode(prompts, limits, draws, 0.9, 0.95, (58,))
-    lengths = []
+    decoders = [Decoder(policy, CPU, synced) for synced in (False, True)]
+    found = [decoder.decode(prompts, limits, draws, 0.9, 0.95, (58,)) for decoder in decoders]
     for row, (prompt, limit, numbers) in enumerate(zip(prompts, limits, draws, strict=True)):
-        alone = decoder.decode([prompt], [limit], [numbers[:limit]], 0.9, 0.95, (58,))
-        stopped = np.flatnonzero(alone[0][0] == 58)
-        lengths.append(int(stopped[0]) + 1 if len(stopped) else limit)
-        own = slice(0, lengths[-1])
-        assert np.array_equal(tokens[row, own], alone[0][0, own]), row
-        np.testing.assert_allclose(logprobs[row, own], alone[1][0, own], atol=2e-5)
-    assert max(lengths) > 8, "the short rows went on"
+        ids, values = decoders[0].decode([prompt], [limit], [numbers[:limit]], 0.9, 0.95, (58,))
+        stopped = np.flatnonzero(ids[0] == 58)
+        own = slice(0, int(stopped[0]) + 1 if len(stopped) else limit)
+        for tokens, logprobs in found:
+            assert np.array_equal(tokens[row, own], ids[0, own]), row
+            np.testing.assert_allclose(logprobs[row, own], values[0, own], atol=2e-5)
+        assert row != 2 or own.stop > 8, "the short rows went on"
 
 
 @pytest.mark.parametrize("draw", [False, True])
@@ -175,8 +169,3 @@ def test_a_row_ends_at_a_stop_token_or_at_its_limit_and_all_once_a_quarter_has()
     ids = torch.full((8, 5), 7)
     ids[0, -1] = 2
     assert ended(ids, torch.empty(0)).tolist() == [True] * 8
-
-
-def test_a_state_that_rows_cannot_be_taken_out_of_keeps_them():
-    assert selectable_cache(tiny("mamba2")) is None
-    assert selectable_cache(tiny_policy()) is not None

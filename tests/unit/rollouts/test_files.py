@@ -25,14 +25,9 @@ SAMPLES = [
 SCORES: list[list[float | None]] = [[1.0, 4.0, None, 2.0], [0.0, 0.0, 0.0, 0.0], [3.0, 1.0, 3.0, 2.0]]
 
 
-def read(path, **columns):
-    return load_groups(
-        DataConfig(name="local", source="data.sources.local", path=str(path), eval_fraction=0.0), "train"
-    ).groups
-
-
-def texts(samples):
-    return [(one.prompt.turns, [c.text for c in one.completions]) for one in samples]
+def read(path):
+    config = DataConfig(name="local", source="data.sources.local", path=str(path), eval_fraction=0.0)
+    return load_groups(config, "train").groups
 
 
 @pytest.mark.parametrize("form", ["groups", "halos", "alpacaeval"])
@@ -40,13 +35,16 @@ def test_samples_come_back(tmp_path, form):
     path = tmp_path / ("samples.jsonl" if form == "groups" else "samples.json")
     write_samples(path, SAMPLES, form, "someone/model", "task_train")
     back = read_samples(path)
-    assert texts(back) == texts(SAMPLES)
     if form == "groups":
         assert back == SAMPLES
-    else:
-        rows = json.loads(path.read_text())
-        assert len(rows) == 12 and rows[0]["generator"] == "someone/model"
-        assert form == "halos" or rows[0].keys() == {"instruction", "output", "generator"}
+        return
+    found, wanted = (
+        [(s.prompt.turns, [c.text for c in s.completions]) for s in of] for of in (back, SAMPLES)
+    )
+    assert found == wanted
+    rows = json.loads(path.read_text())
+    assert len(rows) == 12 and rows[0]["generator"] == "someone/model"
+    assert form == "halos" or rows[0].keys() == {"instruction", "output", "generator"}
 
 
 @pytest.mark.parametrize(
@@ -68,20 +66,20 @@ def test_feedback_is_read_as_data(tmp_path, form, entries):
 
 
 def test_a_path_that_cannot_be_written_is_refused_before_work(tmp_path):
-    """Whether or not a file there may be written over."""
+    """Whether or not a file there may be written over; nothing is made."""
     file, gone = tmp_path / "afile", tmp_path / "gone"
     file.write_text("x")
     gone.symlink_to(tmp_path / "nowhere")
-    for path in (file / "fb.jsonl", file / "deep" / "fb.jsonl", gone / "fb.jsonl"):
-        with pytest.raises(ConfigError, match=rf"^out={path}: .*{path.parents[-1]}.* is no folder"):
-            refuse_existing(path, overwrite=False)
-    with pytest.raises(ConfigError, match="overwrite_out=true"):
-        refuse_existing(file, overwrite=False)
+    long = [tmp_path / (n * "n") for n in (300, 252)]  # the second has no room for the ending of a part
+    for paths, overwrite, said in (
+        ([file / "fb.jsonl", file / "deep" / "fb.jsonl", gone / "fb.jsonl"], False, "is no folder"),
+        ([file], False, "overwrite_out=true"),
+        ([tmp_path], True, "is a folder: name a file in it"),
+        (long, False, r"cannot be written: .*File name too long"),
+    ):
+        for path in paths:
+            with pytest.raises(ConfigError, match=rf"^out={path}: .*{said}"):
+                refuse_existing(path, overwrite)
     refuse_existing(file, overwrite=True)
-    with pytest.raises(ConfigError, match="is a folder: name a file in it"):
-        refuse_existing(tmp_path, overwrite=True)
-    for name in ("n" * 300, "n" * 252):  # the second has no room for the ending of a part
-        with pytest.raises(ConfigError, match=r"cannot be written: .*File name too long"):
-            refuse_existing(tmp_path / name, overwrite=False)
     refuse_existing(tmp_path / "new" / "folders" / "fb.jsonl", overwrite=False)
-    assert {path.name for path in tmp_path.iterdir()} == {"afile", "gone"}, "nothing is made"
+    assert {path.name for path in tmp_path.iterdir()} == {"afile", "gone"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -18,8 +19,10 @@ from config.schema_rewards import (
     RewardModelConfig,
     VerifierConfig,
 )
+from rollouts.rewards import pool
 from rollouts.rewards.base import make_reward
 from tests.tiny import reward_of
+from tests.unit.rollouts.test_rewards_function import InThisProcess
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "config" / "reward").glob("*.yaml"))
@@ -46,14 +49,11 @@ def load(file):
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_shipped_files(file, monkeypatch):
+    """Every key is there, with its comment."""
     monkeypatch.setenv("OPENAI_API_KEY", "k")
-    config = load(file)
-    assert config.name == file.stem
-    raw, section = read(file)
-    assert config.kind == section
-    assert set(raw[section]) == {f.name for f in fields(config.settings)}, (
-        "every key is there, with its comment"
-    )
+    config, (raw, section) = load(file), read(file)
+    assert config.name == file.stem and config.kind == section
+    assert set(raw[section]) == {f.name for f in fields(config.settings)}
     assert callable(import_function("reward._target_", config.target))
     weights = [getattr(config.settings, name, None) for name in ("accuracy", "format", "tag_count")]
     assert weights == [8, 1, 1] or section != "verifier", "the paper's"
@@ -94,8 +94,9 @@ def test_what_makes_no_sense_is_refused(make, key):
     assert error.value.key == key
 
 
-def test_a_verifier_without_its_package_is_refused_with_the_remedy(monkeypatch, tmp_path):
-    (tmp_path / "math_verify.py").write_text("raise ImportError('not here')")
-    monkeypatch.syspath_prepend(tmp_path)
+def test_a_verifier_without_its_package_is_refused_with_the_remedy(monkeypatch):
+    monkeypatch.setattr(pool, "WorkerProcess", InThisProcess)
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    monkeypatch.delitem(sys.modules, "rollouts.rewards.mathverify", raising=False)
     with pytest.raises(ConfigError, match="pip install 'math-verify"):
         make_reward(reward_of("verifier", VerifierConfig()))

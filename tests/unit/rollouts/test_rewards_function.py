@@ -4,8 +4,11 @@ silent 0."""
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
+import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import ConfigError
+from common.errors import ConfigError, Requeue
+from common.progress import stops_if
+from common.worker_process import replies_of
 from config.schema_rewards import FunctionConfig
 from data.adder import addition, rewards
 from data.formats import prompt_only
@@ -21,9 +26,9 @@ from data.groups import from_dict, read_groups, to_dict, write_groups
 from data.json_values import LARGEST
 from data.rows import Row
 from data.types import Completion, Group, Prompt, Turn
-from rollouts.rewards.base import Missing, Reward, RewardError, make_reward
+from rollouts.rewards import pool
+from rollouts.rewards.base import Missing, Reward, RewardError, make_reward, results
 from rollouts.rewards.function import columns
-from rollouts.rewards.pool import Pool
 from tests.tiny import make_config, reward_of
 from tests.unit.rollouts import reward_functions
 
@@ -38,22 +43,32 @@ def function(name, max_missing=0.0, **settings):
     return reward_of("function", FunctionConfig(path=f"{HERE}.{name}", **settings), max_missing)
 
 
+class InThisProcess:
+    """A worker that is a process of its own where that is what is tested."""
+
+    def __init__(self, module, log, env):
+        self.log, self._worker = log, pool._Worker()
+
+    def call(self, name, *arguments, timeout):
+        return getattr(self._worker, name)(*arguments)
+
+    def log_to(self, log, timeout):
+        self.log = log
+
+    def close(self, grace):
+        """Nothing."""
+
+
 @pytest.fixture
-def make():
-    made = []
-
-    def _make(config):
-        made.append(make_reward(config))
-        return made[-1]
-
-    yield _make
-    for reward in made:
-        reward.close()
+def make(monkeypatch):
+    """Rewards whose function runs in this process."""
+    monkeypatch.setattr(pool, "WorkerProcess", InThisProcess)
+    return make_reward
 
 
 @pytest.fixture(scope="module")
 def by_word():
-    reward = make_reward(function("by_word", batch_size=2, timeout=1.0))
+    reward = make_reward(function("by_word", batch_size=2, timeout=1.0, workers=2))
     yield reward
     reward.close()
 
@@ -64,7 +79,6 @@ def by_word():
         ("lengths", True),
         ("plain_lengths", False),
         ("slow_lengths", True),
-        ("as_array", True),
         ("plain_lengths", None),
         ("lengths", None),  # which takes a field of what it gets
     ],
@@ -101,7 +115,6 @@ def test_the_other_columns_of_a_row_go_by_their_names_and_the_first_call_is_show
     ("name", "columns", "said"),
     [
         ("sees_columns", {"answer": "7"}, r"asks for reference.*type data\.columns=\{reference: answer\}"),
-        ("sees_answers", {"solution": "7"}, r"asks for answer.*type data\.columns=\{reference: solution\}"),
         ("sees_columns", {}, r"asks for reference.*name its column"),
         ("sees_others", {"tags": "x", "difficulty": None}, "asks for difficulty, and no row has such"),
     ],
@@ -110,6 +123,8 @@ def test_a_column_that_no_row_has_is_refused_before_training(make, name, columns
     ask = [replace(prompt(), columns=json.dumps(columns) if columns else "")] * 2
     with pytest.raises(ConfigError, match=said):
         make(function(name)).check_prompts(ask)
+    if name == "sees_columns":
+        assert make(function(name)).score([prompt(reference="7")], ["a"]) == [7]
 
 
 def test_a_reward_beyond_float32_is_no_verdict(make):
@@ -138,26 +153,24 @@ def test_a_reward_beyond_float32_is_no_verdict(make):
     ],
 )
 def test_misbehaviour_is_no_verdict_with_its_reason_and_the_next_batch_is_scored(by_word, word, reason):
-    reward = by_word
-    reward.max_missing = 0.5
+    by_word.max_missing, ask, texts = 0.5, [prompt()] * 4, [word, "a", "fine", "b"]
     start = time.monotonic()
-    assert reward.score([prompt()] * 4, [word, "a", "fine", "b"]) == [None, None, 1.0, 1.0]
-    assert reward.metrics["missing"] == 0.5
+    assert by_word.score(ask, texts) == [None, None, 1.0, 1.0]
+    assert by_word.metrics["missing"] == 0.5
     assert time.monotonic() - start < 40  # it hangs for 60
-    reward.max_missing = 0.49
-    with pytest.raises(RewardError, match=reason) as error:
-        reward.score([prompt()] * 4, [word, "a", "fine", "b"])
-    assert "2 of 4" in str(error.value)
-    assert "reward.max_missing=0.49" in str(error.value)
+    by_word.max_missing = 0.24
+    with pytest.raises(RewardError, match=rf"(?s)2 of 8.*{reason}|{reason}.*2 of 8") as error:
+        by_word.score(ask * 2, [*texts, "fine", "a", "fine", "b"])
+    assert "reward.max_missing=0.24" in str(error.value)
 
 
 def test_a_worker_that_dies_while_it_loads_gives_its_log_back(tmp_path):
     marker = tmp_path / "loads"
-    pool = Pool(f"{HERE}.dying_once", marker, workers=1, timeout=5.0, log_dir=tmp_path / "logs")
+    dying = pool.Pool(f"{HERE}.dying_once", marker, workers=1, timeout=5.0, log_dir=tmp_path / "logs")
     with pytest.raises(RewardError, match="did not start"):
-        pool.map([1])
-    assert pool.map([1, 2]) == [1, 2]
-    pool.close()
+        dying.map([1])
+    assert dying.map([1, 2]) == [1, 2]
+    dying.close()
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["reward-0.log"]
 
 
@@ -181,9 +194,8 @@ def test_what_a_function_raises_names_its_line_and_is_in_the_log_whole_with_what
     reward.close()
     assert [path.name for path in logs.iterdir()] == ["reward-0.log"]
     said = (logs / "reward-0.log").read_text()
-    assert said.count("scoring 1") == 7
+    assert said.count("scoring 1") == 7 and f'reward_functions.py", line {number}, in talks' in said
     assert said.count("Traceback") == 3  # of one failure no more
-    assert f'reward_functions.py", line {number}, in talks' in said
     assert tempfile.gettempdir() == str(temporary) and not list(temporary.iterdir())
 
 
@@ -197,12 +209,13 @@ def test_what_a_function_raises_names_its_line_and_is_in_the_log_whole_with_what
         ("g = 1\n", "has no attribute|cannot import"),
     ],
 )
-def test_a_function_that_cannot_be_imported_is_refused_with_its_line(tmp_path, monkeypatch, text, told):
+def test_a_function_that_cannot_be_imported_is_refused_with_its_line(make, tmp_path, monkeypatch, text, told):
     (tmp_path / "faulty.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "faulty", raising=False)
     config = reward_of("function", FunctionConfig(path="faulty.f"))
     with pytest.raises(ConfigError, match=told):
-        make_reward(config, log_dir=tmp_path / "logs")
+        make(config, log_dir=tmp_path / "logs")
     assert not (tmp_path / "logs").exists()
 
 
@@ -220,10 +233,6 @@ class Fixed:
     def score(self, prompts, completions):
         return self.values
 
-    def release(self): ...
-
-    def close(self): ...
-
 
 @given(st.lists(st.one_of(st.floats(), st.just(Missing("why"))), min_size=1), st.floats(0, 1))
 def test_a_reward_never_makes_a_number_of_a_missing_verdict(values, cap):
@@ -235,3 +244,49 @@ def test_a_reward_never_makes_a_number_of_a_missing_verdict(values, cap):
             reward.score(*ask)
     else:
         assert [v is None for v in reward.score(*ask)] == bad
+
+
+# -- waiting for other processes -------------------------------------------------------------------
+
+
+def test_a_failure_is_not_waited_for_behind_slower_tasks():
+    held, threads = threading.Event(), ThreadPoolExecutor(2)
+    begun = time.monotonic()
+    with pytest.raises(ZeroDivisionError):
+        results([threads.submit(lambda i=i: held.wait(20) if i == 0 else 1 / 0) for i in (0, 1, 2)])
+    assert time.monotonic() - begun < 5
+    held.set()
+
+
+def test_a_pool_that_is_closed_at_work_leaves_no_process():
+    reward = make_reward(function("by_word", 1.0, batch_size=1, timeout=60.0))
+    threading.Thread(target=reward.score, args=([prompt()], ["hang"]), daemon=True).start()
+    while not reward.scorer._pool._busy:
+        time.sleep(0.05)
+    (worker,) = reward.scorer._pool._busy
+    begun = time.monotonic()
+    reward.close()
+    assert time.monotonic() - begun < 10
+    assert worker._process.wait(10) is not None
+
+
+class Silent:
+    """An engine that does not answer."""
+
+    def ready(self, seconds, part) -> bool:
+        time.sleep(seconds)
+        return False
+
+
+@pytest.mark.parametrize(
+    "wait_for_it",
+    [lambda: results([Future()]), lambda: replies_of([Silent()], 600.0)],
+    ids=["a judge", "an engine"],
+)
+def test_a_run_that_is_asked_to_stop_does_not_wait_for_what_does_not_answer(wait_for_it):
+    stops_if(lambda: True)
+    try:
+        with pytest.raises(Requeue):
+            wait_for_it()
+    finally:
+        stops_if(None)

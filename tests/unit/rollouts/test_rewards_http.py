@@ -1,15 +1,22 @@
-"""A reward server: what it is sent, and what its replies are worth."""
+"""A reward server: what it is sent, and what its replies are worth; and the client under it. What endpoints
+do to judges is in the tests of those."""
 
 from __future__ import annotations
 
 import json
+import socket
+import threading
+import time
+from concurrent.futures import CancelledError
 
+import aiohttp
 import pytest
 
 from common.errors import ConfigError
 from config.schema_rewards import HttpConfig
 from data.types import Prompt, Turn
 from rollouts.rewards.base import Missing, make_reward
+from rollouts.rewards.endpoint import Client, check_endpoint
 from rollouts.rewards.http import HttpReward
 from tests import http_server
 from tests.tiny import reward_of
@@ -57,32 +64,32 @@ def reward(server, **settings):
 
 def test_batches_come_back_in_order(server):
     texts = ["x" * n for n in range(1, 24)]
-    found = reward(server, batch_size=5).score([PROMPT] * 23, texts)
-    assert found == [float(n) for n in range(1, 24)]
+    assert reward(server, batch_size=5).score([PROMPT] * 23, texts) == [float(n) for n in range(1, 24)]
     assert {path for path, _ in server.bodies} == {"/score"}
     first = next(body for _, body in server.bodies if text(body["completions"][0]) == "x")
-    assert first["prompts"][0] == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "2+2?"},
-    ]
-    assert first["reference"] == ["4"] * 5 and len(first["completions"]) == 5
+    turns = [{"role": turn.role, "content": turn.content} for turn in PROMPT.turns]
+    assert first["prompts"] == [turns] * 5 and first["reference"] == ["4"] * 5
+    assert len(first["completions"]) == 5
+
+
+NO_NUMBER, NO_LIST = "something that is no number", 'the reply is not {"rewards": [one a completion]}'
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("given", "reason"),
     [
-        ({"rewards": [None]}, Missing("the reward server gave null")),
-        ({"rewards": [True]}, Missing("the reward server gave something that is no number")),
-        ({"rewards": ["3"]}, Missing("the reward server gave something that is no number")),
-        ('{"rewards": [' + "9" * 400 + "]}", Missing("the reward server gave an integer beyond every float")),
-        ({"rewards": [1, 2]}, Missing('the reply is not {"rewards": [one a completion]}')),
-        ([1], Missing('the reply is not {"rewards": [one a completion]}')),
+        ({"rewards": [None]}, "the reward server gave null"),
+        ({"rewards": [True]}, f"the reward server gave {NO_NUMBER}"),
+        ({"rewards": ["3"]}, f"the reward server gave {NO_NUMBER}"),
+        ('{"rewards": [' + "9" * 400 + "]}", "the reward server gave an integer beyond every float"),
+        ({"rewards": [1, 2]}, NO_LIST),
+        ([1], NO_LIST),
     ],
 )
-def test_replies_that_are_none(server, given, found):
+def test_replies_that_are_none(server, given, reason):
     asked = reward(server, retries=1)
     server.reply = lambda body: (200, given)
-    assert asked.score([PROMPT], ["abc"]) == [found]
+    assert asked.score([PROMPT], ["abc"]) == [Missing(reason)]
 
 
 def test_a_number_that_is_not_finite_is_no_verdict(server):
@@ -100,3 +107,49 @@ def test_a_server_that_cannot_score_is_refused_at_the_start(server):
     server.reply = lambda body: (404, "no such page")
     with pytest.raises(ConfigError, match=r"base_url=\S+: refuses the call: HTTP 404 no such page"):
         reward(server)
+
+
+# -- the client ------------------------------------------------------------------------------------
+
+
+def test_closing_ends_what_is_under_way_and_leaves_nothing():
+    """And nothing that is asked of a closed client waits."""
+    before = threading.active_count()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        client = Client(url, 60, 1000)
+        asked = client.submit(client.post(url, b""))
+        time.sleep(0.1)
+        client.close()
+        client.close()
+        for future in (asked, client.submit(client.post(url, b""))):
+            with pytest.raises(CancelledError):
+                future.result(5)
+    assert threading.active_count() <= before
+
+
+def test_a_proxy_comes_from_the_environment(server, monkeypatch):
+    monkeypatch.setenv("http_proxy", server.url)
+    monkeypatch.setenv("no_proxy", "elsewhere.invalid:1")
+    sent = json.dumps({"completions": ["abc"]}).encode()
+    for url, error in (("http://no.such.host.invalid", None), ("http://elsewhere.invalid:1", True)):
+        client = Client(url, 60, 1000)
+        try:
+            if error:
+                with pytest.raises(aiohttp.ClientConnectionError):
+                    client.submit(client.post(url, sent)).result()
+            else:
+                assert client.submit(client.post(url, sent)).result().content == b'{"rewards": [3]}'
+        finally:
+            client.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "key", "setting"),
+    [("http://", "k", "base_url"), ("http://h:port", "k", "base_url"), ("http://h", "é", "api_key_env")],
+)
+def test_an_endpoint_that_cannot_be_asked_is_refused(url, key, setting):
+    check_endpoint("s", "http://h/v1", None, None)
+    with pytest.raises(ConfigError) as error:
+        check_endpoint("s", url, "VARIABLE", key)
+    assert error.value.key == f"s.{setting}" and "é" not in str(error.value)

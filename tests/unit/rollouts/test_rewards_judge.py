@@ -101,17 +101,15 @@ def texts(n):
 
 
 def test_scores_in_order_and_at_once(endpoint):
+    """What a completion says is not a placeholder."""
     endpoint.behave = lambda handler, text: time.sleep(0.02)
-    assert judge(endpoint).score([PROMPT] * 40, texts(40)) == [len(t) for t in texts(40)]
+    asked, written = judge(endpoint, system="Strict. {prompt}"), [*texts(40), "{prompt}"]
+    assert asked.score([PROMPT] * 41, written) == [*map(len, texts(40)), 8]
     assert 2 <= endpoint.most_at_once <= 8
     assert {h["Authorization"] for h in endpoint.headers} == {f"Bearer {KEY}"}
-    body = endpoint.bodies[0]
+    body = next(body for body in endpoint.bodies if "A:{prompt}" in body["messages"][1]["content"])
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("m", 0.0, 20)
-
-
-def test_what_a_completion_says_is_not_a_placeholder(endpoint):
-    judge(endpoint, system="Strict. {prompt}").score([PROMPT], ["{prompt}"])
-    assert endpoint.bodies[0]["messages"] == [
+    assert body["messages"] == [
         {"role": "system", "content": "Strict. {prompt}"},
         {"role": "user", "content": "Q:2+2 {completion}? R:4 A:{prompt}"},
     ]
@@ -138,43 +136,6 @@ def test_an_endpoint_that_fails_half_the_time_still_finishes(endpoint):
     assert sum(endpoint.seen.values()) > 80
 
 
-def hanging(how, over):
-    """What an endpoint may do for ever after a request: ``behave`` of Endpoint, until ``over`` is set."""
-    begins, again, pause = {
-        "silent": (b"", b"", 0.05),
-        "dripping body": (b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", b" ", 0.05),
-        "100 Continue at full speed": (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 500, 0.0),
-    }[how]
-
-    def behave(handler, text):
-        if text != "hang":
-            return False
-        handler.wfile.write(begins)
-        while not over.is_set():
-            handler.wfile.write(again)
-            handler.wfile.flush()
-            over.wait(pause)
-        handler.close_connection = True
-        return True
-
-    return behave
-
-
-@pytest.mark.parametrize("how", ["silent", "dripping body", "100 Continue at full speed"])
-def test_a_call_that_hangs_costs_its_verdict_alone(endpoint, how):
-    over = threading.Event()
-    threading.Timer(20, over.set).start()  # so that a limit that does not hold fails here, and does not hang
-    endpoint.behave = hanging(how, over)
-    start = time.monotonic()
-    verdicts = judge(endpoint, retries=1, timeout=1.0).score([PROMPT] * 3, ["ab", "hang", "abc"])
-    took = time.monotonic() - start
-    assert not over.is_set()
-    over.set()
-    assert verdicts == [2, Missing("the endpoint did not answer within 1 s"), 3]
-    assert took < 10
-    assert endpoint.seen["hang"] == 2
-
-
 def replied(body, headers=b""):
     """The bytes of a whole reply."""
     return b"HTTP/1.1 200 OK\r\n%sContent-Length: %d\r\n\r\n%s" % (headers, len(body), body)
@@ -185,53 +146,64 @@ def bomb():
     return b"".join(packer.compress(b" " * 1_000_000) for _ in range(100)) + packer.flush()
 
 
-CHUNK = b"10000\r\n" + b" " * 65536 + b"\r\n"
+CONTINUE, CHUNK = b"HTTP/1.1 100 Continue\r\n\r\n" * 500, b"10000\r\n" + b" " * 65536 + b"\r\n"
+LATE, CUT = "the endpoint did not answer within 1 s", "ClientPayloadError|ClientOSError"
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+DIGITS = b'{"choices": [{"message": {"content": %s}}]}' % (b"9" * 5000)
 BROKEN = {
-    "no HTTP": (b"\x00\xff SSH-2.0\r\n\r\n", b"", "BadStatusLine|BadHttpMessage|ClientResponseError"),
-    "reset": (b"", b"", "ClientOSError|ServerDisconnectedError"),
-    "cut": (b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{", b"", "ClientPayloadError|ClientOSError"),
-    "endless": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", CHUNK, "longer than 4000000 bytes"),
+    "silent": (b"", b"", LATE),
+    "dripping": (b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", b" ", LATE),
+    "100 Continue at full speed": (b"", CONTINUE, LATE),
+    "no HTTP": (b"\x00\xff SSH-2.0\r\n\r\n", None, "BadStatusLine|BadHttpMessage|ClientResponseError"),
+    "reset": (None, None, "ClientOSError|ServerDisconnectedError"),
+    "cut": (b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{", None, CUT),
+    "endless": (CHUNKED, CHUNK, "longer than 4000000 bytes"),
     "a long header": (b"HTTP/1.1 200 OK\r\nX-Long: ", b"x" * 65536, "ClientResponseError"),
-    "brackets": (replied(b"[" * 200_000), b"", "the endpoint's reply is no JSON"),
-    "digits": (replied(b'{"choices": [{"message": {"content": %s}}]}' % (b"9" * 5000)), b"", "is no JSON"),
-    "packed": (replied(bomb(), b"Content-Encoding: gzip\r\n"), b"", "compressed, which was not asked for"),
+    "brackets": (replied(b"[" * 200_000), None, "the endpoint's reply is no JSON"),
+    "digits": (replied(DIGITS), None, "is no JSON"),
+    "packed": (replied(bomb(), b"Content-Encoding: gzip\r\n"), None, "compressed, which was not asked for"),
 }
 """What is sent once, what is sent again and again, and why that is no verdict."""
 
 
 @pytest.mark.parametrize("how", BROKEN)
 def test_a_broken_reply_costs_its_verdict_alone_and_little_memory(endpoint, how):
-    once, again, reason = BROKEN[how]
+    (once, again, reason), over = BROKEN[how], threading.Event()
+    threading.Timer(20, over.set).start()  # so that a limit that does not hold fails here, and does not hang
+    pause = 0.05 if again is not None and len(again) < 2 else 0.0
 
     def behave(handler, text):
         if text != "bad":
             return False
         handler.close_connection = True
-        if how == "reset":
+        if once is None:
             handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             handler.connection.close()
             return True
         handler.wfile.write(once)
-        for _ in range(10**9 // len(again) if again else 0):
+        while again is not None and not over.is_set():
             handler.wfile.write(again)
+            over.wait(pause)
         return True
 
     gc.disable()  # what watches collections here would itself fail in one at the limit of recursion
     endpoint.behave = behave
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    verdicts = judge(endpoint, retries=1, timeout=20).score([PROMPT] * 2, ["bad", "abc"])
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    asked = judge(endpoint, retries=1, timeout=1.0 if reason is LATE else 20)
+    verdicts = asked.score([PROMPT] * 3, ["ab", "bad", "abc"])
     gc.enable()
-    assert isinstance(verdicts[0], Missing) and re.search(reason, verdicts[0].reason), verdicts
-    assert verdicts[1] == 3 and endpoint.seen["bad"] == 2
+    assert time.monotonic() - began < 15 and not over.is_set()
+    over.set()
+    assert verdicts[::2] == [2, 3] and endpoint.seen["bad"] == 2
+    assert isinstance(verdicts[1], Missing) and re.search(reason, verdicts[1].reason), verdicts
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
 
 
 @pytest.mark.parametrize("said", ["nan", "-5", "99999999", "Wed, 21 Oct 2026 07:28:00 GMT"])
 def test_no_wait_that_an_endpoint_asks_for_is_too_long(endpoint, said, monkeypatch):
     monkeypatch.setattr("rollouts.rewards.endpoint.LONGEST_WAIT_S", 0.1)
-    endpoint.behave = lambda handler, text: endpoint.seen[text] == 1 and handler.send(
-        429, "later", [("Retry-After", said)]
-    )
+    later = [("Retry-After", said)]
+    endpoint.behave = lambda handler, text: endpoint.seen[text] == 1 and handler.send(429, "later", later)
     began = time.monotonic()
     assert judge(endpoint, retries=1).score([PROMPT], ["abc"]) == [3]
     assert time.monotonic() - began < 5
@@ -318,23 +290,18 @@ def test_what_an_answer_alone_brings_about_says_nothing_about_the_endpoint(endpo
     assert (endpoint.seen["[[10]]"], endpoint.seen["bad"]) == (160, 80), "a refused one is not sent again"
 
 
-def test_no_more_calls_than_the_cap_even_at_once(endpoint):
+def test_no_more_calls_or_tokens_than_the_caps_even_at_once(endpoint):
     endpoint.behave = lambda handler, text: handler.send(500, "") if len(text) == 3 else False
     reward = judge(endpoint, max_calls=25)
     verdicts = reward.score([PROMPT] * 60, texts(60))
     assert sum(endpoint.seen.values()) == reward.spent.calls == 25
     assert Missing("reward.judge.max_calls=25 is used up") in verdicts
     assert all(isinstance(v, Missing) for v in reward.score([PROMPT], ["a"]))
-
-
-def test_no_more_tokens_than_the_cap_by_the_endpoints_count(endpoint):
-    one = judge(endpoint)
-    one.score([PROMPT], ["abc"])
-    assert (one.spent.calls, one.spent.tokens) == (1, 30)
+    endpoint.behave = lambda handler, text: False
     reward = judge(endpoint, max_total_tokens=400, concurrency=1)
     verdicts = reward.score([PROMPT] * 60, texts(60))
     scored = [v for v in verdicts if not isinstance(v, Missing)]
-    assert 300 <= reward.spent.tokens == 30 * len(scored) <= 400
+    assert 300 <= reward.spent.tokens == 30 * len(scored) <= 400 and reward.spent.calls == len(scored)
     assert Missing("reward.judge.max_total_tokens=400 is used up") in verdicts
 
 
@@ -342,17 +309,15 @@ def test_settings_are_checked(monkeypatch):
     monkeypatch.delenv("ABSENT", raising=False)
     good = {"base_url": "http://x", "model": "m", "prompt": "{completion}", "api_key_env": None}
     JudgeConfig(**good)
-    for key, bad in (
+    bad = [
         ("base_url", "x"),
         ("prompt", "rate it"),
         ("api_key_env", "ABSENT"),
         ("pattern", "("),
         ("pattern", "x"),
-        ("min_score", 10.0),
-        ("retries", -1),
-        ("max_calls", 0),
-        ("timeout", 0),
-    ):
+    ]
+    bad += [("min_score", 10.0), ("retries", -1), ("max_calls", 0), ("timeout", 0)]
+    for key, value in bad:
         with pytest.raises(ConfigError) as error:
-            JudgeConfig(**(good | {key: bad}))
+            JudgeConfig(**(good | {key: value}))
         assert error.value.key == f"reward.judge.{key}"

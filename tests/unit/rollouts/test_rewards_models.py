@@ -71,23 +71,25 @@ def save_classifier(path, family, **settings):
     return str(path)
 
 
+SIZES = {"max_length": 400, "max_prompt_length": 200, "dtype": "float32", "batch_tokens": 4096}
+
+
 def of(path, rendering="template", **settings):
-    lengths = {"max_length": 400, "max_prompt_length": 200, "dtype": "float32", "batch_tokens": 4096}
-    return ClassifierConfig(name_or_path=path, rendering=rendering, **(lengths | settings))
+    return ClassifierConfig(name_or_path=path, rendering=rendering, **(SIZES | settings))
 
 
 def armo(path, **settings):
-    lengths = {"max_length": 400, "max_prompt_length": 200, "dtype": "float32", "batch_tokens": 4096}
-    return RewardModelConfig(name_or_path=path, **(lengths | settings))
+    return RewardModelConfig(name_or_path=path, **(SIZES | settings))
 
 
-@pytest.mark.parametrize("pad", ["end of turn", "another", None])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "pad"),
+    [("llama3", "<|eot_id|>"), ("qwen2", "<|im_end|>"), ("gemma2", "another"), ("gemma2", None)],
+)
 def test_a_classifier_gives_what_transformers_gives_for_each_row_alone(tmp_path, family, pad):
-    end = {"llama3": "<|eot_id|>", "qwen2": "<|im_end|>", "gemma2": "<end_of_turn>"}[family]
-    pad_id = {"end of turn": tiny_tokenizer(family).convert_tokens_to_ids(end), "another": 319, None: None}[
-        pad
-    ]
+    """Whether padding is the end of a turn, another token or none."""
+    of_words = {"another": 319, None: None}
+    pad_id = of_words[pad] if pad in of_words else tiny_tokenizer(family).convert_tokens_to_ids(pad)
     path = save_classifier(tmp_path, family, pad_token_id=pad_id)
     model = FAMILIES[family][1].from_pretrained(path).eval()
     with torch.no_grad():
@@ -97,20 +99,18 @@ def test_a_classifier_gives_what_transformers_gives_for_each_row_alone(tmp_path,
         ]
     assert max(alone) - min(alone) > 0.1
     for batch_tokens in (1, 150, 4096):
-        assert classifier(of(path, batch_tokens=batch_tokens), "cpu").score(PROMPTS, TEXTS) == pytest.approx(
-            alone, abs=2e-5
-        )
+        found = classifier(of(path, batch_tokens=batch_tokens), "cpu").score(PROMPTS, TEXTS)
+        assert found == pytest.approx(alone, abs=2e-5)
 
 
 def test_a_model_trained_here_is_scored_at_the_end_of_turn(tmp_path):
     path = save_classifier(tmp_path, "qwen2", pad_token_id=None)
     end = tiny_tokenizer("qwen2").convert_tokens_to_ids("<|im_end|>")
-    template, turn = classifier(of(path), "cpu"), classifier(of(path, "turn"), "cpu")
-    for a, b in zip(
-        template.place.rows(PROMPTS, TEXTS),
-        turn.place.rows(PROMPTS, TEXTS),
-        strict=True,
-    ):
+    template, turn = (
+        classifier(of(path, rendering), "cpu").place.rows(PROMPTS, TEXTS)
+        for rendering in ("template", "turn")
+    )
+    for a, b in zip(template, turn, strict=True):
         assert b.completion_ids[-1] == end
         assert list(a.completion_ids) == [*b.completion_ids, *tiny_tokenizer("qwen2")("\n")["input_ids"]]
 
@@ -127,33 +127,32 @@ def test_long_prompts_are_cut_and_long_completions_have_no_verdict(tmp_path):
 
 
 def test_weights_that_are_no_reward_model_are_refused(tmp_path):
+    """All of it before any weights load."""
     LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(tmp_path / "lm")
     tiny_tokenizer("llama3").save_pretrained(tmp_path / "lm")
-    qwen = save_classifier(tmp_path / "qwen", "qwen2")
-    many = save_classifier(tmp_path / "many", "llama3", num_labels=3)
-    base = save_classifier(tmp_path / "base", "llama3")
-    tiny_tokenizer("base").save_pretrained(base)
+    save_classifier(tmp_path / "qwen", "qwen2")
+    save_classifier(tmp_path / "many", "llama3", num_labels=3)
+    save_classifier(tmp_path / "base", "llama3")
+    tiny_tokenizer("base").save_pretrained(tmp_path / "base")
     (tmp_path / "base" / "chat_template.jinja").unlink(missing_ok=True)
-    lm = str(tmp_path / "lm")
-    for make, told in (
-        (lambda: classifier(of(lm), "cpu"), r"lacks score\.weight"),
-        (lambda: classifier(of(many), "cpu"), "3 labels"),
-        (lambda: armorm(armo(lm), "cpu"), "lacks gating"),
-        (lambda: armorm(armo(qwen), "cpu"), "is a qwen2, not"),
-        (lambda: classifier(of(base), "cpu"), "no chat template"),
-    ):  # all of it before any weights load
+    for make, settings, name, told in (
+        (classifier, of, "lm", r"lacks score\.weight"),
+        (classifier, of, "many", "3 labels"),
+        (armorm, armo, "lm", "lacks gating"),
+        (armorm, armo, "qwen", "is a qwen2, not"),
+        (classifier, of, "base", "no chat template"),
+    ):
         with pytest.raises(ConfigError, match=told) as error:
-            make()
-        assert error.value.key in ("reward.classifier.name_or_path", "reward.armorm.name_or_path")
+            make(settings(str(tmp_path / name)), "cpu")
+        assert error.value.key == f"reward.{'classifier' if make is classifier else 'armorm'}.name_or_path"
 
 
 def test_a_run_stands_for_its_model_and_is_refused_without_one(tmp_path):
     run = tmp_path / "my runs" / "mine"
     path = save_classifier(run / "model", "llama3")
     (run / "config.yaml").write_text("lr: 1\n")
-    assert classifier(of(str(run)), "cpu").score(PROMPTS, TEXTS) == classifier(of(path), "cpu").score(
-        PROMPTS, TEXTS
-    )
+    one, other = (classifier(of(str(at)), "cpu").score(PROMPTS, TEXTS) for at in (run, path))
+    assert one == other
     (run / "model").rename(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=rf"is a run that has no model yet.*export\.py '{run}'"):
         classifier(of(str(run)), "cpu")
@@ -165,12 +164,9 @@ def test_a_run_stands_for_its_model_and_is_refused_without_one(tmp_path):
 def test_a_reward_model_that_cannot_be_had_is_refused_with_the_remedy(tmp_path, monkeypatch, name, told):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     name = name.format(here=tmp_path)
-    for kind, make in (
-        ("classifier", lambda: classifier(of(name), "cpu")),
-        ("armorm", lambda: armorm(armo(name), "cpu")),
-    ):
+    for kind, make, settings in (("classifier", classifier, of(name)), ("armorm", armorm, armo(name))):
         with pytest.raises(ConfigError, match=told) as error:
-            make()
+            make(settings, "cpu")
         assert (error.value.key, error.value.value) == (f"reward.{kind}.name_or_path", name)
 
 
@@ -229,25 +225,19 @@ def test_armorm_is_what_the_paper_says_in_every_batch(tmp_path, header):
     golden = [independent_armorm(path, row, published_gate(row, tokenizer)) for row in ids]
     assert max(golden) - min(golden) > 0.1
     for batch_tokens in (1, 150, 4096):
-        assert armorm(armo(path, batch_tokens=batch_tokens), "cpu").score(PROMPTS, TEXTS) == pytest.approx(
-            golden, rel=1e-4, abs=1e-4
-        )
+        found = armorm(armo(path, batch_tokens=batch_tokens), "cpu").score(PROMPTS, TEXTS)
+        assert found == pytest.approx(golden, rel=1e-4, abs=1e-4)
 
 
-def test_the_checkpoints_names_and_the_published_sizes(tmp_path):
+def test_the_checkpoints_names_and_the_published_sizes():
     with torch.device("meta"):
         model = ArmoRM(LlamaConfig(vocab_size=128257, hidden_size=4096, num_hidden_layers=1))
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if not name.startswith("model.")}
-    assert shapes == {
-        "regression_layer.weight": (19, 4096),
-        "reward_transform_matrix": (19, 19),
-        "gating.logit_scale": (1,),
-        **{
-            f"gating.layers.{i}.{kind}": shape
-            for i, (a, b) in enumerate(pairwise([4096, 1024, 1024, 1024, 19]))
-            for kind, shape in (("weight", (b, a)), ("bias", (b,)))
-        },
-    }
+    wanted: dict[str, tuple[int, ...]] = {"regression_layer.weight": (19, 4096), "gating.logit_scale": (1,)}
+    wanted["reward_transform_matrix"] = (19, 19)
+    for i, (a, b) in enumerate(pairwise([4096, 1024, 1024, 1024, 19])):
+        wanted |= {f"gating.layers.{i}.weight": (b, a), f"gating.layers.{i}.bias": (b,)}
+    assert shapes == wanted
 
 
 def test_no_completion_moves_the_gate(tmp_path):
@@ -267,10 +257,10 @@ def test_armorms_head_stays_float32_under_a_bfloat16_backbone(tmp_path):
     assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
     for name in ("regression_layer.weight", "gating.layers.0.weight", "gating.logit_scale"):
         torch.testing.assert_close(model.get_parameter(name).data, stored[name], rtol=0, atol=0)
-    exact = armorm(armo(path), "cpu").score(PROMPTS, TEXTS)
-    assert armorm(armo(path, dtype="bfloat16"), "cpu").score(PROMPTS, TEXTS) == pytest.approx(
-        exact, rel=0.1, abs=0.5
+    exact, rounded = (
+        armorm(armo(path, dtype=dtype), "cpu").score(PROMPTS, TEXTS) for dtype in ("float32", "bfloat16")
     )
+    assert rounded == pytest.approx(exact, rel=0.1, abs=0.5)
 
 
 def test_release_and_score_again(tmp_path):

@@ -9,8 +9,10 @@ from config.schema_rewards import RewardConfig, WeightedConfig
 from data.types import Prompt, Turn
 from rollouts.rewards.base import make_reward
 from tests.tiny import reward_of
+from tests.unit.rollouts.test_rewards_function import make  # noqa: F401 (a fixture)
 
-pytestmark = pytest.mark.usefixtures("quick_python")
+pytestmark = pytest.mark.usefixtures("make")  # functions run in this process
+
 
 FUNCTIONS = "tests.unit.rollouts.reward_functions"
 PROMPT = Prompt((Turn("user", "12+34"),), "46")
@@ -31,7 +33,6 @@ def test_the_sum_is_weighted_and_each_part_is_logged():
     sums = alone("adder").score([PROMPT] * 4, texts)
     reward = weighted(adder={"weight": 0.5}, short={"weight": -0.125, **LENGTHS})
     found = reward.score([PROMPT] * 4, texts)
-    reward.close()
     assert found == pytest.approx([0.5 * s - 0.125 * len(t) for s, t in zip(sums, texts, strict=True)])
     assert reward.metrics["reward_adder"] == pytest.approx(sum(sums) / 4)
     assert reward.metrics["reward_short"] == pytest.approx(sum(map(len, texts)) / 4)
@@ -55,17 +56,14 @@ def test_rewards_that_are_normalised_apart_keep_their_weights_whatever_their_sca
         assert found[place] == pytest.approx(wanted, rel=1e-12)
     assert found[2] == found[4] == 0 and len(set(found[:2])) == 2
     assert reward.metrics["reward_short"] == pytest.approx(sum(lengths) / 5), "logged as it was scored"
-    reward.close()
     with pytest.raises(ConfigError, match=r"reward\.weighted\.normalize"):
         weighted(normalize="batch", adder={"weight": 2})
 
 
 def test_what_one_part_does_not_know_nobody_knows():
-    reward = weighted(
-        1.0, a={"weight": 1, **LENGTHS}, b={"weight": 2, **LENGTHS, "path": f"{FUNCTIONS}.none_for_long"}
-    )
+    other = {"weight": 2, **LENGTHS, "path": f"{FUNCTIONS}.none_for_long"}
+    reward = weighted(1.0, a={"weight": 1, **LENGTHS}, b=other)
     assert reward.score([PROMPT] * 2, ["abc", "x" * 50]) == [9.0, None]
-    reward.close()
 
 
 @pytest.mark.parametrize(
@@ -91,9 +89,6 @@ def test_what_makes_no_sense_is_refused_by_its_key(parts, key, said):
 
 
 def test_a_part_that_compares_makes_the_sum_compare():
-    assert reward_of("weighted", WeightedConfig(parts={"adder": {"weight": 1}})).needs_reference
     tree = {"name": "w", "max_missing": 0, "_target_": "rollouts.rewards.weighted.make"}
-    assert RewardConfig.from_tree(tree | {"weighted": {"parts": {"adder": {"weight": 1}}}}).needs_reference
-    assert not RewardConfig.from_tree(
-        tree | {"weighted": {"parts": {"f": {"weight": 1, **LENGTHS}}}}
-    ).needs_reference
+    for part, needed in ({"adder": {"weight": 1}}, True), ({"f": {"weight": 1, **LENGTHS}}, False):
+        assert RewardConfig.from_tree(tree | {"weighted": {"parts": part}}).needs_reference is needed

@@ -20,10 +20,9 @@ from models.distributed import Ranks, start
 from models.pretrained import load_policy
 from rollouts.samplers import Answered, Sample, SamplingSettings
 from rollouts.verify import MOST_FAILURES, Accuracy, make_accuracy, verdicts_of
-from tests.tiny import ROOT, make_config
+from tests.tiny import ROOT, make_config, tiny_policy
 
 MODEL = ROOT / "assets" / "adder" / "model"
-SETTINGS = SamplingSettings(0.7, 1.0, 24)
 
 
 @dataclass
@@ -54,20 +53,19 @@ def renderer() -> Renderer:
     return Renderer(tokenizer, max_length=64, max_prompt_length=16, template=tokenizer.chat_template)
 
 
-@pytest.fixture(scope="module")
-def world():
-    return start()
-
-
 PROMPTS = [adder.addition(a, 98) for a in range(1, 11)]
 
 
-def test_no_verdict_is_not_a_wrong_answer(renderer, world):
+def accuracy(sampler, verifier=adder.accuracy, prompts=PROMPTS, world=None, **more):
+    return Accuracy(sampler, prompts, verifier, sampler.renderer, world or start(), 24, **more)
+
+
+def test_no_verdict_is_not_a_wrong_answer(renderer):
     def judge(texts: list[str], references: list[str | None]) -> list[float | None]:
         return [None if i < 4 else 1.0 if i < 7 else 0.0 for i in range(len(texts))]
 
-    assert Accuracy(Scripted(renderer), PROMPTS, judge, renderer, world, 24)()["accuracy_sampled"] == 0.5
-    nobody = Accuracy(Scripted(renderer), PROMPTS, lambda texts, _: [None] * len(texts), renderer, world, 24)
+    assert accuracy(Scripted(renderer), judge)()["accuracy_sampled"] == 0.5
+    nobody = accuracy(Scripted(renderer), lambda texts, _: [None] * len(texts))
     assert nobody() == {"accuracy_sampled": None, "accuracy_greedy": None, "length_sampled": 3.9}
 
 
@@ -84,25 +82,21 @@ class Failing:
         return [1.0 if text == reference else 0.0 for text, reference in zip(texts, references, strict=True)]
 
 
-def test_a_verifier_that_raises_costs_the_verdicts_on_which_it_does(renderer, world, capsys):
-    """A training is not ended by it. The file and line are those of the user's code."""
+def test_a_verifier_that_raises_costs_the_verdicts_on_which_it_does(renderer, capsys):
+    """A training is not ended by it, and it is not asked without end. The file and line are those of the
+    user's code."""
     sampler = Scripted(renderer, wrong={PROMPTS[0].id, PROMPTS[1].id})
-    found = Accuracy(sampler, PROMPTS, Failing(1, 8), renderer, world, 24)()
+    found = accuracy(sampler, Failing(1, 8))()
     assert found["accuracy_sampled"] == found["accuracy_greedy"] == 7 / 8
     said = capsys.readouterr().out
     assert "failed on 2 of 10 sampled answers, which have no verdict: 2 x KeyError: 'units'" in said
     assert re.search(r"test_verify\.py:\d+\)", said)
     broken = Failing(*range(10))
-    assert Accuracy(sampler, PROMPTS, broken, renderer, world, 24)()["accuracy_sampled"] is None
+    assert accuracy(sampler, broken)()["accuracy_sampled"] is None
     assert broken.calls == 2 * 19 and "failed on 10 of 10 greedy answers" in capsys.readouterr().out
-
-
-def test_a_verifier_that_always_raises_is_not_asked_without_end():
-    broken = Failing(0)
-    references = [str(PROMPTS[0].reference_answer)] * 1000
-    verdicts, reasons = verdicts_of(broken, ["0"] * 1000, list(references))
-    assert verdicts == [None] * 1000 and reasons.total() == 1000
-    assert broken.calls < 3 * MOST_FAILURES
+    always, references = Failing(0), [str(PROMPTS[0].reference_answer)] * 1000
+    verdicts, reasons = verdicts_of(always, ["0"] * 1000, list(references))
+    assert verdicts == [None] * 1000 and reasons.total() == 1000 and always.calls < 3 * MOST_FAILURES
 
 
 @pytest.mark.parametrize(
@@ -125,75 +119,58 @@ def test_numbers_of_numpy_and_torch_are_verdicts():
     assert verdicts_of(lambda texts, _: given, ["x"] * 6, [None] * 6) == (given, {})
 
 
-def test_the_ranks_share_the_verdicts_between_them(renderer, world):
+def test_the_ranks_share_the_verdicts_between_them(renderer):
     shares = []
+
+    def verifier(texts, references):
+        shares.append(references)
+        return adder.accuracy(texts, references)
+
     for rank in (0, 1):
-
-        def verifier(texts, references):
-            shares.append(references)
-            return adder.accuracy(texts, references)
-
-        two = replace(world, rank=rank, size=2)
-        Accuracy(Scripted(renderer), PROMPTS, verifier, renderer, two, 24)()
+        accuracy(Scripted(renderer), verifier, world=replace(start(), rank=rank, size=2))()
     assert sorted(shares[0] + shares[2]) == sorted(str(prompt.reference_answer) for prompt in PROMPTS)
 
 
-def test_evaluation_samples_as_the_policy_would_and_once_greedily(renderer, world):
-    sampler = Scripted(renderer, wrong={prompt.id for prompt in PROMPTS[:3]})
-    assert Accuracy(sampler, PROMPTS, adder.accuracy, renderer, world, 24, samples=4)() == {
-        "accuracy_sampled": 0.7,
-        "accuracy_greedy": 0.7,
-        "length_sampled": 3.4,
-    }
-    assert [call[1:3] for call in sampler.calls] == [(4, SETTINGS), (1, SamplingSettings(0.0, 1.0, 24))]
+def test_the_initial_weights_answer_once_for_all_runs_that_start_from_them(renderer, tmp_path):
+    """Evaluation samples as the policy would, and once greedily."""
 
-
-def test_the_initial_weights_answer_once_for_all_runs_that_start_from_them(renderer, world, tmp_path):
-    def measured(sampler, weights, initial=True, samples=2, prompts=PROMPTS):
-        accuracy = Accuracy(sampler, prompts, adder.accuracy, renderer, world, 24, samples=samples)
-        accuracy.use_cache(tmp_path, {"weights": weights})
-        return accuracy(initial)
+    def measured(sampler, weights, initial=True, **more):
+        measure = accuracy(sampler, **({"samples": 2} | more))
+        measure.use_cache(tmp_path, {"weights": weights})
+        return measure(initial)
 
     first, again = Scripted(renderer, wrong={prompt.id for prompt in PROMPTS[:3]}), Scripted(renderer)
     found = {"accuracy_sampled": 0.7, "accuracy_greedy": 0.7, "length_sampled": 3.4}
-    assert measured(first, "a") == pytest.approx(found) and len(first.calls) == 2
+    assert measured(first, "a") == pytest.approx(found)
+    greedy = SamplingSettings(0.0, 1.0, 24)
+    assert [call[1:3] for call in first.calls] == [(2, SamplingSettings(0.7, 1.0, 24)), (1, greedy)]
     assert measured(again, "a") == pytest.approx(found) and not again.calls
     wrong = measured(again, "a", prompts=PROMPTS[:3])
     assert wrong == {"accuracy_sampled": 0.0, "accuracy_greedy": 0.0, "length_sampled": 2.0}
     assert not again.calls
     assert measured(again, "a", initial=False)["accuracy_sampled"] == 1.0, "trained weights are always asked"
-    assert measured(again, "b")["accuracy_sampled"] == 1.0
-    assert len(again.calls) == 4
+    assert measured(again, "b")["accuracy_sampled"] == 1.0 and len(again.calls) == 4
     measured(again, "a", samples=3)
     assert len(again.calls) == 5, "the greedy answers were there"
 
 
-def test_nothing_is_checked_without_verifier_or_reference(renderer, world):
-    config = make_config("loss=dpo", "data=adder")
-    policy = load_policy(config.model, torch.device("cpu"))
-    unknown = [Group(Prompt((Turn("user", "01+02="),)))]
-    assert make_accuracy(config, policy, renderer, unknown, world) is None
-    assert make_accuracy(config, policy, renderer, [], world) is None
-    config = replace(config, data=DataConfig(name="local", source="data.sources.local"))
-    assert make_accuracy(config, policy, renderer, [Group(PROMPTS[0])], world) is None
-
-
-def test_an_unknown_verifier_is_refused(renderer, world):
+def test_nothing_is_checked_without_verifier_or_reference(renderer):
+    config, world = make_config("loss=dpo", "data=adder"), start()
+    unknown, known = [Group(Prompt((Turn("user", "01+02="),)))], [Group(PROMPTS[0])]
+    bare = replace(config, data=DataConfig(name="local", source="data.sources.local"))
+    for settings, groups in ((config, unknown), (config, []), (bare, known)):
+        assert make_accuracy(settings, tiny_policy(), renderer, groups, world) is None
     config = make_config("loss=dpo", "data=adder", "data.verifier=data.adder.acuracy")
-    policy = load_policy(config.model, torch.device("cpu"))
     with pytest.raises(ConfigError, match=re.escape("data.verifier=data.adder.acuracy")):
-        make_accuracy(config, policy, renderer, [Group(PROMPTS[0])], world)
+        make_accuracy(config, tiny_policy(), renderer, known, world)
 
 
-def test_the_embedded_policy_has_room_both_ways(renderer, world):
-    """On every held-out prompt, pair or none: 0.4 to 0.6 sampled."""
+def test_the_embedded_policy_has_room_both_ways(renderer):
+    """On held-out prompts, pair or none: 0.4 to 0.6 sampled."""
     config = make_config("loss=dpo", "data=adder")
-    held_out = load_groups(config.data, "eval").groups
-    evaluate = make_accuracy(
-        config, load_policy(config.model, torch.device("cpu")), renderer, held_out, world
-    )
+    held_out = load_groups(config.data, "eval").groups[::4]
+    policy = load_policy(config.model, torch.device("cpu"))
+    evaluate = make_accuracy(config, policy, renderer, held_out, start())
     assert evaluate is not None
     found = evaluate()
-    assert found["accuracy_sampled"] is not None
-    assert 0.4 <= found["accuracy_sampled"] <= 0.6
-    assert found == evaluate()
+    assert 0.4 <= found["accuracy_sampled"] <= 0.6 and found == evaluate()

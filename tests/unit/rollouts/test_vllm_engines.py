@@ -2,9 +2,8 @@
 
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
@@ -39,12 +38,6 @@ def fake(monkeypatch):
     monkeypatch.setattr(vllm_engines, "WORKER", "tests.fake_engine")
 
 
-@pytest.fixture
-def sampler(tmp_path: Path) -> Iterator[VllmSampler]:
-    with closing(make(tmp_path)) as sampler:
-        yield sampler
-
-
 def make(folder: Path, *settings: str) -> VllmSampler:
     model = ("model.max_length=64", "model.max_prompt_length=48", "sampler.max_tokens=8")
     config = make_config("sampler=vllm", "sampler.timeout=30", *model, *settings)
@@ -56,28 +49,29 @@ def test_samples_come_in_the_order_of_the_prompts_whoever_drew_them(tmp_path, en
     with closing(make(tmp_path, f"sampler.data_parallel={engines}")) as sampler:
         sampler.nodes.engines.load(tmp_path, 0)
         samples = sampler.sample(PROMPTS, 3, SETTINGS, seed=1)
-    for prompt, row in zip(PROMPTS, samples, strict=True):
-        ids = RENDERER.prompt_ids(prompt).tolist()
-        assert [sample.token_ids[:-1] for sample in row] == [
-            (*ids, sample_seed(1, prompt.id, i) % 1000) for i in range(3)
-        ]
-        assert len({sample.token_ids[-1] for sample in row}) == 1, "they share a part of one engine's cache"
-    assert len({row[0].token_ids[-1] for row in samples}) == engines
-    with closing(make(tmp_path, "sampler.data_parallel=2")) as sampler:
-        sampler.nodes.engines.load(tmp_path, 0)
         assert sampler.sample([], 3, SETTINGS, seed=1) == []
         assert len(sampler.sample(PROMPTS[:1], 3, SETTINGS, seed=1)[0]) == 3
+    for prompt, row in zip(PROMPTS, samples, strict=True):
+        ids = RENDERER.prompt_ids(prompt).tolist()
+        wanted = [(*ids, sample_seed(1, prompt.id, i) % 1000) for i in range(3)]
+        assert [sample.token_ids[:-1] for sample in row] == wanted
+        assert len({sample.token_ids[-1] for sample in row}) == 1, "they share a part of one engine's cache"
+    assert len({row[0].token_ids[-1] for row in samples}) == engines
     seeds = {sample_seed(seed, prompt.id, i) for seed in range(5) for prompt in PROMPTS for i in range(8)}
     assert len(seeds) == 5 * len(PROMPTS) * 8 and all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_log_probabilities_that_the_engine_cannot_say_are_not_made_up(tmp_path):
+    """Those of rows are of the completions' tokens."""
     with closing(make(tmp_path, "model.logit_temperature=0.7")) as sampler:
         sampler.nodes.engines.load(tmp_path, 0)
         drawn = [
             sampler.sample(PROMPTS[:1], 1, SamplingSettings(t, p, 8), seed=1)[0][0].logprobs
             for t, p in ((0.7, 1.0), (0.7, 0.95), (1.0, 1.0))
         ]
+        ids = [np.array(some, np.int32) for some in ([1, 2, 3], [4, 5], [6], [7])]
+        rows = [Sequence(*ids[:2]), Sequence(*ids[2:])]
+        assert sampler.nodes.engines.logprobs(rows) == [[[-4.0, -5.0], [-7.0]]]
     assert drawn == [(-0.5,), (), ()]
 
 
@@ -104,33 +98,38 @@ def test_weights_that_are_not_in_the_models_files_are_refused_outside_rounds(tmp
         sampler.load()
 
 
-def test_log_probabilities_are_those_of_the_completions_tokens(sampler, tmp_path):
-    sampler.nodes.engines.load(tmp_path, 0)
-    rows = [
-        Sequence(np.array([1, 2, 3], np.int32), np.array([4, 5], np.int32)),
-        Sequence(np.array([6], np.int32), np.array([7], np.int32)),
-    ]
-    assert sampler.nodes.engines.logprobs(rows) == [[[-4.0, -5.0], [-7.0]]]
+def test_there_is_nothing_to_sample_from_but_the_version_that_was_loaded(tmp_path):
+    """Not before a load, while asleep, with an older version, or after a failure, which leaves no engine: the
+    next load starts new ones."""
+    with closing(make(tmp_path)) as sampler:
+        engines = sampler.nodes.engines
 
+        def drawn() -> list[tuple[int, ...]]:
+            return [row[0].token_ids for row in sampler.sample(PROMPTS, 1, SETTINGS, seed=1)]
 
-def test_an_engine_that_kept_an_older_version_is_an_error(sampler, tmp_path):
-    sampler.nodes.engines.load(tmp_path, 0)
-    sampler.nodes.engines.load(tmp_path / "ignored", 1)
-    with pytest.raises(WorkerError, match=r"version \['0'\], not '1'"):
-        sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
+        def has_nothing(said: str = "call load first") -> None:
+            with pytest.raises(WorkerError, match=said):
+                drawn()
 
-
-def test_there_is_nothing_to_sample_from_before_a_load_and_while_asleep(sampler, tmp_path):
-    with pytest.raises(WorkerError, match="call load first"):
-        sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
-    sampler.nodes.engines.load(tmp_path, 0)
-    sampler.sleep()
-    assert sampler.nodes.engines.version is None
-    with pytest.raises(WorkerError, match="call load first"):
-        sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
-    sampler.nodes.engines.load(tmp_path, 1)
-    assert sampler.nodes.engines.version == 1
-    assert sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
+        has_nothing()
+        engines.load(tmp_path, 0)
+        first = drawn()
+        sampler.sleep()
+        assert engines.version is None
+        has_nothing()
+        engines.load(tmp_path, 1)
+        assert engines.version == 1 and drawn() == first
+        engines.load(tmp_path / "ignored", 2)
+        has_nothing(r"version \['1'\], not '2'")
+        with pytest.raises(WorkerError, match=r"(?s)Traceback.*FileNotFoundError"):
+            engines.load(tmp_path / "broken", 3)
+        assert engines.version is None
+        has_nothing()
+        engines.load(tmp_path, 4)
+        again = drawn()
+        assert [ids[:-1] for ids in again] == [ids[:-1] for ids in first] and again != first, (
+            "another process"
+        )
 
 
 def test_engines_with_gpus_of_their_own_do_not_sleep(tmp_path):
@@ -140,35 +139,26 @@ def test_engines_with_gpus_of_their_own_do_not_sleep(tmp_path):
         assert sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
 
 
-def test_after_a_failure_no_engine_is_left_and_the_next_load_starts_new_ones(sampler, tmp_path):
-    sampler.nodes.engines.load(tmp_path, 0)
-    first = sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
-    with pytest.raises(WorkerError, match=r"(?s)Traceback.*FileNotFoundError"):
-        sampler.nodes.engines.load(tmp_path / "broken", 1)
-    assert sampler.nodes.engines.version is None
-    with pytest.raises(WorkerError, match="call load first"):
-        sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
-    sampler.nodes.engines.load(tmp_path, 1)
-    again = sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
-    assert [row[0].token_ids[:-1] for row in again] == [row[0].token_ids[:-1] for row in first]
-    assert again != first, "another process"
-
-
-def test_engines_share_no_gpu_and_count_within_those_that_the_run_sees():
-    config = SamplerConfig(
-        name="vllm", separate=True, tensor_parallel=2, data_parallel=2, devices=[2, 3, 5, 4]
-    )
-    assert [engine_environment(config, k, {})["CUDA_VISIBLE_DEVICES"] for k in range(2)] == ["2,3", "5,4"]
-    visible = {"CUDA_VISIBLE_DEVICES": "7,6,5,4,3,GPU-a"}
-    assert [engine_environment(config, k, visible)["CUDA_VISIBLE_DEVICES"] for k in range(2)] == [
-        "5,4",
-        "GPU-a,3",
-    ]
-    assert engine_environment(config, 0, {})["TRITON_F32_DEFAULT"] == "ieee"  # the probe knows no TF32
-    shared = SamplerConfig(name="vllm", separate=True, tensor_parallel=2, data_parallel=2)
-    assert [engine_environment(shared, k, {})["CUDA_VISIBLE_DEVICES"] for k in range(2)] == ["0,1", "2,3"]
-    with pytest.raises(ConfigError, match=r"sampler\.devices"):
-        engine_environment(config, 0, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
+@pytest.mark.parametrize(
+    ("devices", "visible", "found"),
+    [
+        ([2, 3, 5, 4], None, ["2,3", "5,4"]),
+        ([2, 3, 5, 4], "7,6,5,4,3,GPU-a", ["5,4", "GPU-a,3"]),
+        (None, None, ["0,1", "2,3"]),
+        ([2, 3, 5, 4], "0,1,2", None),
+    ],
+)
+def test_engines_share_no_gpu_and_count_within_those_that_the_run_sees(devices, visible, found):
+    given = {} if devices is None else {"devices": devices}
+    config = SamplerConfig(name="vllm", separate=True, tensor_parallel=2, data_parallel=2, **given)
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    if found is None:
+        with pytest.raises(ConfigError, match=r"sampler\.devices"):
+            engine_environment(config, 0, environment)
+        return
+    every = [engine_environment(config, k, environment) for k in range(2)]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in every] == found
+    assert every[0]["TRITON_F32_DEFAULT"] == "ieee"  # the probe knows no TF32
 
 
 @pytest.mark.parametrize(
@@ -192,11 +182,11 @@ def test_engines_share_no_gpu_and_count_within_those_that_the_run_sees():
 def test_every_gpu_samples_unless_somebody_says_how_many(given, gpus, ranks, engines):
     config = SamplerConfig(name="vllm", separate=True, **given)
     assert config.data_parallel == given.get("data_parallel", "auto")
-    if engines is None:
-        with pytest.raises(ConfigError, match=rf"^sampler\.data_parallel=.*has {gpus}.*: use auto, which is"):
-            with_engines(config, gpus, ranks)
-    else:
+    if engines is not None:
         assert with_engines(config, gpus, ranks).copies == engines
+        return
+    with pytest.raises(ConfigError, match=rf"^sampler\.data_parallel=.*has {gpus}.*: use auto, which is"):
+        with_engines(config, gpus, ranks)
 
 
 @pytest.mark.parametrize(("engines", "workers"), [(1, 4), (3, 1), (3, 2)])
@@ -214,18 +204,18 @@ def test_every_engines_workers_have_ranks_of_their_own_behind_the_trainers(
 
 
 def test_a_model_of_the_same_shape_has_the_same_folder_at_every_start(tmp_path):
-    """Otherwise vLLM compiles it anew."""
+    """Otherwise vLLM compiles it anew. Where nobody may write it is gone with its process."""
     first, again, other = (shape_folder(text, tmp_path) for text in ("{}", "{}", '{"head_dim": 2}'))
     assert first == again != other and [file.name for file in first.iterdir()] == ["config.json"]
     assert (other / "config.json").read_text() == '{"head_dim": 2}'
-    (tmp_path / "file").touch()  # as where nobody may write
+    (tmp_path / "file").touch()
     code = (
         "from pathlib import Path; from rollouts.vllm.options import shape_folder; import sys; "
         "folder = shape_folder('{}', Path(sys.argv[1])); print(folder, (folder / 'config.json').read_text())"
     )
     words = [sys.executable, "-c", code, str(tmp_path / "file")]
     folder, text = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
-    assert text == "{}" and not Path(folder).exists(), "gone with its process"
+    assert text == "{}" and not Path(folder).exists()
 
 
 def test_of_engines_that_start_at_once_one_compiles_and_the_others_wait(tmp_path):
@@ -241,20 +231,12 @@ def test_of_engines_that_start_at_once_one_compiles_and_the_others_wait(tmp_path
             (tmp_path / key).touch()
             at_once -= 1
 
-    def together(key: str) -> None:
-        threads = [threading.Thread(target=start, args=(key,)) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    together("bfloat16")
-    assert compiled == 1
-    most = 0
-    together("bfloat16")
-    assert most > 1, "nobody waits for what is compiled"
-    together("float32")
-    assert compiled == 2
+    for key, so_far, together in (("bfloat16", 1, False), ("bfloat16", 1, True), ("float32", 2, False)):
+        most = 0
+        with ThreadPoolExecutor(3) as threads:
+            list(threads.map(start, [key] * 3))
+        assert compiled == so_far
+        assert (most > 1) == together, "nobody waits for what is compiled"
 
 
 def test_engines_share_the_cores_unless_somebody_says_how_many_threads(monkeypatch):
@@ -277,24 +259,21 @@ def test_without_vllm_the_message_says_what_to_install(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("name", "key", "value"),
     [
-        ("top_p", 1.5),
-        ("data_parallel", 0),
-        ("data_parallel", "all"),
-        ("devices", [0, 0]),
-        ("weight_transfer", "nccl"),
+        ("vllm", "top_p", 1.5),
+        ("vllm", "data_parallel", 0),
+        ("vllm", "data_parallel", "all"),
+        ("vllm", "devices", [0, 0]),
+        ("vllm", "weight_transfer", "nccl"),
+        ("embedded", "devices", [0]),  # which has no engines
+        ("embedded", "data_parallel", 2),
     ],
 )
-def test_values_out_of_range_are_refused_by_their_key(key, value):
-    with pytest.raises(ConfigError, match=rf"^sampler\.{key}="):
-        SamplerConfig(**{"name": "vllm", "separate": True, key: value})
-
-
-@pytest.mark.parametrize(("key", "value"), [("devices", [0]), ("data_parallel", 2)])
-def test_the_embedded_sampler_has_no_engines(key, value):
-    with pytest.raises(ConfigError, match=rf"^sampler\.{key}=.*sampler=vllm"):
-        SamplerConfig(name="embedded", **{key: value})
+def test_values_out_of_range_are_refused_by_their_key(name, key, value):
+    with pytest.raises(ConfigError, match=rf"^sampler\.{key}=") as error:
+        SamplerConfig(**{"name": name, "separate": name == "vllm", key: value})
+    assert name == "vllm" or "sampler=vllm" in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["embedded", "vllm"])

@@ -60,20 +60,16 @@ def drawn(sampler: VllmSampler) -> list[tuple[int, ...]]:
     return [row[0].token_ids[:-1] for row in sampler.sample(PROMPTS, 1, SETTINGS, seed=1)]
 
 
-def test_weights_go_over_in_memory_and_no_folder_is_made(sampler, tmp_path):
-    for version in range(3):
+def test_weights_go_over_in_memory_and_a_folder_is_made_where_they_are_kept(sampler, tmp_path):
+    for version in range(2):
         facts = sampler.publish(tmp_path / "weights", version, False)
         assert facts["weight_transfer"] == "ipc" and facts["probe_largest"] == 0.0
         assert sampler.nodes.engines.version == version
-    assert drawn(sampler)
-    assert not (tmp_path / "weights").exists()
-
-
-def test_weights_that_must_be_kept_are_beside(sampler, tmp_path):
-    assert sampler.publish(tmp_path / "weights", 0, True)["weight_transfer"] == "ipc"
+    assert drawn(sampler) and not (tmp_path / "weights").exists()
+    assert sampler.publish(tmp_path / "weights", 2, True)["weight_transfer"] == "ipc"
     assert (tmp_path / "weights" / "model.safetensors").exists()
     kill(sampler)
-    assert drawn(sampler) and sampler.nodes.engines.version == 0
+    assert drawn(sampler) and sampler.nodes.engines.version == 2
     sampler.publish(tmp_path / "others", 5, False)
     assert sampler.nodes.engines.version == 5
 
@@ -95,41 +91,23 @@ def test_a_first_try_that_fails_goes_on_by_disk_and_says_so(sampler, tmp_path, c
     assert not capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("unreachable")
-def test_a_way_that_was_asked_for_is_not_left(tmp_path):
-    sampler = make(tmp_path, way="ipc")
-    with pytest.raises(TransferError, match="weight transfer by ipc failed"):
+@pytest.mark.parametrize("way", ["ipc", "auto"])
+def test_a_way_that_was_asked_for_or_has_worked_is_not_left(tmp_path, way, request):
+    """A later failure ends the round."""
+    sampler = make(tmp_path, way=way)
+    if way == "auto":
         sampler.publish(tmp_path / "weights", 0, False)
+    request.getfixturevalue("unreachable")
+    with pytest.raises(TransferError, match="weight transfer by ipc failed"):
+        sampler.publish(tmp_path / "weights", 1, False)
+    assert sampler.handover.backend == "ipc"
     sampler.close()
 
 
-def test_a_later_failure_ends_the_round_and_changes_no_way(sampler, tmp_path, request):
-    sampler.publish(tmp_path / "weights", 0, False)
-    request.getfixturevalue("unreachable")
-    with pytest.raises(TransferError):
-        sampler.publish(tmp_path / "weights", 1, False)
-    assert sampler.handover.backend == "ipc"
-
-
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_killed_engine_is_started_again_and_gives_the_same_samples(sampler, tmp_path, keep, capsys):
-    sampler.publish(tmp_path / "weights", 3, keep)
-    before = drawn(sampler)
-    kill(sampler)
-    assert drawn(sampler) == before and sampler.nodes.engines.version == 3
-    assert "SIGKILL" in (said := capsys.readouterr().out) and "started again" in said
-    assert drawn(sampler) == before and not capsys.readouterr().out
-    kill(sampler)
-    with pytest.raises(WorkerError, match="SIGKILL"):
-        drawn(sampler)
-    sampler.publish(tmp_path / "next", 4, keep)  # another round, another try
-    kill(sampler)
-    assert drawn(sampler) == before
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_engines_that_were_started_again_are_connected_anew(sampler, tmp_path, monkeypatch, keep):
-    """Also where they were started with kept weights, and the hand-over after that is the first to send."""
+def test_a_killed_engine_is_started_again_and_connected_anew(sampler, tmp_path, monkeypatch, keep, capsys):
+    """It gives the same samples, once a round; also where it was started with kept weights, and the hand-over
+    after that is the first to send."""
     made, closed = [], []
 
     def connect(*arguments, **named):
@@ -138,14 +116,23 @@ def test_engines_that_were_started_again_are_connected_anew(sampler, tmp_path, m
         return made[-1]
 
     monkeypatch.setattr(handover, "make_transfer", connect)
-    sampler.publish(tmp_path / "weights", 0, keep)
-    sampler.publish(tmp_path / "weights", 1, keep)
+    sampler.publish(tmp_path / "weights", 3, keep)
+    before = drawn(sampler)
     assert len(made) == 1 and not closed
     kill(sampler)
-    assert drawn(sampler)
-    assert sampler.publish(tmp_path / "next", 2, keep)["weight_transfer"] == "ipc"
-    assert len(made) == 2 and closed == made[:1]
-    assert drawn(sampler) and sampler.nodes.engines.version == 2
+    assert drawn(sampler) == before and sampler.nodes.engines.version == 3
+    assert "SIGKILL" in (said := capsys.readouterr().out) and "started again" in said
+    assert drawn(sampler) == before and not capsys.readouterr().out
+    kill(sampler)
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        drawn(sampler)
+    connected = len(made)
+    assert (
+        sampler.publish(tmp_path / "next", 4, keep)["weight_transfer"] == "ipc"
+    )  # another round, another try
+    assert len(made) == connected + 1 and closed == made[:-1]
+    kill(sampler)
+    assert drawn(sampler) == before and sampler.nodes.engines.version == 4
 
 
 @pytest.mark.parametrize("tied", [False, True])
