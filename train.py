@@ -60,30 +60,30 @@ def run(config: Config, name: str, signals: Signals, observers: Sequence[Any] = 
         from jobs.job import Job
         from jobs.prepare import describe, prepare
         from jobs.run_folder import RunFolder
-        from models.distributed import on_main, start, stop
+        from models.distributed import StopRequest, on_main, started
 
     for notice in notices if speaks(os.environ) else ():
         print(f"from the environment: {notice}", flush=True)
     lends = complete.sampler.separate and complete.sampler.shares_devices
-    world = start(complete.replicas, complete.deterministic, lends)
-    folder = RunFolder(complete, name)
-    try:
-        if not complete.dry_run:
-            on_main(folder.claim)
-        with phase("read the tokenizer, tokenise the data", "data.path"):
-            prepared = prepare(complete, data, loss, folder, world)
-        del data  # offline training needs no texts once they are token ids
-        if world.is_main:
-            print("\n".join(prepared.messages), flush=True)
-        job = Job(prepared, folder, world, observers)
+    with started(replicas=complete.replicas, deterministic=complete.deterministic, lends=lends) as world:
+        signals.request = StopRequest() if world.size > 1 else None
+        folder = RunFolder(complete, name)
         try:
-            job.start()
-            return describe(prepared, world) if complete.dry_run else job.run(signals)
+            if not complete.dry_run:
+                on_main(folder.claim)
+            with phase("read the tokenizer, tokenise the data", "data.path"):
+                prepared = prepare(complete, data, loss, folder, world)
+            del data  # offline training needs no texts once they are token ids
+            if world.is_main:
+                print("\n".join(prepared.messages), flush=True)
+            job = Job(prepared, folder, world, observers)
+            try:
+                job.start()
+                return describe(prepared, world) if complete.dry_run else job.run(signals)
+            finally:
+                job.close()
         finally:
-            job.close()
-    finally:
-        folder.release()
-        stop()
+            folder.release()
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="config")

@@ -19,7 +19,7 @@ from jobs.signals import Signals
 from jobs.step_log import StepLog
 from models.checkpoint import everywhere
 from models.checkpoint_reading import CheckpointError
-from models.distributed import StopRequest, any_rank, from_main, on_main
+from models.distributed import any_rank, from_main, on_main
 from reports.answers import copy_answers
 from reports.metrics import restore
 from trainers.basic import BasicTrainer
@@ -44,7 +44,6 @@ class Saver:
         self.folder, self.trainer, self.log, self.state = folder, trainer, log, log.state
         self.ranking, self.patience, self.diagnostics = ranking, patience, diagnostics
         self.signals, self.inputs = signals, dict(inputs)
-        self.request = StopRequest() if trainer.world.size > 1 else None
         signals.kept = self.kept
         config = trainer.config
         arguments = (trainer.world, config.keep_checkpoints, config.async_save, ranking)

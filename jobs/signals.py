@@ -31,7 +31,8 @@ class Signals:
         """``interrupts``: Ctrl-C too, which is otherwise Python's KeyboardInterrupt."""
         self.stop_requested = False
         self._armed = False
-        self._request: StopRequest | None = None
+        self.request: StopRequest | None = None
+        """The request that several ranks agree on; None: no other rank waits for this one."""
         self.kept: Callable[[], str] | None = None
         """What is kept if the run ends at once, in words; None: nothing was trained."""
         self._announced: set[bool] = set()
@@ -50,7 +51,7 @@ class Signals:
     def restore(self) -> None:
         """Restore the previous handlers, for a program that continues after the run, and hold nothing of the
         run."""
-        self.kept = self._request = None
+        self.kept = self.request = None
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._pipe is not None:
@@ -59,16 +60,15 @@ class Signals:
             self._pipe = None
         stops_if(None)
 
-    def arm(self, request: StopRequest | None = None) -> None:
-        """From now on, let the first signal only set ``stop_requested``, because there is something to save.
-        ``request``: that of several ranks, which they agree on; None: no other rank waits for this one."""
-        self._armed, self._request = True, request
-        stops_if(self._stops, None if request is None else request.agreed)
+    def arm(self) -> None:
+        """From now on, let the first signal only set ``stop_requested``: there is something to save."""
+        self._armed = True
+        stops_if(self._stops, None if self.request is None else self.request.agreed)
 
     def _stops(self) -> bool:
         if threading.current_thread() is not threading.main_thread():
             return False
-        if not self.stop_requested and self._request is not None and (number := self._request.heard()):
+        if not self.stop_requested and self.request is not None and (number := self.request.heard()):
             self._tell(number)
             self.stop_requested = True
         return self.stop_requested
@@ -78,8 +78,8 @@ class Signals:
         while number := os.read(end, 1):
             if number[0] in self._handled:
                 self._tell(number[0])
-                if self._request is not None:
-                    self._request.tell(number[0])
+                if self.request is not None:
+                    self.request.tell(number[0])
         os.close(end)
 
     def _tell(self, number: int) -> None:
@@ -106,5 +106,7 @@ class Signals:
             os._exit(128 + number)
         self._tell(number)
         if not self._armed:
+            if self.request is not None:
+                self.request.tell(number)  # the thread may not have done it yet
             os._exit(REQUEUE)
         self.stop_requested = True

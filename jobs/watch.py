@@ -66,7 +66,7 @@ class RunWatch:
 
     def before_step(self, segment: Segment) -> None:
         step, first = self.trainer.progress.step, self.trainer.progress.step == 0
-        self.signals.arm(self.saver.request)
+        self.signals.arm()
         self.watchdog.mark(f"step {step}, ready")
         self.saver.stop_if_requested()
         self.watchdog.mark(f"step {step}, under way")

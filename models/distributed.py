@@ -164,10 +164,11 @@ def make_mesh(device: str, size: int, replicas: int) -> DeviceMesh:
 
 @contextmanager
 def started(**settings: Any) -> Iterator[World]:
-    """Hold the process group of ``start(**settings)`` within."""
+    """Hold the process group of ``start(**settings)`` within, and end as ``others_end`` does."""
     world = start(**settings)
     try:
-        yield world
+        with others_end():
+            yield world
     finally:
         stop()
 
@@ -330,7 +331,7 @@ def ended_together(alike: tuple[type[Exception], ...] = ()) -> Iterator[None]:
         if dist.get_world_size() == 1 or isinstance(error, alike) or _SENT in getattr(error, "__notes__", ()):
             raise
         _refuse_if_one_has_ended()
-        if "gloo" in str(error):  # another rank was killed
+        if _of_another(error):
             raise
         message = f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}"
         with suppress(RuntimeError):  # rank 0 is gone, and its store
@@ -441,16 +442,36 @@ def _each(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
 def _help(duties: Sequence[Callable[[Any], Any]]) -> Done[Any]:
     """Do what rank 0 requests until its work is done; return the outcome of that work."""
     while True:
-        try:
-            duty, value = from_main(None)
-        except RuntimeError:
-            _refuse_if_one_has_ended()
-            raise
+        duty, value = from_main(None)
         if duty is None:
             return value
         # Where it stops, as all ranks then do, rank 0's outcome says so.
         with ended_together(), suppress(Requeue):
             duties[duty](value)
+
+
+@contextmanager
+def others_end() -> Iterator[None]:
+    """If a collective within fails because another rank's process has ended, raise Requeue where that was
+    requested to stop, else StoppedError with the reason that it left, or that it left none."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _of_another(error):
+            raise
+        _refuse_if_one_has_ended()
+        if StopRequest().heard():
+            print("another rank was requested to stop and has ended", file=sys.stderr, flush=True)
+            raise Requeue from None
+        raise ShareError(
+            "the process of another rank has ended without a message: look for what killed it (memory, a "
+            "limit of time, a machine); the same command begins again, and with resume=true a run goes on"
+        ) from error
+
+
+def _of_another(error: Exception) -> bool:
+    """Return whether a collective failed because the process of another rank has ended."""
+    return "gloo" in str(error)
 
 
 def _refuse_if_one_has_ended() -> None:

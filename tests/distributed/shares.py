@@ -15,7 +15,7 @@ import torch.distributed as dist
 from common.errors import StoppedError, UserError
 from config.schema_rewards import RewardConfig, WeightedConfig
 from data.types import Prompt, Turn
-from models.distributed import Ranks, World, stop
+from models.distributed import Ranks, World, others_end, stop
 from rollouts.rewards.base import Reward, make_reward
 from tests.distributed.joining import join
 from tests.tiny import reward_of
@@ -122,7 +122,8 @@ def fall(rank: int, ranks: int, store: str, folder: str, which: str) -> None:
 
     send = line.collective(gathers)
     try:
-        line.on_main(lambda: send(None))
+        with others_end():
+            line.on_main(lambda: send(None))
     except UserError as error:
         (Path(folder) / f"fell-{which}-{rank}").write_text(f"{type(error).__name__}: {error}")
         raise SystemExit(1) from None

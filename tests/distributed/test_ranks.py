@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
 
@@ -73,37 +74,58 @@ def test_a_rank_that_fails_within_a_hand_over_ends_all_with_its_message(folder, 
 
 
 FALLS = """
+import os
 import sys
 from config.cli import guarded
-from train import compose, train
+from jobs.signals import Signals
+from train import compose, run
 from trainers.basic import BasicTrainer
-
-step = BasicTrainer.step
+from trainers.scorer import TokenScorer
 
 def falls(self, *rest):
     if self.world.rank == 1 and self.progress.step == 2:
         raise MemoryError("no room for the logits")
     return step(self, *rest)
 
-BasicTrainer.step = falls
-guarded(lambda: train(*compose(*sys.argv[1:])))
+def is_hit(self, *rest, **named):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), int(sys.argv[1]))
+    return score(self, *rest, **named)
+
+step, score = BasicTrainer.step, TokenScorer.score_without_gradient
+if sys.argv[1] == "0":
+    BasicTrainer.step = falls
+else:
+    TokenScorer.score_without_gradient = is_hit
+guarded(lambda: run(*compose(*sys.argv[2:]), Signals()))
 """
 
 
-def test_a_rank_that_fails_in_a_step_says_why_to_all(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "code", "message"),
+    [
+        (0, 1, "error: rank 1 failed: MemoryError: no room for the logits"),
+        (signal.SIGTERM, 75, "another rank was requested to stop and has ended"),
+        (signal.SIGKILL, 1, "error: the process of another rank has ended without a message"),
+    ],
+)
+def test_a_rank_that_ends_alone_ends_all_with_one_message(tmp_path, number, code, message):
+    """It fails in a step, or gets a signal while there is nothing to save yet."""
     save_tiny_adder(tmp_path / "model")
     words = command(tmp_path, "falls", 6, 1, f"model.name_or_path={tmp_path / 'model'}")
-    settings = words[words.index("train.py") + 1 :]
+    arguments = [str(int(number)), *words[words.index("train.py") + 1 :]]
     alone = {"TORCHELASTIC_RUN_ID": "falls", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
-        programs.start("-c", FALLS, *settings, env=alone | {"WORLD_SIZE": "2", "RANK": str(rank)})
+        programs.start("-c", FALLS, *arguments, env=alone | {"WORLD_SIZE": "2", "RANK": str(rank)})
         for rank in range(2)
     ]
     until(lambda: all(one.poll() is not None for one in ranks), lambda: ranks[0].said())
-    for one in ranks:
-        assert "rank 1 failed: MemoryError: no room for the logits" in one.said()
-    assert ranks[0].said().splitlines()[-1].startswith("error: rank 1 failed")
-    assert "in falls" in ranks[1].said(), "where it failed stands in its own log"
+    said = ranks[0].said()
+    assert said.splitlines()[-1].startswith(message) and "Traceback" not in said
+    assert ranks[0].poll() == code
+    if not number:
+        assert message in ranks[1].said()
+        assert "in falls" in ranks[1].said(), "where it failed stands in its own log"
 
 
 def test_every_item_once_and_in_order_by_one_process():

@@ -52,7 +52,7 @@ BUDGETS = {
     "common": 1_564,
     "config": 3_468,
     "data": 6_875,
-    "models": 4_959,
+    "models": 4_980,
     "trainers": 2_695,
     "reports": 2_190,
     "rollouts": 6_349,
