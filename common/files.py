@@ -73,6 +73,12 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} is nested too deeply") from error
 
 
+def resolve_model_path(name_or_path: str) -> str:
+    """Return the model inside a run's folder (``model/``); any other name or path is returned unchanged."""
+    inner = Path(name_or_path) / "model"
+    return str(inner) if (inner / "config.json").is_file() else name_or_path
+
+
 def sealed(content: dict[str, Any]) -> str:
     """Return ``content`` as JSON with a checksum of itself, which ``read_sealed`` checks."""
     return json.dumps(content | {"sha256": _seal(content)}, indent=2, ensure_ascii=False) + "\n"

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from common.errors import DataError, require
+from common.files import read_json, resolve_model_path
 from config.schema_data import DataConfig
 from config.schema_model import ModelConfig
 from data.templates import DATE, ChatTemplate, RenderError, is_mark, is_thought, load_template, split_system
@@ -62,15 +63,32 @@ def make_renderer(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: 
 
 def model_ends(model: ModelConfig) -> tuple[int, ...]:
     """Return the tokens that the model's own files (generation_config.json, config.json) list as ends."""
-    from transformers.utils import cached_file
+    from huggingface_hub.errors import HTTPError
 
     listed: list[Any] = []
     for name in ("generation_config.json", "config.json"):
-        with suppress(OSError, ValueError):  # what a file lacks, the loading of the model says
-            path = cached_file(model.name_or_path, name, revision=model.revision)
-            ends = json.loads(Path(path or "").read_text(encoding="utf-8")).get("eos_token_id")
+        fields: dict[str, Any] = {}
+        with suppress(OSError, ValueError, TypeError, HTTPError):  # what is wrong, the model's loading says
+            fields |= read_json(_model_file(model, name))
+        for part in (fields, fields.get("text_config") or {}):
+            ends = part.get("eos_token_id")
             listed += ends if isinstance(ends, list) else [ends]
-    return tuple(end for end in dict.fromkeys(listed) if isinstance(end, int))
+    return tuple(end for end in dict.fromkeys(listed) if type(end) is int and end >= 0)
+
+
+def _model_file(model: ModelConfig, name: str) -> Path:
+    """Return a file of the model, which may be missing. The hub is asked for one that its cache lacks,
+    without a network once, where hf_hub_download asks for half a minute. Raises OSError, HTTPError."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+
+    path, revision = resolve_model_path(model.name_or_path), model.revision
+    if Path(path).is_dir():
+        return Path(path) / name
+    found = try_to_load_from_cache(path, name, revision=revision)
+    if found is None:
+        get_hf_file_metadata(hf_hub_url(path, name, revision=revision), timeout=10)
+        found = hf_hub_download(path, name, revision=revision)
+    return Path(found) if isinstance(found, str) else Path(path) / name
 
 
 KEEP, ESCAPE, DROP = "keep", "escape", "drop"
@@ -195,6 +213,13 @@ class Renderer:
         """Tokens that end a sampled answer: the template's end of turn, the tokenizer's end of sequence, and
         the ends that the model's files list."""
         return tuple(dict.fromkeys((self.end_id, self.tokenizer.eos_token_id, *self._ends)))
+
+    @property
+    def about_ends(self) -> str:
+        """A sentence for the start of a program: the tokens that end a sampled answer, with their ids."""
+        texts = self.tokenizer.convert_ids_to_tokens(list(self.stop_token_ids))
+        named = (f"{text} ({i})" for text, i in zip(texts, self.stop_token_ids, strict=True))
+        return f"a sampled answer ends at {', '.join(named)}"
 
     @cached_property
     def fingerprint(self) -> str:

@@ -85,7 +85,7 @@ class Job:
         parts = scored_with(decided.model, fingerprint, prepared.renderer.fingerprint, world)
         judged = (prepared.evaluation_sets, prepared.renderer, prepared.stops)
         evaluator = make_evaluator(trainer, prepared.plan, *judged, folder)
-        evaluator.prepare(parts)
+        evaluator.prepare(parts | {"ends": str(prepared.renderer.stop_token_ids)})
         likelihoods = [] if evaluator.initial_kl is None else evaluator.initial_kl.likelihoods
         ready = ready_rows(prepared.plan, prepared.report, trainer, parts, self.folder, likelihoods, self.say)
         diagnostics = Diagnostics.of_run(trainer, ready)

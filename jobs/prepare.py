@@ -91,6 +91,7 @@ def prepare(config: Config, data: LoadedData, loss: Loss, folder: RunFolder, wor
     messages = [
         f"{folder.name}: {config.variant} {config.loss['name']}, {world.size} x {world.device.type}",
         *weights_notes,
+        renderer.about_ends,
         *_about_rows(config, hf_config, packing, why),
         *report.beginning(),
         *(one.about for one in sets),

@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
 from common.errors import ConfigError, require
-from common.files import FileDigests, read_json
+from common.files import FileDigests, read_json, resolve_model_path
 from common.imports import module_file, modules_beside
 from config.load import texts
 from config.schema import Config
@@ -29,7 +29,6 @@ from jobs.evaluation_sets import EvaluationSet
 from jobs.plan import Plan
 from jobs.run_folder import note
 from models.fingerprint import architecture_digest
-from models.weight_files import resolve_model_path
 
 Inputs = dict[str, Any]
 """Name of an input -> its fingerprint; of a model's folder or of code: file -> its digest."""

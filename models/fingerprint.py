@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from common.files import files_digest
+from common.files import files_digest, resolve_model_path
 from config.schema_model import ModelConfig
 from models.distributed import ended_together, gather_objects
 from models.pretrained import model_config
 from models.sharding import rows_of
-from models.weight_files import resolve_model_path
 
 _STEP, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
 """Odd factors, modulo 2^64, of a position and of the two multiplications (Steele et al., 2014, SplitMix64)"""

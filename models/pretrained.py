@@ -32,6 +32,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import find_adapter_config_file, is_flash_attn_2_available, is_flash_attn_3_available
 
 from common.errors import ConfigError, require
+from common.files import resolve_model_path
 from config.files import section
 from config.machine import speaks
 from config.schema_model import ModelConfig
@@ -51,7 +52,6 @@ from models.weight_files import (
     refuse_adapter,
     refuse_other_tensors,
     refuse_quantised,
-    resolve_model_path,
     stored_dtype,
 )
 

@@ -11,9 +11,9 @@ from accelerate import init_empty_weights
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from common.files import resolve_model_path
 from config.schema_model import ModelConfig
 from models.pretrained import model_config
-from models.weight_files import resolve_model_path
 
 FILE = Path(__file__).with_suffix(".json")
 

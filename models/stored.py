@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter
 
 from common.errors import ConfigError
+from common.files import resolve_model_path
 from config.schema_model import ModelConfig
 from models.sharding import local_part
-from models.weight_files import FLOATS, Stored, check_files, resolve_model_path, weight_files
+from models.weight_files import FLOATS, Stored, check_files, weight_files
 
 KEY = "model.name_or_path"
 

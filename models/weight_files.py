@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from common.errors import ConfigError, require
-from common.files import read_json, regular_file
+from common.files import read_json, regular_file, resolve_model_path
 from config.schema_model import ModelConfig
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -21,12 +21,6 @@ FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float3
 """Dtype in a header -> name of the dtype in which a model with such weights is exported."""
 _PACKED = re.compile(r"\.(qweight|qzeros|weight_packed|weight_scale(_inv)?|absmax|SCB|quant_state\..*)$")
 """Names of the tensors in which GPTQ, AWQ, compressed-tensors, fp8 and bitsandbytes keep a weight."""
-
-
-def resolve_model_path(name_or_path: str) -> str:
-    """Return the model inside a run's folder (``model/``); any other name or path is returned unchanged."""
-    inner = Path(name_or_path) / "model"
-    return str(inner) if (inner / "config.json").is_file() else name_or_path
 
 
 class DamagedError(ValueError):

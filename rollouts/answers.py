@@ -104,6 +104,7 @@ def generate_answers(
     kept: list[AnswerCache] = []  # on rank 0 alone
 
     def cached() -> list[list[list[Sample]]] | None:
+        print(renderer.about_ends, flush=True)
         model = _facts_of_model(config, renderer)
         kept.extend(AnswerCache(Path(config.cache_dir), model | request.facts) for request in requests)
         answers = [of_request.answers(prompts) for of_request in kept]
@@ -139,7 +140,7 @@ def _facts_of_model(config: Config, renderer: Renderer) -> dict[str, Any]:
         "weights": weights_digest(config),
         "architecture": architecture_digest(model),
         "built": [model.from_config, model.quantization, asdict(model.peft) if model.use_peft else None],
-        "text": renderer.fingerprint,
+        "text": [renderer.fingerprint, *renderer.stop_token_ids],
         "model": [model.dtype, model.attn_implementation, model.max_length, model.max_prompt_length],
         "sampler": [sampler.name, sampler.dtype, sampler.options],
         "logit_temperature": model.logit_temperature,

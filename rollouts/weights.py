@@ -6,9 +6,8 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from common.files import files_digest
+from common.files import files_digest, resolve_model_path
 from config.schema import Config
-from models.weight_files import resolve_model_path
 
 
 def model_folder(config: Config) -> Path:

@@ -51,7 +51,7 @@ BRANCHES_OF = {"_remedy": 28, "remedy": 26, "proposal": 26}
 BUDGETS = {
     "common": 1_564,
     "config": 3_468,
-    "data": 6_875,
+    "data": 6_900,
     "models": 4_980,
     "trainers": 2_695,
     "reports": 2_190,

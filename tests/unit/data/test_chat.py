@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,10 +16,11 @@ from transformers import AutoTokenizer
 from common.errors import ConfigError, DataError
 from config.schema_data import DataConfig
 from config.schema_model import ModelConfig
-from data.chat import CONTROLLED, Renderer, chat_fingerprint, make_renderer
+from data.chat import CONTROLLED, Renderer, chat_fingerprint, make_renderer, model_ends
 from data.templates import DEFAULT_TEMPLATE, load_template
 from data.types import Completion, Prompt, Sequence, Turn
 from data.vocabulary import MOST_UNKNOWN, check_vocabulary, limit_tokens, unknown_share
+from tests.http_server import Handler, Server
 from tests.tiny import ROOT
 from tests.tiny_tokenizers import END_OF_TURN, FAMILIES, tiny_tokenizer
 
@@ -302,19 +304,39 @@ def test_plain_text_is_concatenated_as_it_is() -> None:
 
 def test_settings_choose_template_and_lengths_and_the_models_files_its_ends(tmp_path) -> None:
     data = DataConfig(name="x", source="y")
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 11]}')
-    (tmp_path / "config.json").write_text('{"eos_token_id": 12}')
-    model = ModelConfig(name="m", name_or_path=str(tmp_path), max_length=99, max_prompt_length=44)
+    (folder := tmp_path / "run" / "model").mkdir(parents=True)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 11]}')
+    (folder / "config.json").write_text('{"eos_token_id": 12, "text_config": {"eos_token_id": [11, 13]}}')
+    model = ModelConfig(name="m", name_or_path=str(folder.parent), max_length=99, max_prompt_length=44)
     assert make_renderer(TOKENIZERS["qwen2"], model, data).template == FAMILIES["qwen2"][3]
     plain = dataclasses.replace(data, apply_chat_template=False)
     assert make_renderer(TOKENIZERS["qwen2"], model, plain).template is None
     assert (made := make_renderer(TOKENIZERS["qwen2"], model, data)).max_length == 99
     assert made.max_prompt_length == 44
     own = renderer("qwen2").stop_token_ids
-    assert made.stop_token_ids == (*own, 7, 11, 12) and made.said([*made._encode(["yes"])[0], 11]) == "yes"
+    assert made.stop_token_ids == (*own, 7, 11, 12, 13)
+    assert made.said([*made._encode(["yes"])[0], 11]) == "yes"
+    assert made.about_ends.startswith(f"a sampled answer ends at <|im_end|> ({own[0]}), ")
     no_files = dataclasses.replace(model, name_or_path=str(tmp_path / "templates"))
     (tmp_path / "templates").mkdir()
     assert make_renderer(TOKENIZERS["qwen2"], no_files, data).stop_token_ids == own
+
+
+def test_the_hub_is_asked_once_for_a_file_of_ends(monkeypatch) -> None:
+    paths: list[str] = []
+
+    class Busy(Handler):
+        def get(self) -> None:
+            paths.append(self.path)
+            self.send(503, {})
+
+    hub = Server(Busy)
+    url = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", url)
+    assert model_ends(ModelConfig(name="m", name_or_path="nobody/nowhere", revision="x")) == ()
+    hub.close()
+    named = [Path(path).name for path in paths if path.startswith("/nobody/")]
+    assert named == ["generation_config.json", "config.json"]
 
 
 def test_a_tokenizer_without_an_end_is_refused() -> None:
