@@ -1,19 +1,18 @@
-"""The same model, pairs, batch and optimizer through TRL 1.16 and through this project, float32, one thread.
+"""DPO on the same model, pairs, batch and optimizer through TRL 1.16 and through this project, float32, one thread.
 
 TRL is not a dependency; it goes into an environment of its own, beside the project's requirements:
 
     python3 -m venv /tmp/trl-venv && /tmp/trl-venv/bin/pip install -r requirements/cpu.txt trl==1.16.0
-    /tmp/trl-venv/bin/python -m benchmarks.trl_compare        # dpo, kto, grpo
-    /tmp/trl-venv/bin/python -m benchmarks.trl_compare --losses dpo --model smollm2-135m --pairs 8 --batch-pairs 8
+    /tmp/trl-venv/bin/python -m benchmarks.trl_compare
+    /tmp/trl-venv/bin/python -m benchmarks.trl_compare --model smollm2-135m --pairs 8 --batch-pairs 8
 
 TRL runs at its best: fused head (its default), fused AdamW, cached reference scores, no gradient
-checkpointing, and for DPO both its orders, as given and grouped by length. Each side runs in processes of its
+checkpointing, and both its orders, as given and grouped by length. Each side runs in processes of its
 own. It first tries one batch with 1, 2, 4, ... pairs at once, and keeps the number that took least; more are
 not tried once a process died or took more than ``--memory``. Every measure is printed when it is made.
-Lengths are drawn like those of preference data, and both sides get tokenised rows. DPO's losses are checked
-to be equal, step by step. For KTO and GRPO only tokens and work are equal, because the definitions differ:
-TRL estimates KL over a device's batch, and its GRPO trains on its own samples, so only its update is timed
-here, on rows given to it.
+Lengths are drawn like those of preference data, and both sides get tokenised rows. Their losses are checked to
+be equal, step by step. KTO and GRPO are not compared, because their definitions differ: TRL estimates KL over a
+device's batch, and its GRPO samples within the step.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -22,14 +21,16 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]  # accelerate brings it
 import torch
+from datasets import Dataset
 
 from benchmarks.measure import ROOT, Sample, machine, peak_rss, ratio, timed
 from benchmarks.steps import (
@@ -44,9 +45,11 @@ from benchmarks.steps import (
 )
 from common.markdown import table
 from common.options import options_of
+from data.batches import Segment
+from models.policy import Policy
 
 TOLERANCE = 1e-4
-"""Tolerance for a step's mean DPO loss, nats: float32 sums in another order differ."""
+"""Tolerance for a step's mean loss, nats: float32 sums in another order differ."""
 KIN = {"ours": "ours", "ours padded": "ours", "trl": "trl", "trl grouped": "trl"}
 """Side -> the side whose number of pairs at once it takes."""
 POLL = 0.1
@@ -74,21 +77,15 @@ class Found:
 # -- in the process of a side ----------------------------------------------------------------------
 
 
-def measured(loss: str, side: str, at_once: int, model: str, pairs: int, batch_pairs: int) -> Found:
+def measured(side: str, at_once: int, model: str, pairs: int, batch_pairs: int) -> Found:
     """Train one epoch and return what it took; for a fresh process."""
     torch.set_num_threads(1)
-    rows, hf_config = (1 if loss == "dpo" else 2), shape(model)
-    packing = False if side.endswith("padded") else None
-    settings = Settings(loss, batch_pairs * rows, at_once * rows, packing=packing)
+    hf_config, packing = shape(model), False if side.endswith("padded") else None
+    settings = Settings("dpo", batch_pairs, at_once, packing=packing)
     plan = segment_of(settings, drawn_pairs(pairs, hf_config.vocab_size))
     policy = random_policy(hf_config, torch.device("cpu"))
     if KIN[side] == "trl":
-        from transformers import AutoTokenizer
-
-        from benchmarks.trl_side import prepared
-
-        tokenizer: Any = AutoTokenizer.from_pretrained(ROOT / "assets" / "adder" / "model")
-        run: Any = prepared(settings, plan, policy, tokenizer, side.endswith("grouped"))
+        run = of_trl(settings, plan, policy, side.endswith("grouped"))
     else:
         trainer = make_trainer(settings, policy)
         score_all(trainer, plan)
@@ -96,6 +93,63 @@ def measured(loss: str, side: str, at_once: int, model: str, pairs: int, batch_p
     before, losses = psutil.Process().memory_info().rss, list[float]()
     sample = timed(lambda: losses.extend(run()))
     return Found(sample.wall, sample.cpu, losses, (peak_rss() - before) / 2**20, peak_rss() / 2**20)
+
+
+def of_trl(settings: Settings, plan: Segment, policy: Policy, grouped: bool) -> Callable[[], list[float]]:
+    """Return what trains TRL's trainer on the rows of ``plan``, in the plan's order, and then has the loss of
+    each step."""
+    from transformers import AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    class Prepared(DPOTrainer):
+        """A trainer whose rows are tokenised already."""
+
+        def _prepare_dataset(self, dataset: Dataset, *others: Any) -> Dataset:
+            return dataset
+
+    rows = []
+    for chosen, rejected in (example.rows for i in range(plan.steps) for example in plan.batch(i)):
+        parts = chosen.prompt_ids, chosen.completion_ids, rejected.completion_ids
+        ids = dict(
+            zip(("prompt_ids", "chosen_ids", "rejected_ids"), (p.tolist() for p in parts), strict=True)
+        )
+        rows.append(ids | {"length": max(len(chosen), len(rejected))})
+    arguments = DPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        beta=0.1,
+        max_length=None,
+        precompute_ref_log_probs=True,
+        per_device_train_batch_size=settings.micro_size,
+        num_train_epochs=1,
+        learning_rate=1e-5,
+        gradient_accumulation_steps=settings.batch_size // settings.micro_size,
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        adam_epsilon=1e-5,
+        weight_decay=0.01,
+        optim="adamw_torch_fused",
+        max_grad_norm=1.0,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_steps=1,
+        seed=1,
+        remove_unused_columns=False,
+        train_sampling_strategy="group_by_length" if grouped else "sequential",
+    )
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "adder" / "model")
+    trainer = Prepared(
+        policy.model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+    )
+
+    def run() -> list[float]:
+        trainer.train()
+        return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+    return run
 
 
 def all_steps(step: Stepper) -> list[float | None]:
@@ -124,36 +178,32 @@ def of_side(words: list[str], memory: float) -> Found | str:
 
 
 class Comparison:
-    """One loss through every side. ``lines`` yields the text as it is found."""
+    """Every side on the same rows. ``lines`` yields the text as it is found."""
 
-    def __init__(self, loss: str, args: argparse.Namespace) -> None:
-        self.loss, self.args = loss, args
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
         self.at_once: dict[str, int] = {}
         self.found: dict[str, list[Found]] = {}
 
     def side(self, side: str, at_once: int, pairs: int) -> Found | str:
-        words = ["--side", side, "--losses", self.loss, "--at-once", str(at_once), "--pairs", str(pairs)]
+        words = ["--side", side, "--at-once", str(at_once), "--pairs", str(pairs)]
         words += ["--model", self.args.model, "--batch-pairs", str(self.args.batch_pairs)]
         return of_side(words, self.args.memory)
 
     def lines(self) -> Iterator[str]:
         for side in ("ours", "trl"):
             yield from self.tried(side)
-        sides = [
-            side
-            for side in KIN
-            if KIN[side] in self.at_once and (self.loss == "dpo" or "grouped" not in side)
-        ]
+        sides = [side for side in KIN if KIN[side] in self.at_once]
         for _ in range(self.args.rounds):
             for side in list(sides):
                 found = self.side(side, self.at_once[KIN[side]], self.args.pairs)
                 if isinstance(found, str):
                     sides.remove(side)
-                    yield f"{self.loss}, {side}: {found}"
+                    yield f"{side}: {found}"
                     continue
                 self.found.setdefault(side, []).append(found)
-                yield f"{self.loss}, {side}: {found.text(self.args.pairs)}"
-        if self.loss == "dpo" and {"ours", "trl"} <= set(self.found):
+                yield f"{side}: {found.text(self.args.pairs)}"
+        if {"ours", "trl"} <= set(self.found):
             yield self.equal()
         yield self.table()
 
@@ -163,7 +213,7 @@ class Comparison:
         while at_once <= self.args.batch_pairs:
             found = self.side(side, at_once, self.args.batch_pairs)
             text = found if isinstance(found, str) else found.text(self.args.batch_pairs)
-            yield f"{self.loss}, {side}, {at_once} pairs at once: {text}"
+            yield f"{side}, {at_once} pairs at once: {text}"
             if isinstance(found, str):
                 return
             if found.cpu < cheapest:
@@ -171,7 +221,7 @@ class Comparison:
             at_once *= 2
 
     def equal(self) -> str:
-        """Return how equal the losses of DPO are. Raises RuntimeError where that is not rounding."""
+        """Return how equal the losses are. Raises RuntimeError where that is not rounding."""
         ours, theirs = self.found["ours"][0].losses, self.found["trl"][0].losses
         worst = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
         if worst > TOLERANCE:
@@ -200,7 +250,6 @@ class Comparison:
 
 def main() -> None:
     parser = options_of("python -m benchmarks.trl_compare", __doc__)
-    parser.add_argument("--losses", nargs="+", default=["dpo", "kto", "grpo"])
     parser.add_argument("--model", default="small", help="tiny, small, smollm2-135m or qwen2.5-1.5b")
     parser.add_argument("--pairs", type=int, default=64)
     parser.add_argument("--batch-pairs", type=int, default=16)
@@ -210,13 +259,12 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=1, help="with --side: pairs at once")
     args = parser.parse_args()
     if args.side is not None:
-        words = args.at_once, args.model, args.pairs, args.batch_pairs
-        print(json.dumps(asdict(measured(args.losses[0], args.side, *words))))
+        found = measured(args.side, args.at_once, args.model, args.pairs, args.batch_pairs)
+        print(json.dumps(asdict(found)))
         return
-    for loss in args.losses:
-        print(f"{loss}: {machine()}; {args.pairs} pairs, {args.batch_pairs} a step", flush=True)
-        for line in Comparison(loss, args).lines():
-            print(line, flush=True)
+    print(f"{machine()}; {args.pairs} pairs, {args.batch_pairs} a step", flush=True)
+    for line in Comparison(args).lines():
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -186,7 +186,7 @@ def test_the_operations_of_a_gpus_step_are_those_of_its_rows(loss):
 
 
 def test_a_side_runs_in_a_process_of_its_own_that_may_take_so_much():
-    words = ["--side", "ours", "--losses", "dpo", "--pairs", "2", "--batch-pairs", "2", "--model", "tiny"]
+    words = ["--side", "ours", "--pairs", "2", "--batch-pairs", "2", "--model", "tiny"]
     found = trl_compare.of_side(words, memory=trl_compare.MOST)
     assert isinstance(found, trl_compare.Found) and len(found.losses) == 1 and found.peak > found.step >= 0
     assert trl_compare.of_side(words, memory=1.0) == "took more than 1 MiB"
