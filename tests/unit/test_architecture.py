@@ -52,7 +52,7 @@ BUDGETS = {
     "models": 4_980,
     "trainers": 2_695,
     "reports": 2_190,
-    "rollouts": 6_349,
+    "rollouts": 6_402,
     "jobs": 4_944,
     "evals": 1_691,
     "launch": 3_193,

@@ -160,6 +160,56 @@ def test_a_reference_is_read_whole(verifier, form):
     assert [(*one, v) for one, v, e in zip(asked, found, expected, strict=True) if v != e] == []
 
 
+SENTENCES = (
+    "{}",
+    "The answer is {}.",
+    "So it is **{}**",
+    r"\boxed{{{}}}",
+    "<answer>{}</answer>",
+    "答案是{}。",
+)
+QUANTITIES = {
+    "34": ("34 km/h", "34 m/s^2", "34 ft^3", "34 N*m", "34 J/(kg*K)", "34 m", "34 mph", "34 °C", "３４"),
+    r"34\text{ m/s}": ("34", "34 m/s"),
+    "50%": (r"50\%", "50 %", "50%", "0.5", "50 percent"),
+    r"12.5\%": ("12.5%", "0.125"),
+}
+WRONG = {"34": ("35 km/h", "34 x", "34x", "34 x/y"), "50%": ("5%", "60%", "0.05")}
+
+
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_units_and_per_cent_and_other_scripts_are_read_as_math_verify_reads_them(verifier, sentence):
+    asked = [(ref, one, 1.0) for ref, of in QUANTITIES.items() for one in of]
+    asked += [(ref, one, 0.0) for ref, of in WRONG.items() for one in of]
+    found = verifier.accuracy([ref for ref, *_ in asked], [sentence.format(said) for _, said, _ in asked])
+    assert [(*one, v) for one, v in zip(asked, found, strict=True) if v != one[2]] == []
+
+
+@pytest.mark.parametrize(
+    ("reference", "right", "wrong", "unclear"),
+    [
+        ("yes", ("The answer is yes.", "**Yes**", "#### yes"), ("The answer is no.", "No"), "yes or no"),
+        ("Paris", ("The answer is Paris.", r"\boxed{\text{Paris}}"), ("The answer is London.",), "not Paris"),
+        (
+            "(B)",
+            ("The answer is (B).", "B", "B) city 1", r"\boxed{B}"),
+            ("(C)", "Answer: C"),
+            "I like B and C",
+        ),
+        ("A", ("The correct option is A: city 0", "**A**"), ("The correct option is B: city A",), "A thing"),
+        (r"\text{east}", ("East", "$\\text{east}$"), ("seat", r"\boxed{west}"), "no idea at all"),
+        ("infinity", (r"$\infty$", "Infinity"), ("The answer is zero",), "it diverges quickly"),
+    ],
+)
+def test_a_reference_that_is_no_mathematics(verifier, reference, right, wrong, unclear):
+    """An answer that is plainly it or plainly another has a verdict; any other has none."""
+    answers = [*right, *wrong, unclear, ""]
+    verdicts = verifier.accuracy([reference] * len(answers), answers)
+    assert verdicts[: len(right)] == [1.0] * len(right)
+    assert verdicts[len(right) : len(right) + len(wrong)] == [0.0] * len(wrong)
+    assert all(isinstance(one, Missing) for one in verdicts[len(right) + len(wrong) :])
+
+
 def test_verdicts_on_answers_of_models_are_the_published_ones(verifier):
     path = DATA / "gsm8k_model_solutions.jsonl.gz"
     if not path.is_file():
