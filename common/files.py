@@ -84,7 +84,7 @@ def sealed(content: dict[str, Any]) -> str:
     return json.dumps(content | {"sha256": _seal(content)}, indent=2, ensure_ascii=False) + "\n"
 
 
-def read_sealed(path: Path) -> Any:
+def read_sealed(path: Path) -> dict[str, Any]:
     """Return the content of a file of ``sealed``. Raises OSError, and ValueError where it is not as it was
     written."""
     content = read_json(path)

@@ -197,15 +197,11 @@ def texts(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def marked(folder: Path) -> bool:
-    """Return whether ``folder`` has the marker of a run: texts, and lists of notes, as they were written."""
+    """Return whether ``folder`` has the marker of a run, as it was written."""
     try:
-        about = read_sealed(folder / MARKER)
+        return bool(read_sealed(folder / MARKER).get("kind") == KIND)
     except (OSError, ValueError):
         return False
-    if not isinstance(about, dict) or about.get("kind") != KIND:
-        return False
-    lists = [value for value in about.values() if not isinstance(value, str)]
-    return all(isinstance(value, list) and all(isinstance(one, dict) for one in value) for value in lists)
 
 
 def unmarked_run(folder: Path) -> bool:

@@ -254,7 +254,6 @@ def _initial_counts(config: Config, folder: Path, world: World) -> tuple[int, in
     before = (read_sealed(folder / MARKER).get("own_answers") or [{}])[-1] if config.resume else {}
     names = ("prompts", "tokens")
     here = dict(zip(names, config.retention.counts(world.device.type), strict=True))
-    before = {key: n for key, n in before.items() if type(n) is int}
     used = {key: typed[key] or before.get(key) or here[key] for key in names}
     note(folder, "own_answers", used)
     return used["prompts"], used["tokens"]

@@ -26,9 +26,9 @@ from jobs.peak import PeakLine, measured, short_of_memory
 from jobs.plan import Plan
 from jobs.prepare import Prepared
 from jobs.ranking import EnoughError
-from jobs.run_folder import RunFolder
+from jobs.run_folder import RunFolder, run_id
 from jobs.run_folder import note as note_in_run
-from jobs.same_data import WEIGHTS, check_inputs, check_names, inputs_of
+from jobs.same_data import WEIGHTS, check_inputs, check_names, check_origin, inputs_of
 from jobs.signals import Signals
 from jobs.watch import RunWatch
 from models.distributed import World, ended_together, on_main
@@ -75,9 +75,9 @@ class Job:
         inputs = on_main(self.check_data)
         decided = self.memory.applied(prepared.config)
         policy, fingerprint = load_sharded(decided.model, world, prepared.config.seed)
-        inputs |= {WEIGHTS: fingerprint}
         on_main(lambda: check_inputs(self.folder.path, prepared.config, {WEIGHTS: fingerprint}))
         exists = on_main(self.folder.prepare)
+        inputs |= {WEIGHTS: fingerprint, "run": on_main(lambda: run_id(folder))}
         if prepared.config.resume and not exists:
             self.say(f"resume=true: there is no run in {folder} to go on with, so a new one begins")
         on_main(lambda: self.folder.note("memory", self.memory.record))
@@ -114,6 +114,8 @@ class Job:
         with phase("compare what the run reads", "model.name_or_path"):
             inputs = inputs_of(prepared.config, prepared.plan, prepared.renderer, prepared.evaluation_sets)
         check_names(prepared.config, inputs.keys() | {WEIGHTS})
+        if prepared.config.resume:
+            check_origin(self.folder.path)
         check_inputs(self.folder.path, prepared.config, inputs)
         return inputs
 

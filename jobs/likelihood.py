@@ -3,7 +3,6 @@ is the reference where that stays, and is reported (paper §5.2.1, Figure 6)."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import math
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from common.errors import ConfigError, require
+from common.errors import ConfigError
 from common.files import read_sealed, sealed, write_whole
 from common.secrets import scrub, scrub_text
 from data.examples import ExampleGroups, Examples, columns_of, picked_groups, row_keys
@@ -59,7 +58,7 @@ def choose_groups(
     assert share is not None
     scores = score_groups(trainer, examples.groups, parts)
     fresh = select(group_means(examples.groups, scores), share)
-    selection = on_main(lambda: kept_before(folder / SELECTION, examples.groups, fresh))
+    selection = on_main(lambda: kept_before(folder / SELECTION, fresh))
     kept = picked_groups(examples.groups, np.array(selection.kept, np.int64))
     return replace(examples, groups=kept), selection, scores
 
@@ -89,37 +88,24 @@ def _of_each_row(keys: np.ndarray, scores: Scores, what: Callable[[Tensor], Any]
     return np.where(names[at] == keys, row_values[at], math.nan)
 
 
-def kept_before(path: Path, groups: ExampleGroups, fresh: Selection) -> Selection:
+def kept_before(path: Path, fresh: Selection) -> Selection:
     """Return the selection that the file ``path`` recorded when the run started.
 
     If there is no file, ``fresh`` is written to it and returned. A resumed run trains on the groups it
     started with, even if the last bits of a score have changed since (another number of ranks, another GPU).
-    Raises ConfigError if the training data have changed.
+    Raises ConfigError for a damaged file.
     """
-    digest = hashlib.sha256(
-        "\n".join(row.key for group in groups for example in group for row in example.rows).encode()
-    ).hexdigest()
     if not path.exists():
-        write_whole(path, sealed({"rows": digest, "selection": asdict(fresh)}))
+        write_whole(path, sealed({"selection": asdict(fresh)}))
         return fresh
-    put_back = "or start another run (exp_name)"
     try:
-        record = read_sealed(path)
-        rows, saved = record["rows"], _selection(record["selection"])
+        return _selection(read_sealed(path)["selection"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = (
             f"is damaged ({type(error).__name__}: {error}): it says which groups this run trains on; "
-            f"put it back, {put_back}"
+            "put it back, or start another run (exp_name)"
         )
         raise ConfigError("data.logprob_range", list(fresh.range), f"{path} {why}") from error
-    require(
-        rows == digest,
-        "data.logprob_range",
-        list(fresh.range),
-        f"{path}: the training data are not those that this run was started with, so it would go on with "
-        f"other groups; bring the old data back, {put_back}",
-    )
-    return saved
 
 
 def _selection(saved: dict[str, Any]) -> Selection:

@@ -54,6 +54,7 @@ class OnlineSource:
         self.view = view_of_rounds(config, trainer.view_of(config))
         self._entered: float | None = None
         self._kept: dict[int, list[str]] = {}
+        self.records.check(watch.log.state.rounds, trainer.progress)
 
     def segment(self, index: int) -> Segment | None:
         """Return the round's segment, made now or found on disk; None when all planned contexts were sampled.
@@ -70,7 +71,8 @@ class OnlineSource:
             self.watch.before_round()
         if index > 0 and not inside:
             wall = None if self._entered is None else time.monotonic() - self._entered
-            self.records.close(index - 1, self.watch.log.trained_seconds(), wall)
+            seal = self.records.close(index - 1, self.watch.log.trained_seconds(), wall)
+            self.watch.log.state.rounds[str(index - 1)] = seal
         if self.records.first(index) >= self.contexts.planned or self._left(index) == 0:
             return None
         if not inside:

@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from common.errors import StoppedError
+from common.progress import phase
 from common.worker_process import WorkerError
 from config.schema import Config
+from jobs.run_folder import run_id
 from jobs.same_data import reward_code
 from models.distributed import ShareError, on_main
 from reports.metrics import read_metrics
 from rollouts.ledger import RoundFolder
 from rollouts.rewards.base import RewardError
+from trainers.dealing import Progress
 
 
 class RoundRecords:
     """The rounds of the run in ``folder``. Every rank makes the same calls and gets the same."""
 
     def __init__(self, folder: Path, config: Config) -> None:
-        self.folder, self.config = folder, config
+        self.folder, self.config, self.run = folder, config, on_main(lambda: run_id(folder))
 
     def round(self, index: int) -> RoundFolder:
-        return RoundFolder(self.folder / "rounds" / f"{index:03d}", self.config.rounds.compress)
+        path, compress = self.folder / "rounds" / f"{index:03d}", self.config.rounds.compress
+        return RoundFolder(path, compress, self.run)
+
+    def check(self, seals: Mapping[str, str], at: Progress) -> None:
+        """Raise DataError unless each round that was there before the checkpoint ``at`` is as it was.
+        ``seals``: round -> the seal of its record, of rounds that were finished by then."""
+        inside = at.position > 0
+        there = at.segment + inside + self.config.rounds.lag * (inside or at.segment > 0)
+        with phase("compare the rounds with their checksums", "rounds.contexts"):
+            for index in range(there):
+                if self.first(index) < self.config.rounds.contexts:
+                    on_main(partial(self.round(index).check, seals.get(str(index))))
 
     def first(self, index: int) -> int:
         """Return the round's first context, which is where the previous round ended; the number of planned
@@ -43,10 +58,12 @@ class RoundRecords:
         """Add ``facts`` to the round's record."""
         on_main(lambda: self.round(index).note(facts))
 
-    def close(self, index: int, trained: float, wall: float | None) -> None:
+    def close(self, index: int, trained: float, wall: float | None) -> str:
         """Record the outcome of training on the round: time, KL, staleness, and the devices' idle shares.
-        ``trained``: the seconds of all steps so far. ``wall``: those since the round was entered."""
-        on_main(lambda: self.round(index).note(self._outcome(index, trained) | {"train_wall_seconds": wall}))
+        ``trained``: the seconds of all steps so far. ``wall``: those since the round was entered. Return the
+        seal of the record, which stays as it is from now on."""
+        self.note(index, on_main(lambda: self._outcome(index, trained)) | {"train_wall_seconds": wall})
+        return on_main(lambda: self.round(index).seal)
 
     def _outcome(self, index: int, trained: float) -> dict[str, Any]:
         lines = [line for line in read_metrics(self.folder / "metrics.jsonl") if line.get("round") == index]

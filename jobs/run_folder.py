@@ -9,12 +9,14 @@ from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from common.errors import ConfigError, require
 from common.files import (
     check_name,
     on_disk,
     part_of,
+    read_json,
     read_sealed,
     sealed,
     write_if_changed,
@@ -42,8 +44,8 @@ LOGS = "logs"
 """Folder of the logs of a run's processes. overwrite=true keeps it, as they may still be writing to it."""
 SELECTION = "selection.json"
 """File of the groups that are trained on (jobs.likelihood), chosen before the first step."""
-_NAMED = 5
-"""Largest number of changed settings that an error lists after the first."""
+INPUTS = "inputs"
+"""Key of the fingerprints in a checkpoint's state, and of the run's id there."""
 
 
 class RunFolder:
@@ -183,12 +185,11 @@ class RunFolder:
         first, *others = refused
         further = f"; to train further, start another run from its model (model.name_or_path={path})"
         why = further if first.key in ("n_epochs", "n_examples") else ""
-        also = "".join(f"; {other.key}={other.now} was {other.before}" for other in others[:_NAMED])
-        more = f"; and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+        also = "".join(f"; {other.key}={other.now} was {other.before}" for other in others)
         raise ConfigError(
             first.key,
             first.now,
-            f"was {first.before} when the run in {path} was started{also}{more}, and a run goes on with its "
+            f"was {first.before} when the run in {path} was started{also}, and a run goes on with its "
             f"settings{why}: {_goes_on(refused)}exp_name=… starts another run",
         )
 
@@ -226,8 +227,13 @@ class RunFolder:
             (self.path / MARKER).rename(damaged)
             print(f"{damaged}: {MARKER} was damaged; what it noted of inputs is here now", flush=True)
         self._claimed_empty = not self._entries()
+        self._begin(recorded(self.path).get("run"))
+
+    def _begin(self, run: str | None = None) -> None:
+        """Write the marker, of a new run unless ``run`` is the id of the one that is there."""
         about = {
             "kind": KIND,
+            "run": run or uuid4().hex,
             "name": self.name,
             "created": datetime.now().astimezone().isoformat(timespec="seconds"),
             "note": "made by train.py; overwrite=true deletes what is in this folder",
@@ -252,6 +258,7 @@ class RunFolder:
                 shutil.rmtree(entry)
             else:
                 entry.unlink()
+        self._begin()
         print(f"{self.path}: the run that was there is deleted (overwrite=true)", flush=True)
 
     @contextmanager
@@ -268,6 +275,27 @@ class RunFolder:
             ) from error
 
 
+def run_id(folder: Path) -> str | None:
+    """Return the id of the run in ``folder``; None for a run that began before runs had one."""
+    return read_sealed(folder / MARKER).get("run")
+
+
+def states(folder: Path) -> list[tuple[Path, dict[str, Any], int]]:
+    """Return (checkpoint, its fingerprints, its step) of each checkpoint of the run whose state can be read,
+    the newest first."""
+    found = []
+    for path in sorted((folder / "checkpoints").glob("step_*[0-9]/state.json"), reverse=True):
+        with suppress(OSError, ValueError, LookupError, TypeError):  # the run passes over a damaged one
+            state = read_json(path)
+            found.append((path.parent, dict(state[INPUTS]), int(state["progress"]["step"])))
+    return found
+
+
+def recorded(folder: Path) -> dict[str, Any]:
+    """Return the fingerprints in the newest checkpoint that can be read; {} if none can."""
+    return next((inputs for _, inputs, _ in states(folder)), {})
+
+
 def note(folder: Path, key: str, value: Any) -> None:
     """Add ``value`` to the list ``key`` of the run's run.json. Raises OSError."""
     path = folder / MARKER
@@ -278,10 +306,6 @@ def note(folder: Path, key: str, value: Any) -> None:
 
 
 def _goes_on(refused: list[Change]) -> str:
-    """Return the words that restore the old settings and resume; "" if there are too many or no value."""
+    """Return the words that restore the old settings and resume; "" if one of them has no value."""
     typed = [f"{change.key}={change.before}" for change in refused]
-    return (
-        ""
-        if len(refused) > _NAMED or any(ABSENT in change for change in refused)
-        else f"{' '.join(typed)} goes on, "
-    )
+    return "" if any(ABSENT in change for change in refused) else f"{' '.join(typed)} goes on, "

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
 from common.errors import ConfigError, require
-from common.files import FileDigests, read_json, resolve_model_path
+from common.files import FileDigests, resolve_model_path
 from common.imports import module_file, modules_beside
-from config.load import texts
+from config.load import MARKER, flat, texts
 from config.schema import Config
 from config.schema_data import evaluation_sets
 from data.batches import Segment
@@ -27,19 +26,19 @@ from data.types import Group
 from data.views import prompts_of
 from jobs.evaluation_sets import EvaluationSet
 from jobs.plan import Plan
-from jobs.run_folder import note
+from jobs.run_folder import note, recorded, run_id, states
 from models.fingerprint import architecture_digest
+from rollouts.ledger import RoundFolder
 
 Inputs = dict[str, Any]
 """Name of an input -> its fingerprint; of a model's folder or of code: file -> its digest."""
-INPUTS = "inputs"
-"""Key of the fingerprints in a checkpoint's state."""
 DATA, WEIGHTS, COMMIT = "data", "weights", "commit"
 _REWARDS = "rollouts.rewards."
 _TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf")
 """Endings of files that are not compared in the policy's own folder: its tensors are (``weights``)."""
 _WHY = {
     "renderer": "texts become other tokens (by the tokenizer, the chat template or a library's version)",
+    "seed": "its checkpoints are of a run with another seed",
     "architecture": "the model's configuration, as transformers reads it, is another",
     "evaluation": "the held-out rows are others, so its evaluations, keep_best and patience would compare "
     "two different sets",
@@ -54,6 +53,7 @@ def inputs_of(config: Config, plan: Plan, renderer: Renderer, sets: Sequence[Eva
     them, or the prompts of online rounds; what is known of each token; the held-out rows and prompts."""
     inputs = file_inputs(config)
     inputs |= {"renderer": renderer.fingerprint, "architecture": architecture_digest(config.model)}
+    inputs["seed"] = config.seed
     rows = plan.examples.groups
     inputs[DATA] = prompts_digest(plan.prompts) if config.online else groups_digest(rows)
     if not config.online:
@@ -141,21 +141,15 @@ def _code(config: Config) -> dict[str, str]:
 
 def check_inputs(folder: Path, config: Config, inputs: Mapping[str, Any]) -> None:
     """Raise ConfigError if the run in ``folder`` is resumed and its checkpoints were written with another
-    input than ``inputs``, unless ``resume_with_other`` names it: that is printed and noted in run.json.
-
-    A checkpoint of an earlier version does not say every input; what it does not say counts as the same."""
-    before = _recorded(folder) if config.resume else {}
-    unsaid = sorted(inputs.keys() - before.keys())
-    if before and unsaid:
-        print(f"note: the checkpoint does not say with which {', '.join(unsaid)} the run was started")
-    other = [name for name in inputs if name in before and not _same(before[name], inputs[name])]
+    input than ``inputs``, unless ``resume_with_other`` names it: that is printed and noted in run.json."""
+    before = recorded(folder) if config.resume else {}
+    other = [name for name in inputs if before and not _same(before.get(name), inputs[name])]
     refused = [name for name in other if name not in config.resume_with_other]
     if refused:
-        raise _refused(folder, config, refused, before[refused[0]], inputs[refused[0]])
+        raise _refused(folder, config, refused, before.get(refused[0]), inputs[refused[0]])
     for name in other:
         print(f"note: {name} is not what this run was started with; it goes on (resume_with_other)")
-        now = datetime.now().astimezone().isoformat(timespec="seconds")
-        note(folder, "went_on_with_other", {name: [before[name], inputs[name]], "at": now})
+        note(folder, "went_on_with_other", {name: [before.get(name), inputs[name]]})
 
 
 def _same(before: Any, now: Any) -> bool:
@@ -182,28 +176,27 @@ def _refused(folder: Path, config: Config, names: list[str], before: Any, now: A
         files = sorted(file for file in before.keys() | now.keys() if before.get(file) != now.get(file))
         named = [one for one in files if one != COMMIT][:3] or files
         why = f"its {' and '.join(named)}{' and more' * (len(files) > 3)} changed, or came or went"
-    settings: Any = asdict(config)
-    for part in key.split("."):
-        settings = settings.get(part) if isinstance(settings, dict) else None
-    value = settings["name"] if isinstance(settings, dict) and "name" in settings else settings
+    settings = flat(asdict(config))
     return ConfigError(
         key,
-        value,
+        settings.get(key, settings.get(f"{key}.name")),
         f"is not what the run in {folder} was started with: {why}; bring the old one back, or start another "
         f"run (exp_name); 'resume_with_other=[{','.join(names)}]' goes on with what is there now",
     )
 
 
-def _recorded(folder: Path) -> Inputs:
-    """Return the fingerprints in the newest checkpoint that can be read; {} if none can."""
-    for path in sorted((folder / "checkpoints").glob("step_*[0-9]/state.json"), reverse=True):
-        try:
-            state = read_json(path)
-        except (OSError, ValueError):  # the run passes over a damaged checkpoint
-            continue
-        if isinstance(state, dict) and isinstance(state.get(INPUTS), dict):
-            return dict(state[INPUTS])
-    return {}
+def check_origin(folder: Path) -> None:
+    """Raise ConfigError for a checkpoint, and DataError for a round, of another run than that of ``folder``,
+    or of another place than its name says: folders were merged, or two of one kind swapped."""
+    run = run_id(folder)
+    for path, inputs, step in states(folder):
+        named, other = int(path.name.rpartition("_")[2]), inputs.get("run")
+        where = f"{path} is of step {step} of run {other}, and {folder / MARKER} is of run {run}"
+        own = (run, named) == (other, step)
+        require(own, "resume", True, f"{where}: move it away, or bring the run's own back")
+    for path in sorted((folder / "rounds").glob("*")):
+        if path.name.isdecimal():
+            _ = RoundFolder(path, run=run).record
 
 
 def check_names(config: Config, inputs: Collection[str]) -> None:

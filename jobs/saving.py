@@ -14,7 +14,7 @@ from common.errors import Requeue, StoppedError
 from common.progress import phase
 from jobs.diagnostics import Diagnostics
 from jobs.ranking import Patience, RankedCheckpoints, Ranking
-from jobs.same_data import INPUTS
+from jobs.run_folder import INPUTS
 from jobs.signals import Signals
 from jobs.step_log import StepLog
 from models.checkpoint import everywhere

@@ -40,6 +40,8 @@ class RunState:
     tokens_timed: int = 0
     saving_seconds: float = 0.0
     """Seconds that steps have waited for checkpoints."""
+    rounds: dict[str, str] = field(default_factory=dict)
+    """Finished round -> the seal of its record."""
     wall: float = 0.0
     """Seconds that the bar has shown, evaluations, checkpoints and rounds included, in all starts."""
 
@@ -67,7 +69,7 @@ class StepLog:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on with a checkpoint's state, in place."""
         for item in fields(RunState):
-            setattr(self.state, item.name, state[item.name])
+            setattr(self.state, item.name, state.get(item.name, getattr(self.state, item.name)))
         self.bar.initial = self.bar.n = self.trainer.progress.step
         self.observers.restore(state.get("asked_to_stop"))
 

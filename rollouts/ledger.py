@@ -2,9 +2,10 @@
 ``groups.jsonl`` and ``round.json``; with ``rounds.compress`` the first three end in ``.jsonl.gz``.
 
 Each file is written whole and then renamed. Before the rename, ``round.json`` records what the file was made
-from, how, its number of lines and its checksum. So a stage is done exactly if its file is the one that
+from, how, and its checksum. So a stage is done exactly if its file is the one that
 ``round.json`` records for the current inputs, and a round that was killed continues with the first stage that
-is not done. ``groups.jsonl`` is an ordinary groups file: ``data=local data.path=…`` trains on it.
+is not done. ``round.json`` also says of which run and round it is, so one of another run, or of two that were
+swapped, is refused. ``groups.jsonl`` is an ordinary groups file: ``data=local data.path=…`` trains on it.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ import hashlib
 import io
 import itertools
 import json
-import zlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from common.errors import DataError
-from common.files import read_sealed, sealed, whole_file, write_whole
+from common.files import read_json, read_sealed, sealed, whole_file, write_whole
 from common.secrets import scrub
 from data.groups import from_dict, to_dict
 from data.types import Group
@@ -38,26 +38,46 @@ time."""
 class RoundFolder:
     """The files of one round. One process writes them."""
 
-    def __init__(self, path: Path, compress: bool = False) -> None:
-        """``compress``: whether new files are compressed. Both kinds can be read."""
+    def __init__(self, path: Path, compress: bool = False, run: str | None = None) -> None:
+        """``compress``: whether new files are compressed. Both kinds can be read. ``run``: the run's id; with
+        None a round of any run is read."""
         self.path, self.compress = path, compress
+        self._origin = {} if run is None else {"run": run, "round": int(path.name)}
 
     @property
     def record(self) -> Facts:
         """The contents of ``round.json`` so far; {} before the round begins. Raises DataError if the file is
-        damaged."""
+        damaged, or of another run or round."""
         path = self.path / "round.json"
         if not path.exists():
             return {}
-        with self._as_written(path):
+        try:
             facts = read_sealed(path)
-            if not _is_record(facts):
-                raise ValueError("it says nothing of its files that can be read")
-        return dict(facts)
+        except (OSError, ValueError) as error:
+            raise self.not_as_written(path, error) from error
+        if facts | self._origin != facts:
+            why = f"it is of round {facts.get('round')} of run {facts.get('run')}"
+            raise self.not_as_written(path, why)
+        return facts
 
     def note(self, facts: Facts) -> None:
         """Add ``facts`` to ``round.json``."""
-        write_whole(self.path / "round.json", sealed(self.record | facts))
+        write_whole(self.path / "round.json", sealed(self.record | facts | self._origin))
+
+    @property
+    def seal(self) -> str:
+        """The checksum of ``round.json``."""
+        return str(read_json(self.path / "round.json")["sha256"])
+
+    def check(self, seal: str | None) -> None:
+        """Raise DataError unless the round and all its files are as they were written. ``seal``: that of the
+        finished round; None: it was not finished."""
+        stages = self.record.get("stages", {})
+        if "groups" not in stages or seal not in (None, self.seal):
+            raise self.not_as_written(self.path / "round.json", "it is gone, or not the checkpoint's")
+        for stage in stages:
+            if not self.done(stage):
+                raise self.not_as_written(self.file(stage))
 
     @property
     def weights(self) -> Path:
@@ -70,7 +90,7 @@ class RoundFolder:
         entry = self._promise(stage)
         if entry is None:
             return self._named(stage, self.compress)
-        return self.path / entry.get("file", f"{stage}.jsonl")
+        return self.path / entry["file"]
 
     def _named(self, stage: str, compress: bool) -> Path:
         return self.path / f"{stage}.jsonl{'.gz' if compress else ''}"
@@ -104,24 +124,16 @@ class RoundFolder:
         path = self._named(stage, self.compress)
         with whole_file(path) as stream:
             written = _Summed(stream)
-            count = _write_lines(lines, written, self.compress)
-            entry = {"inputs": scrub(inputs), "lines": count, **facts, "file": path.name}
+            _write_lines(lines, written, self.compress)
+            entry = {"inputs": scrub(inputs), **facts, "file": path.name}
             promised = entry | {"sha256": written.digest.hexdigest()}
             self.note({"stages": self.record.get("stages", {}) | {stage: promised}})
         self._named(stage, not self.compress).unlink(missing_ok=True)
 
     def lines(self, stage: str, inputs: Facts | None = None) -> list[Line] | None:
         """Return the lines of a stage that is done, made from ``inputs`` (None: from any inputs); None if it
-        is not done. The file is read once. Raises DataError."""
-        entry, path = self._promise(stage, inputs), self.file(stage)
-        if entry is None or not path.is_file():
-            return None
-        with self._as_written(path):
-            content = path.read_bytes()
-            if entry["sha256"] != hashlib.sha256(content).hexdigest():
-                return None
-            with _opened(io.BytesIO(content), path) as lines:
-                return [json.loads(line) for line in lines]
+        is not done."""
+        return self.first(stage, None) if self.done(stage, inputs) else None
 
     def read(self, stage: str) -> list[Line]:
         """Return the lines of a stage that is done. Raises DataError if it is not."""
@@ -130,17 +142,11 @@ class RoundFolder:
             raise self.not_as_written(self.file(stage))
         return lines
 
-    def first(self, stage: str, count: int) -> list[Line]:
-        """Return at most ``count`` lines of a stage that is done, for display. The rest of the file is
-        neither read nor checked. Raises DataError."""
-        entry, path = self._promise(stage), self.file(stage)
-        if entry is None:
-            raise self.not_as_written(path)
-        with self._as_written(path), path.open("rb") as stream, _opened(stream, path) as lines:
-            first_lines = [json.loads(line) for line in itertools.islice(lines, count)]
-            if len(first_lines) < min(count, entry["lines"]):
-                raise ValueError("lines are missing")
-        return first_lines
+    def first(self, stage: str, count: int | None) -> list[Line]:
+        """Return at most ``count`` lines of a stage that is done (None: all)."""
+        path = self.file(stage)
+        with path.open("rb") as stream, _opened(stream, path) as lines:
+            return [json.loads(line) for line in itertools.islice(lines, count)]
 
     def groups(self) -> list[Group]:
         """Return the groups that are trained on. Raises DataError."""
@@ -153,28 +159,6 @@ class RoundFolder:
             f"delete {self.path} and resume from a checkpoint before it, or start the run afresh with "
             "overwrite=true"
         )
-
-    @contextmanager
-    def _as_written(self, path: Path) -> Iterator[None]:
-        """Raise DataError in place of the errors of reading a damaged file."""
-        try:
-            yield
-        except (OSError, EOFError, ValueError, zlib.error) as error:
-            raise self.not_as_written(path, error) from error
-
-
-def _is_record(content: Any) -> bool:
-    """Return whether ``round.json`` is valid: an object whose stages, if any, are recorded as
-    ``RoundFolder.write`` does."""
-    stages = content.get("stages", {}) if isinstance(content, dict) else None
-    return isinstance(stages, dict) and all(
-        isinstance(entry, dict)
-        and "inputs" in entry
-        and isinstance(entry.get("lines"), int)
-        and isinstance(entry.get("sha256"), str)
-        and isinstance(entry.get("file", ""), str)
-        for entry in stages.values()
-    )
 
 
 class _Summed(io.RawIOBase):
@@ -191,16 +175,13 @@ class _Summed(io.RawIOBase):
         return self.stream.write(content)
 
 
-def _write_lines(lines: Iterable[Line | str], stream: _Summed, compress: bool) -> int:
-    """Write the lines and return their number. The same lines give the same bytes: a compressed file contains
-    neither its name nor the time."""
-    count = 0
+def _write_lines(lines: Iterable[Line | str], stream: _Summed, compress: bool) -> None:
+    """Write the lines. The same lines give the same bytes: a compressed file contains neither its name nor
+    the time."""
     with gzip.GzipFile("", "wb", LEVEL, stream, mtime=0) if compress else nullcontext(stream) as into:
         for line in lines:
             text = line if isinstance(line, str) else json.dumps(line, ensure_ascii=False)
             into.write((text + "\n").encode())
-            count += 1
-    return count
 
 
 def _opened(stream: BinaryIO, path: Path) -> BinaryIO | gzip.GzipFile:

@@ -276,23 +276,20 @@ def score_samples(reward: Reward, sampled: list[SampledPrompt]) -> list[list[flo
 
 def samples_table(folder: RoundFolder) -> list[list[Any]]:
     """Return rows of (prompt, completion, reward, tokens, finished) of the round's first contexts, for the
-    tracker. Raises DataError."""
+    tracker."""
     scores = folder.first("scores", _SHOWN_CONTEXTS)
     samples = folder.first("samples", _SHOWN_CONTEXTS)
-    try:
-        return [
-            [
-                line["prompt"][-1]["content"],
-                completion["text"],
-                value,
-                len(completion["token_ids"]),
-                completion["finished"],
-            ]
-            for line, scored in zip(samples, scores, strict=True)
-            for completion, value in zip(line["completions"], scored["scores"], strict=True)
+    return [
+        [
+            line["prompt"][-1]["content"],
+            completion["text"],
+            value,
+            len(completion["token_ids"]),
+            completion["finished"],
         ]
-    except (LookupError, TypeError, ValueError) as error:  # these lines were read without their checksum
-        raise folder.not_as_written(folder.path, f"its samples or scores: {error!r}") from error
+        for line, scored in zip(samples, scores, strict=True)
+        for completion, value in zip(line["completions"], scored["scores"], strict=True)
+    ]
 
 
 TABLE_COLUMNS = ("prompt", "completion", "reward", "tokens", "finished")

@@ -219,8 +219,8 @@ def test_a_commit_of_the_hub_says_its_files_and_an_unread_file_has_its_digest(
     assert file_inputs(config)["model.name_or_path"] == before["model.name_or_path"]
     os.utime(local / "config.json", (1, 1))
     assert file_inputs(config)["model.name_or_path"] == {"config.json": "read"}
-    (tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "step_00000001" / "state.json").write_text(json.dumps({"inputs": before}))
+    (checkpoint := tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)
+    (checkpoint / "state.json").write_text(json.dumps({"inputs": before, "progress": {"step": 1}}))
     (hub / "snapshots" / "a1" / "further.json").write_text("fetched later")
     reward = {key: value for key, value in file_inputs(config).items() if key.startswith("reward.c")}
     check_inputs(tmp_path, config, reward)

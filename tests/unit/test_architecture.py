@@ -53,7 +53,7 @@ BUDGETS = {
     "trainers": 2_695,
     "reports": 2_190,
     "rollouts": 6_402,
-    "jobs": 4_944,
+    "jobs": 4_969,
     "evals": 1_691,
     "launch": 3_193,
     "benchmarks": 1_338,
