@@ -101,25 +101,25 @@ def sample(monkeypatch):
     monkeypatch.setattr(table, "removed", lambda: dict.fromkeys(GONE, SAID))
 
 
+TYPED = {
+    "old=1": "old=1: is gone: it was a number; instead: nothing; the last commit",
+    "++old=1": "old=1: is gone",
+    "old.part=2": "old.part=2: old is gone",
+    "loss=old": "loss=old: is gone",
+    "loss=dpo,old": "loss=dpo,old: loss=old is gone",
+    "loss=[dpo, old]": "loss=[dpo, old]: loss=old is gone",
+    "sampler._target_=rollouts.old.Sampler": "rollouts.old is gone",
+    "lr.old=1": "lr.old=1: is gone",
+    "data.path=sweeps/old.yaml": "sweeps/old.yaml is gone",
+}
+
+
 @pytest.mark.usefixtures("sample")
-@pytest.mark.parametrize(
-    ("word", "says"),
-    {
-        "old=1": "old=1: is gone: it was a number; instead: nothing; the last commit",
-        "++old=1": "old=1: is gone",
-        "old.part=2": "old.part=2: old is gone",
-        "loss=old": "loss=old: is gone",
-        "loss=dpo,old": "loss=dpo,old: loss=old is gone",
-        "loss=[dpo, old]": "loss=[dpo, old]: loss=old is gone",
-        "sampler._target_=rollouts.old.Sampler": "rollouts.old is gone",
-        "lr.old=1": "lr.old=1: is gone",
-        "data.path=sweeps/old.yaml": "sweeps/old.yaml is gone",
-    }.items(),
-)
-def test_a_setting_its_section_a_value_and_an_import_path_are_refused(word, says):
-    assert says in refusal(word)
-    with pytest.raises(UserError, match=re.escape(says)):
-        compose(word)
+def test_a_setting_its_section_a_value_and_an_import_path_are_refused():
+    for word, says in TYPED.items():
+        assert says in refusal(word)
+        with pytest.raises(UserError, match=re.escape(says)):
+            compose(word)
 
 
 @pytest.mark.usefixtures("sample")

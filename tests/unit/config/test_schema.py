@@ -40,17 +40,6 @@ def keys(tree, prefix=""):
         yield from keys(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [prefix + key]
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_the_yaml_and_the_schema_have_the_same_keys(file):
-    written = yaml.safe_load((ROOT / "config" / file).read_text())
-    in_yaml = {key for key in keys(written) if key.split(".")[0] not in COMPOSED | (REUSED - {file})}
-    in_yaml = {key for key in in_yaml if file == "config.yaml" or key.split(".")[0] not in REUSED}
-    own = {key for key in leaves(FILES[file]) if key.split(".")[0] not in GROUPS}
-    if file == "config.yaml":  # groups that are optional or have files of their own
-        own = {key for key in own if key.split(".")[0] not in ("reward", "sampler")}
-    assert in_yaml == own
-
-
 GROUP_FILES = {
     "model/base.yaml": ModelConfig,
     "data/_base.yaml": DataConfig,
@@ -58,10 +47,18 @@ GROUP_FILES = {
 }
 
 
-@pytest.mark.parametrize("file", GROUP_FILES)
-def test_the_groups_of_settings_have_the_keys_of_their_schema(file):
-    written = OmegaConf.to_container(OmegaConf.load(ROOT / "config" / file), resolve=False)
-    assert set(written) - COMPOSED == {key.split(".")[0] for key in leaves(GROUP_FILES[file])}
+def test_the_yaml_and_the_schema_have_the_same_keys():
+    for file, schema in FILES.items():
+        written = yaml.safe_load((ROOT / "config" / file).read_text())
+        in_yaml = {key for key in keys(written) if key.split(".")[0] not in COMPOSED | (REUSED - {file})}
+        in_yaml = {key for key in in_yaml if file == "config.yaml" or key.split(".")[0] not in REUSED}
+        own = {key for key in leaves(schema) if key.split(".")[0] not in GROUPS}
+        if file == "config.yaml":  # groups that are optional or have files of their own
+            own = {key for key in own if key.split(".")[0] not in ("reward", "sampler")}
+        assert in_yaml == own, file
+    for file, schema in GROUP_FILES.items():
+        written = OmegaConf.to_container(OmegaConf.load(ROOT / "config" / file), resolve=False)
+        assert set(written) - COMPOSED == {key.split(".")[0] for key in leaves(schema)}, file
 
 
 def test_no_default_of_the_yaml_files_stands_in_the_schema_too():
@@ -97,71 +94,60 @@ def test_a_default_that_has_a_word_is_written_as_its_word():
     assert [name for name, value in written if value is None] == ["config.schema_trainer.LossKeys.advantage"]
 
 
-def test_settings_of_a_program_stand_beside_those_of_a_run_and_a_missing_one_has_its_typed_name():
+WHOLE = {"run": None, "out": "x.jsonl", "format": "groups", "split": "train"}
+WHOLE |= {"skip": 0, "limit": None, "overwrite_out": False}
+
+
+def test_settings_of_a_program_stand_beside_those_of_a_run_and_wrong_ones_have_their_typed_names():
     given = {"in": "a.json", "out": "b.jsonl", "format": "groups", "overwrite_out": False, "lr": 1}
     stage, rest = split_settings(OmegaConf.create(given), LabelStage)
     assert (stage.samples, stage.out, stage.format) == ("a.json", "b.jsonl", "groups")
     assert rest == {"lr": 1}
-    with pytest.raises(ConfigError, match="in=") as error:
-        split_settings(OmegaConf.create(given | {"in": "???"}), LabelStage)
-    assert error.value.key == "in"
+    for schema, settings, key in [
+        (LabelStage, given | {"in": "???"}, "in"),
+        (SampleStage, WHOLE | {"format": "csv"}, "format"),
+        (SampleStage, WHOLE | {"out": "???"}, "out"),
+        (SampleStage, WHOLE | {"limit": 0}, "limit"),
+        (SampleStage, WHOLE | {"split": "dev"}, "split"),
+        (SampleStage, WHOLE | {"out": "x.json"}, "out"),
+        (SampleStage, WHOLE | {"format": "halos"}, "out"),
+    ]:
+        with pytest.raises(ConfigError, match=f"^{key}=") as error:
+            split_settings(OmegaConf.create(settings), schema)
+        assert error.value.key == key
 
 
-@pytest.mark.parametrize(
-    ("given", "key"),
-    [
-        ({"format": "csv"}, "format"),
-        ({"out": "???"}, "out"),
-        ({"limit": 0}, "limit"),
-        ({"split": "dev"}, "split"),
-        ({"out": "x.json"}, "out"),
-        ({"format": "halos"}, "out"),
-    ],
-)
-def test_what_a_stage_cannot_honour_is_refused_by_its_name(given, key):
-    whole = {"run": None, "out": "x.jsonl", "format": "groups", "split": "train"}
-    whole |= {"skip": 0, "limit": None, "overwrite_out": False}
-    with pytest.raises(ConfigError) as error:
-        split_settings(OmegaConf.create(whole | given), SampleStage)
-    assert error.value.key == key
-
-
-MODELS = sorted(
-    path.stem for path in (ROOT / "config/model").glob("*.yaml") if path.stem not in ("base", "hub")
-)
-HUB = ["model=hub", "model.name_or_path=org/name"]
+MODELS = [p.stem for p in (ROOT / "config/model").glob("*.yaml") if p.stem not in ("base", "hub")]
+HUB = "model=hub model.name_or_path=org/name"
+ROOM = {
+    HUB: 1024,
+    f"{HUB} model.max_length=3072": 2048,
+    f"{HUB} model.max_length=8192": 2048,  # the paper's, however much room there is
+    f"{HUB} model.max_prompt_length=2000": 48,
+    f"{HUB} sampler.max_tokens=100": 100,
+    "model=qwen2.5-1.5b-instruct": 2048,
+    "experiment=dpo-online": 2048,
+    "": 48,
+}
 
 
 @pytest.mark.parametrize("sampler", ["embedded", "vllm"])
-@pytest.mark.parametrize("model", [*([f"model={name}"] for name in MODELS), HUB], ids=" ".join)
+@pytest.mark.parametrize("model", [*(f"model={name}" for name in sorted(MODELS)), HUB])
 def test_the_defaults_of_every_model_go_online(model, sampler):
-    config = compose_config([*model, f"sampler={sampler}", "online=true", "reward=adder"])
+    config = compose_config([*model.split(), f"sampler={sampler}", "online=true", "reward=adder"])
     assert 1 <= config.max_tokens <= config.model.max_length - config.model.max_prompt_length
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (HUB, 1024),
-        ([*HUB, "model.max_length=3072"], 2048),
-        ([*HUB, "model.max_length=8192"], 2048),  # the paper's, however much room there is
-        ([*HUB, "model.max_prompt_length=2000"], 48),
-        ([*HUB, "sampler.max_tokens=100"], 100),
-        (["model=qwen2.5-1.5b-instruct"], 2048),
-        (["experiment=dpo-online"], 2048),
-        ([], 48),
-    ],
-)
-def test_what_is_left_behind_the_longest_prompt_and_never_more_than_the_papers(overrides, expected):
-    config = compose_config(overrides)
-    assert config.max_tokens == expected
+@pytest.mark.parametrize("words", ROOM)
+def test_what_is_left_behind_the_longest_prompt_and_never_more_than_the_papers(words):
+    config = compose_config(words.split())
+    assert config.max_tokens == ROOM[words]
     config.check_room()
 
 
 def test_one_answer_a_prompt_is_too_few_for_pairs_alone():
     """Only rounds compare a prompt's answers: sampling alone takes any number."""
-    assert compose_config(["rounds.samples=1"]).rounds.samples == 1
+    for more in ([], ["online=true", "rounds.feedback=threshold", "loss=kto"]):
+        assert compose_config(["rounds.samples=1", *more]).rounds.samples == 1
     with pytest.raises(ConfigError, match=r"rounds\.samples=1"):
         compose_config(["rounds.samples=1", "online=true"])
-    online = ["rounds.samples=1", "rounds.feedback=threshold", "loss=kto", "online=true"]
-    assert compose_config(online).rounds.samples == 1

@@ -87,32 +87,30 @@ def test_a_setting_typed_where_nothing_reads_it_is_refused_and_elsewhere_it_pass
     assert check_idle(read, [f"{typed}=3"]) == []
 
 
-@pytest.mark.parametrize(
-    ("program", "stage", "lines"),
-    [
-        (
-            "sample",
-            SampleStage(out="x.jsonl"),
-            "loss=kto lr=1 humanline=true reward=adder rounds.feedback=pair rounds={tau:1} optimizer.lr=1 "
-            "online=true n_examples=3 sync_freq=2 data.logprob_range=[0,1] "
-            "| data=x model.max_length=9 sampler=vllm sampler.top_p=1 rounds.samples=2 seed=3 out=x limit=3",
-        ),
-        (
-            "label",
-            LabelStage(samples="a", out="x.json", format="binary"),
-            "loss=grpo sampler.top_p=1 rounds.tau=1 rounds.feedback=group exp_name=x "
-            "| in=a format=binary rounds.threshold=8 reward=adder reward.function.path=a.b seed=2",
-        ),
-        ("label", LabelStage(samples="a", out="x.jsonl"), "rounds.threshold=8 | rounds.tau=1 rounds={tau:1}"),
-    ],
-)
-def test_what_only_training_reads_is_refused_by_the_other_programs_too(program, stage, lines):
-    config = compose_config(["loss=dpo"])
-    idle, read = (part.split() for part in lines.split("|"))
-    for word in idle:
+LABEL = {"samples": "a", "out": "x.json", "format": "binary"}
+PROGRAMS = [
+    (
+        SampleStage(out="x.jsonl"),
+        "loss=kto lr=1 humanline=true reward=adder rounds.feedback=pair rounds={tau:1} optimizer.lr=1 "
+        "online=true n_examples=3 sync_freq=2 data.logprob_range=[0,1]",
+        "data=x model.max_length=9 sampler=vllm sampler.top_p=1 rounds.samples=2 seed=3 out=x limit=3",
+    ),
+    (
+        LabelStage(**LABEL),
+        "loss=grpo sampler.top_p=1 rounds.tau=1 rounds.feedback=group exp_name=x",
+        "in=a format=binary rounds.threshold=8 reward=adder reward.function.path=a.b seed=2",
+    ),
+    (LabelStage(samples="a", out="x.jsonl"), "rounds.threshold=8", "rounds.tau=1 rounds={tau:1}"),
+]
+
+
+@pytest.mark.parametrize(("stage", "idle", "read"), PROGRAMS)
+def test_what_only_training_reads_is_refused_by_the_other_programs_too(stage, idle, read):
+    config, program = compose_config(["loss=dpo"]), type(stage).__name__.removesuffix("Stage").lower()
+    for word in idle.split():
         with pytest.raises(UserError, match=r"nothing would read it: (it needs|\w+\.py reads) "):
             check_idle(config, [word], program=program, stage=stage)
-    assert check_idle(config, read, program=program, stage=stage) == []
+    assert check_idle(config, read.split(), program=program, stage=stage) == []
     carried = check_idle(config, ["model=hub", "data.path=x"], program=program, stage=stage)
     assert len(carried) == 2 * (program == "label")
 

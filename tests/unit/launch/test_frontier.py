@@ -71,12 +71,9 @@ def test_the_seeds_that_a_power_needs_are_the_fewest_that_have_it():
 
 def test_a_sweep_of_arms_from_its_file(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    path = tmp_path / "arms.yaml"
-    path.write_text(
-        f"base: {{loss: dpo, runs_dir: {tmp_path}/runs}}\n"
-        "cells: {plain: {}, hl: {humanline: true}}\n"
-        "grid: {lr: [1.0e-5, 2.0e-5, 4.0e-5]}\nseeds: [1, 2]\n"
-    )
+    path, arms = tmp_path / "arms.yaml", "cells: {plain: {}, hl: {humanline: true}}\n"
+    base = f"base: {{loss: dpo, runs_dir: {tmp_path}/runs}}\ngrid: {{lr: [1.0e-5, 2.0e-5, 4.0e-5]}}\n"
+    path.write_text(f"{base}{arms}seeds: [1, 2]\n")
     for run in read_sweep(path).runs():
         lr, hl = run.settings["lr"], run.settings.get("humanline", False)
         noise = 1e-3 * run.seed * (1 + hl)
@@ -89,12 +86,8 @@ def test_a_sweep_of_arms_from_its_file(tmp_path, monkeypatch, capsys):
     assert "| plain | 3 |" in said and "equal KL: hl − plain | 0.1" in said
     assert "Power for a difference of 0.05" in said
     assert "What a distance from the start buys" in (tmp_path / "results" / "arms" / "index.html").read_text()
-    assert results.main([str(path), "--frontier", "--effects"]) == 2
-    assert results.main([str(path), "--tests", "3"]) == 2
-
-
-def test_a_sweep_without_arms_is_refused(tmp_path):
-    path = tmp_path / "no_arms.yaml"
-    path.write_text("base: {loss: dpo}\ngrid: {lr: [1.0e-5, 2.0e-5]}\nseeds: [1]\n")
+    for words in (["--frontier", "--effects"], ["--tests", "3"]):
+        assert results.main([str(path), *words]) == 2
+    path.write_text(f"{base}seeds: [1]\n")
     with pytest.raises(ConfigError, match="arms"):
         Frontier.of(read_sweep(path), [], "eval_loss")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +26,13 @@ METRIC = "eval_accuracy_sampled"
 
 
 def finish(runs: Path, name: str, value: float | None, *overrides: str, test: float | None = None) -> Path:
-    """A run folder as train.py leaves it; ``value`` None: killed after four steps."""
-    folder = runs / name
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(dump(compose_config([*overrides, f"exp_name={name}"])))
+    """A run folder as train.py leaves it; ``value`` None: killed after four steps. Runs that differ by their
+    names and seeds are composed once."""
+    (folder := runs / name).mkdir(parents=True)
+    alone = {word.partition("=")[0]: word.partition("=")[2] for word in overrides}
+    shared = [word for word in overrides if not word.startswith(("exp_name=", "seed="))]
+    own = {"exp_name": name, "seed": int(alone.get("seed", 1))}
+    (folder / "config.yaml").write_text(dump(replace(compose_config(shared), **own)))
     lines = [{"step": s, "examples": 32 * (s + 1), "loss": 1 / (s + 1)} for s in range(4)]
     lines[0][METRIC] = 0.5
     whole = "".join(json.dumps(line) + "\n" for line in lines)
@@ -38,10 +43,16 @@ def finish(runs: Path, name: str, value: float | None, *overrides: str, test: fl
         (folder / "summary.json").write_text(json.dumps(summary))
     if test is not None:
         (folder / "evals").mkdir()
-        (folder / "evals" / "test.json").write_text(
-            json.dumps({"settings": {"n": 5}, "pass@1": test, "items": [1, 2], "ok": True})
-        )
+        found = {"settings": {"n": 5}, "pass@1": test, "items": [1, 2], "ok": True}
+        (folder / "evals" / "test.json").write_text(json.dumps(found))
     return folder
+
+
+def table(tmp_path: Path, *words: str, code: int = 0) -> Path:
+    """``python -m launch.results`` of all runs; returns the folder of its files."""
+    out = tmp_path / "o"
+    assert results.main([str(tmp_path / "runs"), "--out", str(out), *words]) == code
+    return out
 
 
 @given(st.lists(st.none() | st.floats(0, 1), max_size=12))
@@ -77,14 +88,14 @@ def test_pairs_are_of_the_same_seed() -> None:
 def test_best_setting_is_chosen_on_validation_and_never_on_test(tmp_path: Path) -> None:
     for lr, validation, test in ((1e-4, 0.6, 0.1), (1e-3, 0.5, 0.9)):
         for seed in (1, 2):
-            finish(tmp_path, f"x-dpo-lr{lr}-s{seed}", validation, f"lr={lr}", f"seed={seed}", test=test)
-    cells = cells_of(of_folders([tmp_path]), ["lr"], METRIC)
+            name = f"x-dpo-lr{lr}-s{seed}"
+            finish(tmp_path / "runs", name, validation, f"lr={lr}", f"seed={seed}", test=test)
+    cells = cells_of(of_folders([tmp_path / "runs"]), ["lr"], METRIC)
     assert [(cell.name, cell.selected, len(cell.tried)) for cell in cells] == [("x-dpo", {"lr": 1e-4}, 2)]
     assert cells[0].mean("test/pass@1") == SeedMean(0.1, 0.0, 2), (
         "the better test score belongs to the setting that was not chosen"
     )
-    by_test = ["--select", "lr", "--validation", "test/pass@1", "--out", str(tmp_path / "o")]
-    assert results.main([str(tmp_path), *by_test]) == 2
+    table(tmp_path, "--select", "lr", "--validation", "test/pass@1", code=2)
 
 
 def test_unfinished_and_unstarted_runs_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,64 +137,59 @@ def test_unfinished_and_unstarted_runs_are_shown(tmp_path: Path, capsys: pytest.
     assert lines[6:] == ["6 runs: 1 finished, 1 interrupted, 3 not started, 1 failed"]
 
 
-@pytest.mark.parametrize(("words", "tests"), [("", 3), ("--tests 1", 1), ("--tests 12", 12)])
-def test_the_power_is_that_of_as_many_tests_as_are_said(tmp_path, capsys, words, tests):
+def test_the_power_is_that_of_as_many_tests_as_are_said(tmp_path, capsys):
     for k, cell in enumerate("abc"):
         for seed in (1, 2):
-            finish(tmp_path, f"x-{cell}-s{seed}", 0.5 + k * seed / 10, f"lr={k + 1}e-4", f"seed={seed}")
-    asked = [str(tmp_path), "--out", str(tmp_path / "o"), "--power", "0.2", *words.split()]
-    assert results.main(asked) == 0 and f"| power at 0.05/{tests} |" in capsys.readouterr().out
+            name = f"x-{cell}-s{seed}"
+            finish(tmp_path / "runs", name, 0.5 + k * seed / 10, f"lr={k + 1}e-4", f"seed={seed}")
+    for words, tests in (((), 3), (("--tests", "1"), 1), (("--tests", "12"), 12)):
+        table(tmp_path, "--power", "0.2", *words)
+        assert f"| power at 0.05/{tests} |" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    {
+def test_a_table_that_would_say_less_than_asked_is_refused(tmp_path, monkeypatch, capsys):
+    for folder in ("runs", "again"):
+        finish(tmp_path / folder, "a-s1", 0.5, "loss=dpo", "seed=1")
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    for words, said in {
         "runs --metric nosuch": "--metric=nosuch: is a number of no finished run; there are eval_acc",
         "runs --validation eval_nosuch": "--validation=eval_nosuch: is a number of no",
         "runs --select loss": "--select=loss: is a setting of no run; there are loss.",
         "runs --power inf": "--power=inf: is a difference above 0",
         "runs again": "runs=a-s1: and a-s1 have the same settings, seed 1 too",
         "runs --out file/x": "file/x: Not a directory",
-    }.items(),
-)
-def test_a_table_that_would_say_less_than_asked_is_refused(tmp_path, monkeypatch, capsys, words, said):
-    for folder in ("runs", "again"):
-        finish(tmp_path / folder, "a-s1", 0.5, "loss=dpo", "seed=1")
-    (tmp_path / "file").touch()
-    monkeypatch.chdir(tmp_path)
-    assert results.main(words.split()) == 2
-    assert said in (told := capsys.readouterr()).err and not told.out
+    }.items():
+        assert results.main(words.split()) == 2
+        assert said in (told := capsys.readouterr()).err and not told.out
 
 
-@pytest.mark.parametrize("letter", "=+-@")
-def test_no_cell_of_a_csv_file_is_a_formula(tmp_path: Path, letter: str) -> None:
-    """Numbers stay numbers; and the page says below "Tests" how it tested."""
-    for seed in (1, 2, 3):
-        tags = f"wandb.tags=['{letter}1+1']"
-        finish(tmp_path / "runs", f"a-s{seed}", 0.5 + seed / 50, "loss=dpo", f"seed={seed}", tags)
-        finish(tmp_path / "runs", f"b-s{seed}", 0.3 + seed / 90, "loss=kto", f"seed={seed}", tags)
-    assert results.main([str(tmp_path / "runs"), "--out", str(tmp_path / "o")]) == 0
-    files = [tmp_path / "o" / "runs.csv", tmp_path / "o" / "tests.csv"]
-    runs, tests = (list(csv.DictReader(file.open())) for file in files)
-    assert {row["wandb tags"][:4] for row in runs} == {f"'{letter}1+"}
-    assert [row["difference"][:2] for row in tests] == ["-0"]
-    assert "<h2>Tests</h2>\n<p>Tests: " in (tmp_path / "o" / "index.html").read_text()
-
-
-def test_the_table_is_the_raw_numbers(tmp_path: Path) -> None:
+def test_the_table_is_the_raw_numbers_and_no_cell_is_a_formula(tmp_path: Path) -> None:
+    """And the page says below "Tests" how it tested."""
     values = {"dpo": [0.50, 0.60, 0.70], "kto": [0.55, 0.55, 0.85]}
+    tags = {1: "['=1+1']", 2: "['+1+1']", 3: "['@1+1']"}
     for loss, scores in values.items():
         for seed, value in enumerate(scores, start=1):
-            finish(tmp_path / "runs", f"s-{loss}-s{seed}", value, f"loss={loss}", f"seed={seed}")
-    assert results.main([str(tmp_path / "runs"), "--out", str(tmp_path / "o")]) == 0
-    for row in csv.DictReader((tmp_path / "o" / "table.csv").open()):
+            words = (f"loss={loss}", f"seed={seed}", f"wandb.tags={tags[seed]}")
+            finish(tmp_path / "runs", f"s-{loss}-s{seed}", value, *words)
+    out = table(tmp_path)
+    for row in csv.DictReader((out / "table.csv").open()):
         raw = np.array(values[row["cell"].split("-")[1]])
         assert float(row[f"{METRIC} mean"]) == pytest.approx(raw.mean())
         assert float(row[f"{METRIC} se"]) == pytest.approx(raw.std(ddof=1) / math.sqrt(3))
-    page = (tmp_path / "o" / "index.html").read_text()
+    page = (out / "index.html").read_text()
     assert page.count("<svg") == 4 and page.count("All cells") == 1, "the cells, all curves, and each cell's"
-    text = (tmp_path / "o" / "table.md").read_text()
-    assert f"{stats.ttest_rel(values['kto'], values['dpo']).pvalue:.4f}" in text
+    assert "<h2>Tests</h2>\n<p>Tests: " in page
+    p = stats.ttest_rel(values["kto"], values["dpo"]).pvalue
+    assert f"{p:.4f}" in (out / "table.md").read_text()
+    runs = list(csv.DictReader((out / "runs.csv").open()))
+    assert [row["wandb tags"][:4] for row in runs] == ["'=1+", "'+1+", "'@1+"] * 2
+    (out / "table.csv").unlink()
+    (out / "thesis").write_text("mine")
+    (out / "table.csv").symlink_to(out / "thesis")
+    results.write_csv(out / "table.csv", [["a", "-x"], [-1, 0.5]])
+    assert (out / "table.csv").read_bytes() == b"a,'-x\r\n-1,0.5\r\n"
+    assert (out / "thesis").read_text() == "mine"
 
 
 def test_cells_that_were_not_measured_alike_are_told_apart(tmp_path: Path) -> None:
@@ -191,33 +197,23 @@ def test_cells_that_were_not_measured_alike_are_told_apart(tmp_path: Path) -> No
     for name, words in {"a-s1": (), "b-s1": few, "c-s1": few, "d-s1": ("n_eval_prompts=2",)}.items():
         value = None if name == "d-s1" else 0.5
         finish(tmp_path / "runs", name, value, "seed=1", f"lr=1e-{ord(name[0]) - 94}", *words)
-    assert results.main([str(tmp_path / "runs"), "--out", str(tmp_path / "o")]) == 0
+    out = table(tmp_path)
     split, prompts = "data.eval_split is None in a, test in b, c", "n_eval_prompts is None in a, 4 in b, c"
-    told = f"Not measured alike: {split}; {prompts}."
     for file in ("table.md", "index.html"):
-        assert told in (tmp_path / "o" / file).read_text()
-    alike = [str(tmp_path / "runs" / name) for name in ("b-s1", "c-s1")]
-    assert results.main([*alike, "--out", str(tmp_path / "o")]) == 0
-    assert "Not measured alike" not in (tmp_path / "o" / "table.md").read_text()
+        assert f"Not measured alike: {split}; {prompts}." in (out / file).read_text()
+    for name in ("a-s1", "d-s1"):
+        shutil.rmtree(tmp_path / "runs" / name)
+    assert "Not measured alike" not in (table(tmp_path) / "table.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "summary.json", "metrics.jsonl", "evals/test.json"])
 @pytest.mark.parametrize("content", [b"", b'{"a": \xff}\n'])
-def test_a_damaged_file_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes
-) -> None:
+def test_a_damaged_file_is_named(tmp_path: Path, capsys, content: bytes) -> None:
     folder = finish(tmp_path / "runs", "s-s1", 0.5, "seed=1", test=0.5)
-    (folder / name).write_bytes(content)
-    whole = name == "metrics.jsonl" and content == b""  # a run that ended before its first step
-    given = [str(tmp_path / "runs"), "--out", str(tmp_path / "o")]
-    assert results.main(given) == (0 if whole else 2)
-    said = ", line 1 is not a line of metrics" if name == "metrics.jsonl" else " is damaged"
-    assert whole or f"{folder / name}{said}" in capsys.readouterr().err
-
-
-def test_a_table_takes_the_place_of_a_link_and_its_target_stays(tmp_path: Path) -> None:
-    (tmp_path / "thesis").write_text("mine")
-    (tmp_path / "table.csv").symlink_to(tmp_path / "thesis")
-    results.write_csv(tmp_path / "table.csv", [["a", "=1"], [1, 0.5]])
-    assert (tmp_path / "table.csv").read_bytes() == b"a,'=1\r\n1,0.5\r\n"
-    assert (tmp_path / "thesis").read_text() == "mine"
+    for name in ("config.yaml", "summary.json", "metrics.jsonl", "evals/test.json"):
+        sound = (folder / name).read_bytes()
+        (folder / name).write_bytes(content)
+        whole = name == "metrics.jsonl" and content == b""  # a run that ended before its first step
+        table(tmp_path, code=0 if whole else 2)
+        said = ", line 1 is not a line of metrics" if name == "metrics.jsonl" else " is damaged"
+        assert whole or f"{folder / name}{said}" in capsys.readouterr().err
+        (folder / name).write_bytes(sound)

@@ -9,10 +9,8 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from common.errors import ConfigError
 from launch.grid import Run
@@ -42,23 +40,10 @@ def options(text: str) -> dict[str, str]:
 
 
 def test_eight_nodes_of_eight_gpus(tmp_path: Path) -> None:
-    job = make_job(
-        {
-            "nodes": 8,
-            "gpus_per_node": 8,
-            "partition": "gpu",
-            "account": "lab",
-            "constraint": "h100",
-            "mem": "900G",
-            "time": "2-00:00:00",
-            "running_at_once": 2,
-            "modules": ["cuda/12.8"],
-            "container": "apptainer exec --nv a.sif",
-            "offline": True,
-            "hf_home": "/cache dir",
-            "environment": {"NCCL_DEBUG": "WARN"},
-        }
-    )
+    sizes = {"nodes": 8, "gpus_per_node": 8, "mem": "900G", "time": "2-00:00:00", "running_at_once": 2}
+    places = {"partition": "gpu", "account": "lab", "constraint": "h100", "modules": ["cuda/12.8"]}
+    places |= {"container": "apptainer exec --nv a.sif", "offline": True, "hf_home": "/cache dir"}
+    job = make_job(sizes | places | {"environment": {"NCCL_DEBUG": "WARN"}})
     fewer = make_job({"nodes": 2, "ranks_per_node": 6, "gpus_per_node": 8})  # the others are a sampler's
     assert (job.world_size, fewer.world_size) == (64, 12)
     text = script(job, "s", RUNS, tmp_path)
@@ -74,35 +59,6 @@ def test_eight_nodes_of_eight_gpus(tmp_path: Path) -> None:
     assert text.index("#SBATCH") < text.index("case") and "\n#SBATCH" not in text[text.index("case") :], (
         "sbatch stops at the first command"
     )
-
-
-@pytest.mark.parametrize(
-    "job",
-    [
-        Job(),
-        Job(nodes=2, gpus_per_node=0),
-        Job(retries=0, container="c", srun=["--x=a b"], setup=["a", "b"]),
-    ],
-)
-def test_the_script_is_a_sound_shell_script_that_gives_each_task_its_run(tmp_path: Path, job: Job) -> None:
-    runs = [*RUNS, HOSTILE]
-    text = script(job, "s", runs, tmp_path / "a folder")
-    checked = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
-    assert (checked.returncode, checked.stderr) == (0, "")
-    case = text[text.index("case") : text.index("esac") + 4]
-    for task, run in enumerate(runs):
-        environment = os.environ | {"SLURM_ARRAY_TASK_ID": str(task)}
-        told = subprocess.run(
-            ["bash", "-c", case + '\nprintf "%s\\n" "$name" "${run[@]}"'],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.splitlines()
-        assert told == [run.name, *command(run)], "what bash makes of it is what the run asks for"
-
-
-def test_no_gpus_asked_for_without_gpus_and_one_node_needs_no_names(tmp_path: Path) -> None:
     text = script(Job(gpus_per_node=0), "s", RUNS, tmp_path)
     assert "gpus-per-node" not in options(text) and "MASTER_ADDR=127.0.0.1" in text
     named = Job(nodes=2, environment={"MASTER_ADDR": "head"})
@@ -110,42 +66,52 @@ def test_no_gpus_asked_for_without_gpus_and_one_node_needs_no_names(tmp_path: Pa
     assert asked == [True, False] and "scontrol show hostnames" not in text
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"gpus": 8}, "gpus_per_node"),
-        ({"ranks_per_node": 4, "gpus_per_node": 2}, "above"),
-        ({"time": "0:05:00"}, "longer"),
-        ({"time": 3600}, "quote"),
-        ({"partition": "gpu\ntouch x"}, "one line"),
-        ({"sbatch": ["--comment=a\ntouch x"]}, "one line"),
-        ({"environment": {"A=1; touch x": "1"}}, "name"),
-        ({"environment": {"HF_TOKEN": "plain7"}}, r"^slurm\.environment=\['HF_TOKEN'\]: would be"),
-        ({"setup": ["if [ -d x ]; then"]}, "block"),
-        ({"setup": ["echo \\"]}, "backslash"),
-    ],
-)
-def test_jobs_that_make_no_sense_are_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        make_job(settings)
+JOBS = [
+    *(Job(), Job(nodes=2, gpus_per_node=0)),
+    Job(retries=0, container="c", srun=["--x=a b"], setup=["a", "b"]),
+]
 
 
-def test_slurms_times() -> None:
-    times = {"90": 5400, "1:30": 90, "12:00:00": 43200, "2-0": 172800, "1-12:30": 131400, "1-00:00:01": 86401}
-    assert {text: seconds(text) for text in times} == times
+@pytest.mark.parametrize("job", JOBS)
+def test_the_script_is_a_sound_shell_script_that_gives_each_task_its_run(tmp_path: Path, job: Job) -> None:
+    runs = [*RUNS, HOSTILE]
+    text = script(job, "s", runs, tmp_path / "a folder")
+    checked = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    words = ["bash", "-c", text[text.index("case") : text.index("esac") + 4]]
+    words[2] += '\nprintf "%s\\n" "$name" "${run[@]}"'
+    for task, run in enumerate(runs):
+        env = os.environ | {"SLURM_ARRAY_TASK_ID": str(task)}
+        told = subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
+        assert told == [run.name, *command(run)], "what bash makes of it is what the run asks for"
 
 
-def test_the_example_site_explains_every_setting_and_is_valid() -> None:
-    path = ROOT / "launch" / "sites" / "example.yaml"
-    settings = read_site(path)
+REFUSED = [
+    ({"gpus": 8}, "gpus_per_node"),
+    ({"ranks_per_node": 4, "gpus_per_node": 2}, "above"),
+    ({"time": "0:05:00"}, "longer"),
+    ({"time": 3600}, "quote"),
+    ({"partition": "gpu\ntouch x"}, "one line"),
+    ({"sbatch": ["--comment=a\ntouch x"]}, "one line"),
+    ({"environment": {"A=1; touch x": "1"}}, "name"),
+    ({"environment": {"HF_TOKEN": "plain7"}}, r"^slurm\.environment=\['HF_TOKEN'\]: would be"),
+    ({"setup": ["if [ -d x ]; then"]}, "block"),
+    ({"setup": ["echo \\"]}, "backslash"),
+]
+TIMES = {"90": 5400, "1:30": 90, "12:00:00": 43200, "2-0": 172800, "1-12:30": 131400, "1-00:00:01": 86401}
+
+
+def test_jobs_that_make_no_sense_are_refused_and_the_example_site_explains_every_setting() -> None:
+    for settings, said in REFUSED:
+        with pytest.raises(ConfigError, match=said):
+            make_job(settings)
+    assert {text: seconds(text) for text in TIMES} == TIMES
+    settings = read_site(ROOT / "launch" / "sites" / "example.yaml")
     assert set(settings) == set(vars(Job())), "every setting is shown once"
-    make_job(settings)
-    assert OmegaConf.load(path).gpus_per_node == 8
+    assert make_job(settings).gpus_per_node == 8
 
 
-def test_submissions_are_remembered_and_the_queue_is_told_by_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_submissions_are_remembered_and_the_queue_is_told_by_run(tmp_path: Path, monkeypatch) -> None:
     queue = "printf '41_1 RUNNING\\n41_2 PENDING\\n7_0 RUNNING\\n'"
     fakes(tmp_path, monkeypatch, scontrol="echo 'MaxArraySize    = 1001'", sbatch="echo 41", squeue=queue)
     assert queued(tmp_path) == {}
@@ -154,6 +120,17 @@ def test_submissions_are_remembered_and_the_queue_is_told_by_run(
         "another sweep's jobs are not ours"
     )
     assert shlex.join(command(RUNS[0])) in (tmp_path / "slurm" / "41.sh").read_text()
+
+
+def test_an_array_that_is_refused_says_what_was_submitted_before_it(tmp_path: Path, monkeypatch) -> None:
+    """More runs than a user may submit, or than fit into one array."""
+    once = f"[ -e {tmp_path}/once ] && {{ echo too many jobs >&2; exit 1; }}; touch {tmp_path}/once; echo 7"
+    fakes(tmp_path, monkeypatch, scontrol="echo 'MaxArraySize = 2'", sbatch=once)
+    with pytest.raises(SlurmError, match=r"2 of 3 runs were submitted, as 7; .*too many jobs"):
+        submit(Job(running_at_once=1), "s", RUNS, tmp_path)
+    assert submitted(tmp_path) == {"7_0": RUNS[0].name, "7_1": RUNS[1].name}
+    assert "dependency" not in options((tmp_path / "slurm" / "7.sh").read_text())
+    assert options((tmp_path / "slurm" / "array.sh").read_text())["dependency"] == "afterany:7"
 
 
 def fakes(folder: Path, monkeypatch: pytest.MonkeyPatch, **commands: str) -> None:
@@ -165,22 +142,7 @@ def fakes(folder: Path, monkeypatch: pytest.MonkeyPatch, **commands: str) -> Non
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
 
 
-def test_an_array_that_is_refused_says_what_was_submitted_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More runs than a user may submit, or than fit into one array."""
-    once = f"[ -e {tmp_path}/once ] && {{ echo too many jobs >&2; exit 1; }}; touch {tmp_path}/once; echo 7"
-    fakes(tmp_path, monkeypatch, scontrol="echo 'MaxArraySize = 2'", sbatch=once)
-    with pytest.raises(SlurmError, match=r"2 of 3 runs were submitted, as 7; .*too many jobs"):
-        submit(Job(running_at_once=1), "s", RUNS, tmp_path)
-    assert submitted(tmp_path) == {"7_0": RUNS[0].name, "7_1": RUNS[1].name}
-    assert "dependency" not in options((tmp_path / "slurm" / "7.sh").read_text())
-    assert options((tmp_path / "slurm" / "array.sh").read_text())["dependency"] == "afterany:7"
-
-
-def test_a_line_torn_by_a_kill_is_named_and_a_record_is_written_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_torn_by_a_kill_is_named_and_a_record_is_written_whole(tmp_path: Path, monkeypatch) -> None:
     """Without the line, runs that wait in the queue would be submitted again."""
     fakes(tmp_path, monkeypatch, scontrol="echo 'MaxArraySize = 9'", sbatch="echo 7")
     record = tmp_path / RECORD

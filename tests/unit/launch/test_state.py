@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from config.load import LOCK
 from launch.slurm import RECORD, ROOT
 from launch.state import Statuses, last_words
@@ -21,33 +19,35 @@ def log_of(*lines: str) -> str:
     return "".join((start + line[1:] if line.startswith(">") else line) + "\n" for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("lines", "kind", "detail"),
-    [
-        (
-            "error: lr=-1: too low|srun: error: n1: task 0: Exited|>exit code 2",
-            "failed",
-            "error: lr=-1: too low",
-        ),
-        ("Traceback …|torch.OutOfMemoryError: CUDA|cleaning up|>exit code 1", "failed", "MemoryError: CUDA"),
-        ("Killed|>exit code 137", "failed", "Killed"),
-        (">exit code -9", "failed", "exit code -9"),
-        (">failed before training (exit code 127): module load x|>exit code 1", "failed", "module load x"),
-        ("saved|>exit code 75", "interrupted", ""),
-        (">Slurm ends this job|RuntimeError: broken pipe|>exit code 1", "interrupted", ""),
-        ("step 3", "interrupted", ""),
-        ("ValueError: old|>exit code 1|>on n2|step 3", "interrupted", ""),
-        (
-            "RuntimeError: lost|>exit code 1|>failed: trying again|OSError: gone|>exit code 1",
-            "failed",
-            "OSError: gone",
-        ),
-    ],
-)
-def test_what_a_log_says(tmp_path: Path, lines: str, kind: str, detail: str) -> None:
-    (tmp_path / "s-a-s1.7.out").write_text(log_of(">on n1", *lines.split("|")))
-    found = Statuses(tmp_path).of("s-a-s1", tmp_path / "s-a-s1")
-    assert found.kind == kind and found.detail.endswith(detail) and found.log == tmp_path / "s-a-s1.7.out"
+LOST = "RuntimeError: lost|>exit code 1|>failed: trying again|OSError: gone|>exit code 1"
+LOGS = {
+    "error: lr=-1: low|srun: error: n1: task 0: Exited|>exit code 2": ("failed", "error: lr=-1: low"),
+    "Traceback …|torch.OutOfMemoryError: CUDA|cleaning up|>exit code 1": ("failed", "MemoryError: CUDA"),
+    "Killed|>exit code 137": ("failed", "Killed"),
+    ">exit code -9": ("failed", "exit code -9"),
+    ">failed before training (exit code 127): module load x|>exit code 1": ("failed", "module load x"),
+    "saved|>exit code 75": ("interrupted", ""),
+    ">Slurm ends this job|RuntimeError: broken pipe|>exit code 1": ("interrupted", ""),
+    "step 3": ("interrupted", ""),
+    "ValueError: old|>exit code 1|>on n2|step 3": ("interrupted", ""),
+    LOST: ("failed", "OSError: gone"),
+}
+LAST = {
+    "error: data.path=x: no such file|[rank1]: ValueError: y": "error: data.path=x: no such file",
+    "[rank1]: ValueError: y|torch.distributed.ChildFailedError: z|=====": "ValueError: y",
+    "step 3|slurmstepd-n1: error: *** STEP CANCELLED ***|": "step 3",
+    "": "",
+}
+
+
+def test_what_a_log_says(tmp_path: Path) -> None:
+    for lines, (kind, detail) in LOGS.items():
+        (tmp_path / "s-a-s1.7.out").write_text(log_of(">on n1", *lines.split("|")))
+        found = Statuses(tmp_path).of("s-a-s1", tmp_path / "s-a-s1")
+        assert found.kind == kind and found.detail.endswith(detail), lines
+        assert found.log == tmp_path / "s-a-s1.7.out"
+    for lines, word in LAST.items():
+        assert last_words(lines.split("|") if lines else []) == word
 
 
 def test_a_run_whose_process_is_at_work_is_running(tmp_path: Path) -> None:
@@ -64,20 +64,7 @@ def test_a_run_whose_process_is_at_work_is_running(tmp_path: Path) -> None:
     assert Statuses(tmp_path).of("s-a-s1", tmp_path / "s-a-s1").kind == "failed"
 
 
-@pytest.mark.parametrize(
-    ("lines", "word"),
-    [
-        (["error: data.path=x: no such file", "[rank1]: ValueError: y"], "error: data.path=x: no such file"),
-        (["[rank1]: ValueError: y", "torch.distributed.ChildFailedError: z", "====="], "ValueError: y"),
-        (["step 3", "slurmstepd-n1: error: *** STEP CANCELLED ***", ""], "step 3"),
-        ([], ""),
-    ],
-)
-def test_words_of_several_ranks(lines: list[str], word: str) -> None:
-    assert last_words(lines) == word
-
-
-def test_what_slurm_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_slurm_says(tmp_path: Path, monkeypatch) -> None:
     """The queue before the logs, accounting for those that left no word of their end; neither where it is not
     there."""
     names = ["waits", "runs", "starved", "cancelled", "no-node", "done", "unknown", "refused"]

@@ -13,13 +13,14 @@ from reports.report import write_report
 from rollouts.verify import COLUMNS, conversation
 
 
-def rows(word, verdict=1.0, prompts=("1+1=", "2+2=", "3+3=", "4+4=", "5+5="), samples=2):
-    drawn = [("sampled", p, f"{word} {p} drawn {n}", "9", verdict) for p in prompts for n in range(samples)]
-    return drawn + [("greedy", p, f"{word} {p}", "9", verdict) for p in prompts]
+def kept(folder, step, word, verdict=1.0, prompts=("1+1=", "2+2=", "3+3=", "4+4=", "5+5=")):
+    rows = [("sampled", p, f"{word} {p} drawn {n}", "9", verdict) for p in prompts for n in range(2)]
+    rows += [("greedy", p, f"{word} {p}", "9", verdict) for p in prompts]
+    keep_answers(folder, step, COLUMNS, rows)
 
 
-def kept(folder, step, word, **given):
-    keep_answers(folder, step, COLUMNS, rows(word, **given))
+def steps(folder):
+    return [line["step"] for line in read_answers(folder / FILE)]
 
 
 def test_the_ends_of_a_run_are_compared_by_prompt(tmp_path):
@@ -33,13 +34,15 @@ def test_the_ends_of_a_run_are_compared_by_prompt(tmp_path):
     assert found[0].reference == "9"
 
 
-def test_what_a_killed_run_left_of_later_steps_goes(tmp_path):
+@pytest.mark.parametrize("separator", ["\n", "\u2028", "\u2029", "\x85", "\x0c"])
+def test_what_a_killed_run_left_of_later_steps_goes_and_no_line_separator_erases_more(tmp_path, separator):
     for step in (0, 10, 20, 30):
-        kept(tmp_path, step, f"life one, {step}")
+        kept(tmp_path, step, f"life{separator}one, {step}")
     kept(tmp_path, 20, "life two")
-    lines = read_answers(tmp_path / FILE)
-    assert sorted({line["step"] for line in lines}) == [0, 10, 20]
-    assert all(line["answer"].startswith("life two") for line in lines if line["step"] == 20)
+    assert {*steps(tmp_path)} == {0, 10, 20}
+    later = [line["answer"] for line in read_answers(tmp_path / FILE) if line["step"] == 20]
+    assert len(later) == 15 and all(answer.startswith("life two") for answer in later)
+    assert before_and_after(tmp_path)[0].before.split() == ["life", "one,", "0", "1+1=", "(1)"]
 
 
 @pytest.mark.parametrize("text", [None, "", "{", '{"step": 0}\nnonsense\n', '{"a": 1}\n', "3\n"])
@@ -54,12 +57,10 @@ def test_a_file_that_is_not_there_or_damaged_shows_nothing(tmp_path, text):
 
 def test_a_damaged_line_costs_no_other_and_is_said(tmp_path, capsys):
     kept(tmp_path, 0, "old")
-    good = (tmp_path / FILE).read_bytes()
-    bad = good.replace(b"old 2+2= drawn 0", b"old 2+2=\xffdrawn 0")
+    bad = (tmp_path / FILE).read_bytes().replace(b"old 2+2= drawn 0", b"old 2+2=\xffdrawn 0")
     (tmp_path / FILE).write_bytes(bad)
     kept(tmp_path, 10, "new")
-    steps = [line["step"] for line in read_answers(tmp_path / FILE)]
-    assert (steps.count(0), steps.count(10)) == (14, 15)
+    assert (steps(tmp_path).count(0), steps(tmp_path).count(10)) == (14, 15)
     assert (tmp_path / f"{FILE}.damaged").read_bytes() == bad
     assert f"{tmp_path / FILE}: 1 of its lines are damaged" in capsys.readouterr().out
 
@@ -74,32 +75,17 @@ def test_the_terminal_gets_one_line_each_with_the_verdict_at_its_end(tmp_path):
     assert all("\n" not in line and len(line) < 180 for line in said)
 
 
-def test_the_report_shows_texts_as_texts(tmp_path):
-    (tmp_path / "summary.json").write_text(json.dumps({"before": {}, "after": {}}))
-    for step in (0, 9):
-        keep_answers(tmp_path, step, COLUMNS, [("greedy", "<b>why</b>?", f"<i>{step}</i>", "ß & co", 0.5)])
-    page = write_report(tmp_path).read_text(encoding="utf-8")
-    assert "&lt;b&gt;why&lt;/b&gt;?" in page and "&lt;i&gt;9&lt;/i&gt; (0.5)" in page and "ß &amp; co" in page
-
-
-def test_a_conversation_is_shown_from_its_first_turn_to_its_last(tmp_path):
-    said = [
-        ("system", "You help."),
-        ("user", "My cup broke."),
-        ("assistant", "Which? " * 300),
-        ("user", "99028."),
-    ]
-    prompt = conversation(Prompt(tuple(Turn(*turn) for turn in said)))
+def test_the_report_shows_texts_as_texts_and_a_conversation_from_first_turn_to_last(tmp_path):
+    said = [("system", "You help."), ("user", "My cup broke."), ("assistant", "Which? " * 300)]
+    prompt = conversation(Prompt(tuple(Turn(*turn) for turn in [*said, ("user", "99028.")])))
     assert conversation(Prompt((Turn("user", "1+1="),))) == "1+1="
     keep_answers(tmp_path, 0, COLUMNS, [("read", prompt, "Thank you.", None, None)])
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert re.search(r"<td>system: You help. user: My cup broke. .* … .* user: 99028.</td>", page)
     assert "each with its verdict" not in page and "<th>so far</th>" in page
-
-
-@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0c"])
-def test_a_line_separator_within_an_answer_erases_nothing(tmp_path, separator):
-    for step, word in ((0, f"old{separator}line"), (10, "middle"), (20, "new")):
-        kept(tmp_path, step, word)
-    assert sorted({line["step"] for line in read_answers(tmp_path / FILE)}) == [0, 10, 20]
-    assert before_and_after(tmp_path)[0].before.startswith(f"old{separator}line")
+    (tmp_path / FILE).unlink()
+    (tmp_path / "summary.json").write_text(json.dumps({"before": {}, "after": {}}))
+    for step in (0, 9):
+        keep_answers(tmp_path, step, COLUMNS, [("greedy", "<b>why</b>?", f"<i>{step}</i>", "ß & co", 0.5)])
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "&lt;b&gt;why&lt;/b&gt;?" in page and "&lt;i&gt;9&lt;/i&gt; (0.5)" in page and "ß &amp; co" in page

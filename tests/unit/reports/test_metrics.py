@@ -61,21 +61,18 @@ def test_lines_without_room_wait_and_are_written_when_there_is_some(tmp_path_fac
 # -- changed while it is written -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda path: path.write_bytes(b""), "steps 0 to 4 are gone"),
-        (lambda path: path.unlink(), "steps 0 to 6 are gone"),  # what came after it went with it
-        (lambda path: path.write_text('{"step": 1}\nxx\n{"step": 1}\n'), "steps 0, 2 to 4 are gone"),
-        (lambda path: path.write_bytes(path.read_bytes() * 2), "no line is missing"),
-    ],
-    ids=["zeroed", "removed", "garbled", "doubled"],
-)
-def test_a_file_that_something_else_changes_is_repaired_and_what_is_missing_said(
-    tmp_path, capsys, damage, said
-):
+DAMAGE = {
+    "steps 0 to 4 are gone": lambda path: path.write_bytes(b""),
+    "steps 0 to 6 are gone": lambda path: path.unlink(),  # what came after it went with it
+    "steps 0, 2 to 4 are gone": lambda path: path.write_text('{"step": 1}\nxx\n{"step": 1}\n'),
+    "no line is missing": lambda path: path.write_bytes(path.read_bytes() * 2),
+}
+
+
+@pytest.mark.parametrize("said", DAMAGE)
+def test_a_file_that_something_else_changes_is_repaired_and_what_is_missing_said(tmp_path, capsys, said):
     file = filled(tmp_path / METRICS, 5)
-    damage(tmp_path / METRICS)
+    DAMAGE[said](tmp_path / METRICS)
     file.append({"step": 5})
     file.append({"step": 6})
     file.settle()
@@ -129,24 +126,18 @@ def test_a_run_that_goes_on_has_the_lines_of_its_checkpoint_whatever_became_of_i
     assert steps(path) == list(range(before + 1))
 
 
-def test_an_unfinished_interval_has_no_line_after_going_on(tmp_path):
+def test_an_unfinished_interval_has_no_line_after_going_on_and_from_its_start_nothing_has(tmp_path):
     """Diagnostics, asked to stop before step 4, gone on with, and killed once the interval's line was
     written."""
-    file = LineFile(tmp_path / DIAGNOSTICS, fresh=True)
-    file.append({"step": -1})
-    file.append({"step": 1, "first_step": 0})
     (tmp_path / "checkpoint").mkdir()
-    LineFile(tmp_path / METRICS, fresh=True).copy_to(tmp_path / "checkpoint")
-    file.copy_to(tmp_path / "checkpoint")
+    file, metrics = LineFile(tmp_path / DIAGNOSTICS, fresh=True), LineFile(tmp_path / METRICS, fresh=True)
+    for line in ({"step": -1}, {"step": 1, "first_step": 0}):
+        file.append(line)
+    metrics.append({"step": 0})
+    for one in (file, metrics):
+        one.copy_to(tmp_path / "checkpoint")
     file.append({"step": 3, "first_step": 2})
     restore(tmp_path, tmp_path / "checkpoint", 4)
-    assert steps(tmp_path / DIAGNOSTICS) == [-1, 1]
-
-
-def test_a_run_that_goes_on_from_its_start_forgets_what_was_done(tmp_path):
-    (tmp_path / "checkpoint").mkdir()
-    for name in (METRICS, DIAGNOSTICS):
-        (tmp_path / name).write_text('{"step": -1}\n{"step": 0}\n')
-        (tmp_path / "checkpoint" / name).write_text('{"step": -1}\n')
+    assert steps(tmp_path / DIAGNOSTICS) == [-1, 1] and steps(tmp_path / METRICS) == [0]
     restore(tmp_path, tmp_path / "checkpoint", 0)
     assert steps(tmp_path / METRICS) == steps(tmp_path / DIAGNOSTICS) == []

@@ -15,18 +15,12 @@ from common.secrets import scrub
 from reports.model_card import write_model_card
 
 REVISION = "5f0b02c75b57c5855da9ae460ce51323ea669d8a"
+MODEL = {"name_or_path": "meta-llama/Meta-Llama-3-8B-Instruct", "revision": REVISION, "batch_size": 64}
 CONFIG = {
     **{"seed": 7, "humanline": True, "online": True, "sync_freq": 4, "lr": 5e-6},
     **{"log_epsilon_P": -1.5, "log_epsilon_R": 1.25},
     "loss": {"name": "kto", "_target_": "trainers.losses.kto.kto", "beta": 0.25, "desirable_weight": 1.1},
-    "model": {
-        "name_or_path": "meta-llama/Meta-Llama-3-8B-Instruct",
-        "revision": REVISION,
-        "batch_size": 64,
-        "tokenizer_name_or_path": "a/tokenizer",
-        "use_peft": True,
-        "peft": {"lora_r": 16},
-    },
+    "model": MODEL | {"tokenizer_name_or_path": "a/tokenizer", "use_peft": True, "peft": {"lora_r": 16}},
     "data": {"name": "ultrafeedback", "path": None},
 }
 SUMMARY = {
@@ -36,7 +30,7 @@ SUMMARY = {
 }
 
 
-def test_the_card_says_where_the_model_comes_from(tmp_path):
+def test_the_card_says_where_the_model_comes_from_and_no_folder_of_a_machine(tmp_path):
     path = write_model_card(tmp_path, CONFIG, SUMMARY)
     card = ModelCard.load(path)
     assert card.data.base_model == "meta-llama/Meta-Llama-3-8B-Instruct"
@@ -48,14 +42,13 @@ def test_the_card_says_where_the_model_comes_from(tmp_path):
         assert expected in card.text, expected
     assert "_target_" not in card.text
     assert "loss=kto &#124; tee log" in card.text  # a pipe would end the cell
-
-
-def test_the_card_of_a_local_base_model_does_not_point_to_the_hub(tmp_path):
     config = CONFIG | {"model": {"name_or_path": f"{Path.home()}/runs/sft/model"}}
     card = ModelCard.load(write_model_card(tmp_path, config, {}))
-    assert card.data.base_model is None
-    assert "~/runs/sft/model" in card.text
-    assert "Evaluation" not in card.text
+    assert card.data.base_model is None, "no pointer to the hub"
+    assert "~/runs/sft/model" in card.text and "Evaluation" not in card.text
+    words = f"data.path={Path.cwd()}/pairs.jsonl x=/mnt/a/b url=https://host/a/b/c c=a/b/c"
+    page = write_model_card(tmp_path, CONFIG, {"command": f"runs_dir=/scratch/ada/runs {words}"}).read_text()
+    assert "runs_dir=…/runs data.path=pairs.jsonl x=…/b url=https://host/a/b/c c=a/b/c</code>" in page
 
 
 @pytest.mark.parametrize(
@@ -80,32 +73,20 @@ def test_whatever_a_setting_says_is_shown_and_does_nothing(tmp_path, hostile):
     assert len([row for row in rows if row.startswith(("| Base model |", "| Command |"))]) == 2
 
 
-def test_no_folder_of_a_machine_gets_in(tmp_path):
-    words = f"runs_dir=/scratch/ada/runs data.path={Path.cwd()}/pairs.jsonl x=/mnt/a/b url=https://host/a/b/c c=a/b/c"  # noqa: E501
-    page = write_model_card(tmp_path, CONFIG, SUMMARY | {"command": words}).read_text(encoding="utf-8")
-    assert "runs_dir=…/runs data.path=pairs.jsonl x=…/b url=https://host/a/b/c c=a/b/c</code>" in page
-
-
 def test_values_of_secret_environment_variables_never_get_in(tmp_path, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "0123456789abcdef0123")
-    monkeypatch.setenv("WANDB_API_KEY", "f" * 40)
+    secrets = ["0123456789abcdef0123", "f" * 40]
+    monkeypatch.setenv("OPENAI_API_KEY", secrets[0])
+    monkeypatch.setenv("WANDB_API_KEY", secrets[1])
     monkeypatch.setenv("SHORT_KEY", "kto")  # too short to be one: cutting it out would cut words out
-    config = CONFIG | {"note": ["x0123456789abcdef0123x", {"deep": "f" * 40}]}
-    text = (
-        json.dumps(scrub(config))
-        + write_model_card(tmp_path, config | {"seed": "f" * 40}, SUMMARY).read_text()
-    )
-    assert "0123456789abcdef0123" not in text
-    assert "f" * 40 not in text
-    assert "kto" in text
+    config = CONFIG | {"note": [f"x{secrets[0]}x", {"deep": secrets[1]}], "seed": secrets[1]}
+    text = json.dumps(scrub(config)) + write_model_card(tmp_path, config, SUMMARY).read_text()
+    assert [secret for secret in secrets if secret in text] == [] and "kto" in text
 
 
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False),
-        lambda inner: st.lists(inner) | st.dictionaries(st.text("abc_ "), inner),
-    )
-)
+LEAF = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
+
+
+@given(st.recursive(LEAF, lambda inner: st.lists(inner) | st.dictionaries(st.text("abc_ "), inner)))
 def test_scrubbing_leaves_other_data_alone(value):
     before = copy.deepcopy(value)
     assert scrub(value) == before == value

@@ -146,26 +146,23 @@ def test_the_report_shows_what_was_trained_on_as_tables(tmp_path):
         assert expected in shown, expected
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [
-        [],
-        [line(0), line(1, None), line(2)],
-        [{"step": 0} | BEFORE, {"step": 40} | AFTER],  # evaluations alone
-        [{"step": 0, "loss": 0.3, "reference_step": None}],  # a loss without a reference
-        [line(step, 1e30) for step in range(3)],
-    ],
-    ids=["empty", "gap", "evaluations", "no reference", "huge"],
-)
+RUNS = {
+    "gap": [line(0), line(1, None), line(2)],
+    "evaluations": [{"step": 0} | BEFORE, {"step": 40} | AFTER],  # evaluations alone
+    "no reference": [{"step": 0, "loss": 0.3, "reference_step": None}],
+    "huge": [line(step, 1e30) for step in range(3)],
+}
+
+
+@pytest.mark.parametrize("lines", RUNS.values(), ids=RUNS)
 def test_any_run_can_be_reported_also_an_unfinished_one(tmp_path, lines):
     page = Page(write_report(make_run(tmp_path, lines, config=CONFIG)))
     assert "not finished" in page.text
     counts = {p: [np.isfinite(points(lines, c.key)[1]).sum() for c in p.curves] for p in PANELS}
     assert set(page.charts) == {panel.title for panel, found in counts.items() if max(found) > 1}
     for panel in (panel for panel, found in counts.items() if max(found) == 1):
-        assert re.search(rf"{panel.title}, .*step \d+\s+\S+ \({re.escape(panel.unit)}\)", page.text), (
-            panel.title
-        )
+        number = rf"{panel.title}, .*step \d+\s+\S+ \({re.escape(panel.unit)}\)"
+        assert re.search(number, page.text), panel.title
     for file in tmp_path.iterdir():
         file.unlink()
     assert "not finished" in Page(write_report(tmp_path)).text  # a folder without any file
@@ -177,14 +174,12 @@ def test_the_report_of_a_run_can_be_asked_for_later(tmp_path, capsys):
     assert report.main([str(run)]) == 0
     assert capsys.readouterr().out.strip() == str(run / "report.html")
     assert Page(run / "report.html").charts
-    assert report.main([str(tmp_path)]) == 2, "no run's folder"
+    assert report.main([str(tmp_path)]) == 2 and not (tmp_path / "report.html").exists()
     assert "is no run's folder" in capsys.readouterr().err
-    assert not (tmp_path / "report.html").exists()
     for damaged in ('{"before":', "[1]"):
         (run / "summary.json").write_text(damaged)
         assert report.main([str(run)]) == 2
         assert "summary.json: is damaged" in capsys.readouterr().err.replace("RUN=", "")
-    (run / "summary.json").unlink()
 
 
 def places(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -197,18 +192,16 @@ def places(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 SELECTED = {"range": [0.25, 1], "kept": 3, "below": 1, "above": 2}
 SAID = json.loads(json.dumps(data_report().to_dict() | {"selection": SELECTED}))
-WRONG = ("text", -0.5, [1], {"a": 1}, None)
+WRONG = ("text", -0.5, [1], {"a": 1}, None, "nothing")
 
 
-@pytest.mark.parametrize("wrong", [*WRONG, "nothing"], ids=str)
-def test_a_data_report_that_is_damaged_is_said_and_is_no_traceback(tmp_path, capsys, wrong):
+def test_a_data_report_that_is_damaged_is_said_and_is_no_traceback(tmp_path, capsys):
     """Whatever place of it is another, or missing: shown, or refused with the file's name."""
     run = make_run(tmp_path, [], data=SAID)
     (run / "run.json").write_text("{}")
-    assert report.main([str(run)]) == 0
-    refused = []
-    for place in places(SAID):
-        damaged = copy.deepcopy(SAID)
+    refused = {}
+    for number, place in enumerate(places(SAID)):
+        damaged, wrong = copy.deepcopy(SAID), WRONG[number % len(WRONG)]
         *way, last = place
         inner = functools.reduce(operator.getitem, way, damaged)
         if wrong == "nothing":
@@ -217,13 +210,12 @@ def test_a_data_report_that_is_damaged_is_said_and_is_no_traceback(tmp_path, cap
             inner[last] = wrong
         make_run(run, [], data=damaged)
         capsys.readouterr()
-        if report.main([str(run)]):
-            refused.append(place)
+        refused[place] = report.main([str(run)])
+        if refused[place]:
             said = capsys.readouterr().err
             assert said.startswith(f"error: RUN={run / 'data_report.json'}: is damaged ("), place
             assert "move it away to report the rest" in said
-    assert ("prompt_tokens", "count") in refused or isinstance(wrong, int | float)
-    assert ("example",) not in refused or not isinstance(wrong, list)
+    assert 5 < sum(map(bool, refused.values())) < len(refused)
 
 
 def test_the_trained_model_is_the_last_point_of_the_evaluations(tmp_path, monkeypatch):
@@ -250,16 +242,13 @@ def test_the_final_table_has_all_that_a_user_wants_next():
     assert all(text == text.rstrip() for text in table.splitlines())
 
 
-@pytest.mark.parametrize("folder", ["dir ü x/a", "a=b", "a(b", "a,b", "~/a", "it's", "2024_10", 'a"b\\'])
-def test_the_printed_command_names_the_folder_for_shell_and_hydra(folder):
-    table = final_table(SUMMARY | {"run_dir": folder})
-    (command,) = (line.partition("python ")[2] for line in table.splitlines() if line.startswith("answers"))
-    (word,) = (word for word in shlex.split(command) if word.startswith("run="))
-    assert OverridesParser.create().parse_override(word).value() == folder
-
-
-def test_the_final_table_links_to_symptoms_where_that_page_has_a_row():
+def test_the_printed_command_names_the_folder_for_shell_and_hydra():
+    for folder in ("dir ü x/a", "a=b", "a(b", "a,b", "~/a", "it's", "2024_10", 'a"b\\'):
+        lines = final_table(SUMMARY | {"run_dir": folder}).splitlines()
+        (command,) = (line.partition("python ")[2] for line in lines if line.startswith("answers"))
+        (word,) = (word for word in shlex.split(command) if word.startswith("run="))
+        assert OverridesParser.create().parse_override(word).value() == folder
     early = {"status": "stopped early", "stopped_early": True, "stopped_why": "callbacks.a asked for it"}
     assert "ended      stopped early: callbacks.a asked for it\n" in final_table(SUMMARY | early)
     skipped = final_table(SUMMARY | {"status": "finished", "steps": 9, "skipped_steps": 2})
-    assert re.search(r"ended .*2 of 9 updates.*\(docs/symptoms\.md\)", skipped)
+    assert re.search(r"ended .*2 of 9 updates.*\(docs/symptoms\.md\)", skipped), "that page has a row"

@@ -24,43 +24,30 @@ def read(folder: Path) -> EventAccumulator:
 
 
 def test_tensorboard_reads_what_was_told(tmp_path):
-    tracker = TensorBoard(tmp_path, CONFIG)
-    for line in LINES:
-        tracker.log(line, line["step"])
-    tracker.table("samples", ["prompt", "answer"], [["1+1", "a | b\nc"]], 4)
-    tracker.histogram("log_ratio", [1, 5, 2], [-1.0, 1.0], 4)
-    tracker.summary({"loss": 0.5})
-    tracker.finish()
-    found = read(tmp_path / "tensorboard")
-    assert set(found.Tags()["scalars"]) == {"loss", "seconds"}
-    assert [event.step for event in found.Scalars("loss")] == [0, 1, 2, 3, 4]
-    assert [event.value for event in found.Scalars("loss")] == pytest.approx([line["loss"] for line in LINES])
-    (histogram,) = found.Histograms("log_ratio")
-    assert histogram.histogram_value.num == 8 and list(histogram.histogram_value.bucket)[:3] == [1, 5, 2]
-    text = found.Tensors("samples/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert text.splitlines()[-1] == "| 1+1 | a \\| b<br>c |"
-    assert '"seed": 3' in found.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
-
-
-def test_steps_that_are_taken_again_stand_once_in_tensorboard(tmp_path):
-    for lines in (LINES, LINES[3:]):
+    """Steps that are taken again stand once; a run that only ends again takes nothing out of sight."""
+    for lines in (LINES, LINES[3:], []):
         tracker = TensorBoard(tmp_path, CONFIG)
         for line in lines:
             tracker.log(line, line["step"])
-        tracker.finish()
-    assert [event.step for event in read(tmp_path / "tensorboard").Scalars("loss")] == [0, 1, 2, 3, 4]
-
-
-def test_a_run_that_only_ends_again_takes_nothing_out_of_tensorboards_sight(tmp_path):
-    for lines in (LINES, []):
-        tracker = TensorBoard(tmp_path, CONFIG)
-        for line in lines:
-            tracker.log(line, line["step"])
+        if lines is LINES:
+            tracker.table("samples", ["prompt", "answer"], [["1+1", "a | b\nc"]], 4)
+            tracker.histogram("log_ratio", [1, 5, 2], [-1.0, 1.0], 4)
         tracker.summary({"loss": 0.5})
         tracker.finish()
-    found = read(tmp_path / "tensorboard")
-    assert [event.step for event in found.Scalars("loss")] == [0, 1, 2, 3, 4]
-    assert len(found.Tensors("summary/text_summary")) == 2
+        found = read(tmp_path / "tensorboard")
+        assert set(found.Tags()["scalars"]) == {"loss", "seconds"}
+        events = found.Scalars("loss")
+        assert [(event.step, event.value) for event in events] == [
+            (line["step"], pytest.approx(line["loss"])) for line in LINES
+        ]
+        if lines is LINES:
+            (histogram,) = found.Histograms("log_ratio")
+            values = histogram.histogram_value
+            assert values.num == 8 and list(values.bucket)[:3] == [1, 5, 2]
+            text = found.Tensors("samples/text_summary")[0].tensor_proto.string_val[0].decode()
+            assert text.splitlines()[-1] == "| 1+1 | a \\| b<br>c |"
+            settings = found.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+            assert '"seed": 3' in settings
 
 
 def test_a_tracker_without_its_package_is_refused_with_the_remedy(monkeypatch):

@@ -20,7 +20,6 @@ from reports.tracking import Tracker
 
 pytestmark = pytest.mark.usefixtures("quick_python")
 ROOT = Path(__file__).parents[3]
-OFF = WandbConfig(enabled=False)
 CONFIG = {"seed": 3, "humanline": True, "loss": {"name": "dpo", "beta": 0.1}}
 
 
@@ -35,17 +34,24 @@ def steps(run_dir: Path) -> list[int]:
     return [record["step"] for record in read_metrics(run_dir / "metrics.jsonl")]
 
 
-# -- metrics.jsonl ---------------------------------------------------------------------------------
+def test_numbers_that_json_lacks_become_null_and_a_failing_wandb_is_warned_about_once(
+    tmp_path, monkeypatch, capsys
+):
+    def refuse(*_, **__):
+        raise OSError("no space left")
 
-
-def test_numbers_that_json_lacks_become_null_and_numpy_becomes_plain(tmp_path):
-    tracker = Tracker(tmp_path, CONFIG, OFF)
+    monkeypatch.setattr("wandb.init", refuse)
+    tracker = Tracker(tmp_path, CONFIG, WandbConfig())
     kept = {"d": None, "e": True, "f": "x"}
     tracker.log({"step": np.int64(0), "a": float("nan"), "b": float("-inf"), "c": np.float32(0.5)} | kept)
+    for step in range(1, 3):
+        tracker.log({"step": step})
+    tracker.table("samples", ["a"], [["b"]], 2)
     tracker.close()
-    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    read = json.loads(line, parse_constant=pytest.fail)
-    assert read == {"step": 0, "a": None, "b": None, "c": 0.5} | kept
+    first, *_ = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    read = json.loads(first, parse_constant=pytest.fail)
+    assert read == {"step": 0, "a": None, "b": None, "c": 0.5} | kept and steps(tmp_path) == [0, 1, 2]
+    assert capsys.readouterr().err.count("warning: wandb: failed (OSError: no space left)") == 1
 
 
 # -- wandb -----------------------------------------------------------------------------------------
@@ -107,70 +113,36 @@ def keyed(items) -> dict:
     return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
 
 
-@pytest.fixture(scope="module")
-def resumed(tmp_path_factory) -> tuple[Path, list[str], str]:
-    """A run killed after three steps and resumed: (its folder, the ids of both processes, all they said)."""
-    run_dir = tmp_path_factory.mktemp("my-run")
+def test_wandb_has_every_step_config_tables_and_summary_over_a_resume(tmp_path):
+    """A run killed after three steps and resumed."""
+    run_dir = tmp_path / "my-run"
     first, said = train(run_dir, 0, 3, "")
     second, said_again = train(run_dir, 3, 5, first)
-    return run_dir, [first, second], said + said_again
-
-
-def test_wandb_has_every_step_config_tables_and_summary(resumed):
-    run_dir, _, _ = resumed
     written = [list(records(path)) for path in sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb"))]
     assert len(written) == 2
     history = [keyed(r.history.item) for run in written for r in run if r.HasField("history")]
     assert {h["step"]: h["loss"] for h in history} == {step: 1 / (step + 1) for step in range(5)}
     assert all(h["step"] == h["_step"] for h in history), "wandb's axis is the step, over the resume too"
-
     assert [h["log_ratio_chosen.values"] for h in history] == [[step, 2, 3] for step in range(5)]
     assert all(h["log_ratio_chosen.bins"] == [-2.0, -1.0, 4.0, 8.0] for h in history), "open bins are closed"
-
     (run,) = [r.run for r in written[0] if r.HasField("run")]
     config = keyed(run.config.update)
-    assert config["loss"] == {"name": "dpo", "beta": 0.1}
+    assert config["loss"] == {"name": "dpo", "beta": 0.1} and "hunter2" not in json.dumps(config)
     assert run.run_group == "dpo-offline+humanline"
     assert set(run.tags) == {"mine", "dpo", "offline+humanline"}
-    assert "hunter2" not in json.dumps(config)
-
     tables = [json.loads(p.read_text()) for p in run_dir.glob("wandb/offline-run-*/files/media/table/*.json")]
     assert [["2+2=", "5"]] in [t["data"] for t in tables]
     assert {tuple(t["columns"]) for t in tables} == {("prompt", "completion")}
     summary = json.dumps([keyed(r.summary.update) for r in written[1] if r.HasField("summary")])
     assert "eval_reward_accuracy" in summary
-
-
-def test_wandb_keeps_its_id_over_a_resume_and_its_peace(resumed):
-    run_dir, ids, said = resumed
-    assert ids[0] == ids[1]
+    assert first == second and (said + said_again).split() == [first, second], "no prompt, nothing else said"
     assert [line["step"] for line in read_metrics(run_dir / "diagnostics.jsonl")] == list(range(5))
-    assert {p.name for p in run_dir.glob("wandb/offline-run-*/*.wandb")} == {f"run-{ids[0]}.wandb"}
-    assert said.split() == ids  # nothing on the console, no prompt
+    assert {p.name for p in run_dir.glob("wandb/offline-run-*/*.wandb")} == {f"run-{first}.wandb"}
     assert not (ROOT / "wandb").exists()  # all of it in the run's folder
 
 
-def test_a_failing_wandb_is_warned_about_once(tmp_path, monkeypatch, capsys):
-    def refuse(*_, **__):
-        raise OSError("no space left")
-
-    monkeypatch.setattr("wandb.init", refuse)
-    tracker = Tracker(tmp_path, CONFIG, WandbConfig())
-    for step in range(3):
-        tracker.log({"step": step})
-    tracker.table("samples", ["a"], [["b"]], 2)
-    tracker.close()
-    assert steps(tmp_path) == [0, 1, 2]
-    assert capsys.readouterr().err.count("warning: wandb: failed (OSError: no space left)") == 1
-
-
 @pytest.mark.parametrize(
-    ("key", "why"),
-    [
-        ("a" * 40, "connection refused"),
-        ("short", "API key must have 40+ characters"),
-    ],
-    ids=["no server", "no key at all"],
+    ("key", "why"), [("a" * 40, "connection refused"), ("short", "API key must have 40+ characters")]
 )
 def test_what_keeps_a_run_from_wandb_is_said_once_and_it_is_tracked_offline(tmp_path, key, why):
     """Also where a program has turned logging down."""
