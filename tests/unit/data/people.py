@@ -6,9 +6,24 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+import yaml
+
 from config.schema_data import DataConfig
 from data.rows import Loaded, Row
 from data.sources import convert
+from data.types import Group
+
+ROWS = yaml.safe_load((Path(__file__).parent / "rows.yaml").read_text(encoding="utf-8"))
+"""Rows of every format, and of published sets."""
+
+
+def words(loaded: Loaded) -> list[tuple]:
+    """Of each group: what the turns of its prompt say, its answers, their rewards."""
+    return [words_of(group) for group in loaded.groups]
+
+
+def words_of(group: Group) -> tuple:
+    return [t.content for t in group.prompt.turns], [c.text for c in group.completions], group.rewards
 
 
 def said(*contents: str, role: str = "role", content: str = "content", names=("user", "assistant")) -> list:

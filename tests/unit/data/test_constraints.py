@@ -16,55 +16,38 @@ from rollouts.rewards.base import Missing, RewardError, make_reward
 from rollouts.rewards.constraints import fluency
 from tests.tiny import make_config
 
-CASES = {
-    "words_at_most": (2, "Two words.", "No, three words."),
-    "words_at_least": (3, "It's three words", "Well-known"),
-    "include_word": ("light", "A Light, at last", "A lighthouse"),
-    "avoid_word": ("is", "This island", "It is"),
-    "avoid_letter": ("x", "a fine day", "Xylophones"),
-    "no_comma": (None, "none here", "one, here"),
-    "first_word": ("Once", '"Once upon a time', "At once"),
-    "digits": (None, "about 3 of them", "about three of them"),
-    "bullets": (None, "Here:\n* one", "2 * 3"),
-    "title": (None, "<<Rain>>\nIt falls.", "Rain"),
-}
+CASES = [
+    ("words_at_most", 2, "Two words.", "No, three words."),
+    ("words_at_least", 3, "It's three words", "Well-known"),
+    ("include_word", "light", "A Light, at last", "A lighthouse"),
+    ("include_word", "C++", "I like C++, too.", "I like C."),
+    ("include_word", "naïve", "A naïve one", "A naïveté"),
+    ("avoid_word", "is", "This island", "It is"),
+    ("avoid_letter", "x", "a fine day", "Xylophones"),
+    ("avoid_letter", "K", "a fine day", "a kite"),
+    ("avoid_letter", "Ж", "день", "жук"),
+    ("no_comma", None, "none here", "one, here"),
+    ("first_word", "Once", '"Once upon a time', "At once"),
+    ("first_word", "C++", "C++ is old.", "C is old."),
+    ("first_word", "…so", "…so it began", "so it began"),
+    ("digits", None, "about 3 of them", "about three of them"),
+    ("bullets", None, "Here:\n* one", "2 * 3"),
+    ("title", None, "<<Rain>>\nIt falls.", "Rain"),
+]
+WRONG = [
+    *({"words_at_most": "20"}, {"words_at_most": True}, {"no_comma": False}, {"avoid_letter": None}),
+    *({"include_word": ""}, {"words_at_mst": 5}, {}, []),
+]
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
-def test_a_kind_is_met_by_what_its_words_ask_for_and_by_nothing_empty(kind: str) -> None:
-    value, right, wrong = CASES[kind]
-    assert met(right, {kind: value})[kind] and not met(wrong, {kind: value})[kind]
-    assert not any(met(" \n", {kind: value}).values())
-
-
-OWN = {
-    "include_word": [("C++", "I like C++, too.", "I like C."), ("naïve", "A naïve one", "A naïveté")],
-    "avoid_letter": [("K", "a fine day", "a kite"), ("Ж", "день", "жук")],
-    "first_word": [("C++", "C++ is old.", "C is old."), ("…so", "…so it began", "so it began")],
-}
-
-
-@pytest.mark.parametrize(("kind", "value", "right", "wrong"), [(k, *case) for k in OWN for case in OWN[k]])
-def test_own_values_are_taken_as_they_are_written(kind: str, value: str, right: str, wrong: str) -> None:
-    assert met(right, {kind: value})[kind] and not met(wrong, {kind: value})[kind]
-
-
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        {"words_at_most": "20"},
-        {"words_at_most": True},
-        {"no_comma": False},
-        {"avoid_letter": None},
-        {"include_word": ""},
-        {"words_at_mst": 5},
-        {},
-        [],
-    ],
-)
-def test_a_value_that_a_kind_cannot_have_is_no_constraint(wanted: object) -> None:
-    """A text was compared with a number, which raised TypeError; the others were met or failed by all."""
-    assert all_met(["Five words are said here."], [json.dumps(wanted)]) == [None]
+def test_a_kind_is_met_by_what_its_words_ask_for_and_by_nothing_empty() -> None:
+    """A value that a kind cannot have is no constraint."""
+    assert {kind for kind, *_ in CASES} == set(KINDS)
+    for kind, value, right, wrong in CASES:
+        assert met(right, {kind: value})[kind] and not met(wrong, {kind: value})[kind], kind
+        assert not any(met(" \n", {kind: value}).values())
+    for wanted in WRONG:
+        assert all_met(["Five words are said here."], [json.dumps(wanted)]) == [None]
 
 
 def test_prompts_are_apart_by_topic_the_same_each_time_and_ask_for_what_is_checked() -> None:

@@ -6,13 +6,11 @@ from __future__ import annotations
 import gc
 import itertools
 import tracemalloc
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,9 +30,9 @@ from data.examples import (
     with_tokens,
 )
 from data.token_cache import TokenCache
-from data.types import Completion, Example, Group, Prompt, Sequence, Turn
+from data.types import Completion, Example, Group, Prompt, Turn
 from tests.tiny import random_groups
-from tests.unit.data.test_token_cache import renderer
+from tests.unit.data.test_token_cache import plain, renderer
 
 VIEWS = (views.pairs, views.labelled, views.group_advantages, views.demonstrations)
 
@@ -67,9 +65,7 @@ def groups(draw: st.DrawFn) -> Group:
 
 def held(wanted: list[Group], view: views.View) -> tuple[list[tuple[Example, ...]], dict[str, int]]:
     """All examples at once, group by group, and why the other groups gave none."""
-    made: list[tuple[Example, ...]] = []
-    dropped: dict[str, int] = {}
-    of = renderer()
+    made, dropped, of = [], Counter(), renderer()
     for group in wanted:
         wants = view(group)
         rows = [
@@ -81,24 +77,11 @@ def held(wanted: list[Group], view: views.View) -> tuple[list[tuple[Example, ...
         ]
         bad = [row for example in rows for row in example if isinstance(row, str)]
         if not wants or bad:
-            why = bad[0] if bad else "its rewards say nothing (too few completions, or all equal)"
-            dropped[why] = dropped.get(why, 0) + 1
+            dropped[bad[0] if bad else "its rewards say nothing (too few completions, or all equal)"] += 1
         else:
-            sound = [tuple(row for row in example if isinstance(row, Sequence)) for example in rows]
             labels = [want.label for want in wants]
-            made.append(tuple(map(Example, itertools.repeat(group.prompt.id), sound, labels)))
+            made.append(tuple(map(Example, itertools.repeat(group.prompt.id), map(tuple, rows), labels)))
     return made, dropped
-
-
-def plain(made: Any) -> list[object]:
-    def values(array: np.ndarray | None) -> object:
-        return None if array is None else (array.dtype.str, array.tolist())
-
-    def row(of: Sequence) -> object:
-        extras = (of.behavior_logprobs, of.loss_mask)
-        return (values(of.prompt_ids), values(of.completion_ids), repr([values(a) for a in extras]), of.key)
-
-    return [[(e.prompt_id, e.label, [row(r) for r in e.rows]) for e in group] for group in made]
 
 
 def same(made: Examples, want: list[tuple[Example, ...]], dropped: dict[str, int]) -> None:
@@ -133,15 +116,11 @@ def test_a_table_gives_what_would_be_held(tmp_path_factory, wanted, view):
     assert plain(made.groups[1:]) == plain(want[1:])
 
 
-def pairs_of(count: int) -> Iterator[Group]:
-    for i in range(count):
-        prompt = Prompt((Turn("user", f"question {i} " + "the one " * 20),))
-        yield Group(prompt, (Completion("yes " * 40), Completion("no " * 40)), (1.0, -1.0))
-
-
 def most_memory(folder: Path, count: int) -> tuple[int, int]:
     """(the most memory at once, what is left at the end), bytes, of pairs made into batches."""
-    groups = [group for group in pairs_of(count) if group.prompt.id]  # whose ids are kept in them
+    answers = Completion("yes " * 40), Completion("no " * 40)
+    asked = (Prompt((Turn("user", f"question {i} " + "the one " * 20),)) for i in range(count))
+    groups = [Group(prompt, answers, (1.0, -1.0)) for prompt in asked if prompt.id]  # ids are kept in them
     gc.collect()
     tracemalloc.start()
     made = make_examples(groups, views.pairs, renderer(), TokenCache(folder, worth=1))
@@ -165,43 +144,30 @@ def test_memory_grows_by_less_than_a_row_of_text_a_pair(tmp_path, monkeypatch):
 # Digests change with whatever a run would train on otherwise, and with nothing else
 
 
-def changed(example: Example, what: str) -> Example:
+def changed(example: Example) -> list[Example]:
+    """The example with another token of a prompt, of a completion, a token less, one from the prompt to the
+    completion, other tokens that count, another label."""
     row = example.rows[0]
-    other = {
-        "a prompt's token": replace(row, prompt_ids=row.prompt_ids + (np.arange(len(row.prompt_ids)) == 0)),
-        "a completion's token": replace(row, completion_ids=row.completion_ids + 1),
-        "a token less": replace(row, completion_ids=row.completion_ids[:-1]),
-        "a token from the prompt to the completion": replace(
-            row,
-            prompt_ids=row.prompt_ids[:-1],
-            completion_ids=np.concatenate([row.prompt_ids[-1:], row.completion_ids]),
-        ),
-        "the tokens that count": replace(row, loss_mask=np.zeros(len(row.completion_ids), bool)),
-    }
-    if what == "its label":
-        return replace(example, label=-example.label)
-    return replace(example, rows=(other[what], *example.rows[1:]))
+    first, more = row.prompt_ids[:-1], np.concatenate([row.prompt_ids[-1:], row.completion_ids])
+    rows = [
+        replace(row, prompt_ids=row.prompt_ids + (np.arange(len(row.prompt_ids)) == 0)),
+        replace(row, completion_ids=row.completion_ids + 1),
+        replace(row, completion_ids=row.completion_ids[:-1]),
+        replace(row, prompt_ids=first, completion_ids=more),
+        replace(row, loss_mask=np.zeros(len(row.completion_ids), bool)),
+    ]
+    others = [replace(example, rows=(other, *example.rows[1:])) for other in rows]
+    return [*others, replace(example, label=-example.label)]
 
 
-EXAMPLE = ["a prompt's token", "a completion's token", "a token less", "the tokens that count", "its label"]
-
-
-@pytest.mark.parametrize("what", [*EXAMPLE, "a token from the prompt to the completion"])
-def test_one_example_that_is_changed_changes_the_digest(what: str) -> None:
-    groups = list(random_groups(9, seed=1, kind="labelled"))
-    before = groups_digest(groups)
-    groups[4] = (changed(groups[4][0], what), *groups[4][1:])
-    assert groups_digest(groups) != before == groups_digest(random_groups(9, seed=1, kind="labelled"))
-
-
-def test_the_order_the_number_and_the_bounds_of_groups_count() -> None:
+def test_what_a_run_would_train_on_changes_the_digest() -> None:
+    """One example, the order, the number and the bounds of groups; prompts with their reference answers."""
     groups = random_groups(9, seed=1, kind="labelled")
     joined = (groups[0] + groups[1], *groups[2:])
     others = [groups[::-1], groups[:-1], (*groups, groups[-1]), joined]
-    assert len({groups_digest(other) for other in (groups, *others)}) == 5
-
-
-def test_prompts_count_with_their_order_and_their_reference_answers() -> None:
+    others += [(*groups[:4], (one, *groups[4][1:]), *groups[5:]) for one in changed(groups[4][0])]
+    assert len({groups_digest(other) for other in (groups, *others)}) == 1 + len(others)
+    assert groups_digest(groups) == groups_digest(random_groups(9, seed=1, kind="labelled"))
     prompts = [Prompt((Turn("user", f"{n}+1="),), str(n)) for n in range(4)]
     others = [prompts[::-1], prompts[:3], [*prompts[:3], replace(prompts[3], reference_answer=None)]]
     assert len({prompts_digest(other) for other in (prompts, *others)}) == 4

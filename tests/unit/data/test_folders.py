@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from common.errors import ConfigError, DataError
 from data.folders import shards
-from data.rows import Loaded, Row, read_rows
+from data.rows import Loaded, read_rows
 from data.sources import Split, load_groups, load_splits
 from tests.unit.data.people import lines, local
 
@@ -55,7 +55,6 @@ def saved_dict(folder: Path) -> Path:
 
 
 def parquet_shards(folder: Path) -> Path:
-    (folder / "data").mkdir(parents=True)
     for i in range(3):
         part = datasets.Dataset.from_list(PAIRS[4 * i : 4 * i + 4])
         part.to_parquet(folder / "data" / f"train-0000{i}-of-00003.parquet")
@@ -71,33 +70,28 @@ def line_shards(folder: Path) -> Path:
 
 
 def split_folders(folder: Path) -> Path:
-    lines(folder / "train" / "0.jsonl", PAIRS[:5])
-    lines(folder / "train" / "1.jsonl", PAIRS[5:])
-    lines(folder / "test" / "0.jsonl", PAIRS[:3])
-    lines(folder / ".cache" / "old.jsonl", PAIRS[:1])
+    parts = {"train/0": PAIRS[:5], "train/1": PAIRS[5:], "test/0": PAIRS[:3], ".cache/old": PAIRS[:1]}
+    for name, rows in parts.items():
+        lines(folder / f"{name}.jsonl", rows)
     return folder
 
 
-MAKERS = [saved, saved_dict, parquet_shards, line_shards, split_folders]
-
-
-@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [saved, saved_dict, parquet_shards, line_shards, split_folders])
 def test_a_folder_gives_what_a_file_gives(tmp_path, make) -> None:
-    folder = make(tmp_path / "set")
+    folder, path = make(tmp_path / "set"), lines(tmp_path / "a.jsonl", PAIRS)
     loaded = load(folder)
     assert texts(loaded) == WHOLE and loaded.read == 12 and loaded.format == "preference"
-    if make in (saved_dict, parquet_shards, split_folders):
+    splits = [[texts(part) for part in load_splits(local(of, eval_fraction=0.3))] for of in (folder, path)]
+    assert splits[0] == splits[1], "prompts are held out as of a file"
+    if make not in (saved, line_shards):
         assert texts(load(folder, "eval", eval_split="test")) == WHOLE[:3]
-        path = lines(tmp_path / "a.jsonl", PAIRS)
         assert texts(load(path, "eval", eval_path=str(folder), eval_split="test")) == WHOLE[:3]
         with pytest.raises(ConfigError, match=r"data.split=nope: .* has test, train: give one of them"):
             load_groups(replace(local(folder), split="nope"), "train")
-
-
-def test_a_saved_set_is_read_as_one_of_the_hub_too(tmp_path) -> None:
-    path, hub = saved_dict(tmp_path / "set"), {"source": "data.sources.hub_table"}
-    assert texts(load(path, **hub)) == WHOLE
-    assert texts(load(path, "eval", eval_split="test", **hub)) == WHOLE[:3]
+    if make is saved_dict:
+        hub = {"source": "data.sources.hub_table"}
+        assert texts(load(folder, **hub)) == WHOLE
+        assert texts(load(folder, "eval", eval_split="test", **hub)) == WHOLE[:3]
 
 
 @pytest.mark.parametrize("kind", ["folder", "parquet"])
@@ -121,51 +115,39 @@ def test_numbers_of_classes_are_read_by_their_names(tmp_path, kind) -> None:
         load_groups(local(path, eval_fraction=0), "train")
 
 
-def test_prompts_are_held_out_of_a_folder_as_of_a_file(tmp_path) -> None:
-    def splits(path: Path) -> list[list[tuple[str, ...]]]:
-        return [texts(loaded) for loaded in load_splits(local(path, eval_fraction=0.3))]
+SPLITS = {
+    "train-00000-of-00002.parquet train-00001-of-00002.parquet": {"train": 2},
+    "train_prefs-00000-of-00001.parquet test_p-00000-of-00001.parquet": {"train_prefs": 1, "test_p": 1},
+    "train-00000-of-00001-2a3ca2d4b5ca2f0b.parquet": {"train": 1},
+    "data/test-00000-of-00001.parquet dataset_infos.json data/dataset_info.json": {"test": 1},
+    "mine.jsonl more.csv": {"train": 2},
+    "mine_train.jsonl mine_test.jsonl": {"train": 1, "test": 1},
+    "validation/a.json train/b.json": {"validation": 1, "train": 1},
+    "pretraining.jsonl latest.jsonl": {"train": 2},
+    "Train.jsonl TEST.jsonl": {"train": 1, "test": 1},
+    "pairs.jsonl held_out.jsonl Held-Out.csv": {"train": 1, "held_out": 1, "held-out": 1},
+    "holdout.json heldout-0.jsonl": {"holdout": 1, "heldout-0": 1},
+    "README.md _notes.jsonl .hidden/a.jsonl": {},
+}
 
-    assert splits(line_shards(tmp_path / "set")) == splits(lines(tmp_path / "a.jsonl", PAIRS))
 
-
-@pytest.mark.parametrize(
-    ("files", "splits"),
-    [
-        (["train-00000-of-00002.parquet", "train-00001-of-00002.parquet"], {"train": 2}),
-        (
-            ["train_prefs-00000-of-00001.parquet", "test_prefs-00000-of-00001.parquet"],
-            {"train_prefs": 1, "test_prefs": 1},
-        ),
-        (["train-00000-of-00001-2a3ca2d4b5ca2f0b.parquet"], {"train": 1}),
-        (["data/test-00000-of-00001.parquet", "dataset_infos.json", "data/dataset_info.json"], {"test": 1}),
-        (["mine.jsonl", "more.csv"], {"train": 2}),
-        (["mine_train.jsonl", "mine_test.jsonl"], {"train": 1, "test": 1}),
-        (["validation/a.json", "train/b.json"], {"validation": 1, "train": 1}),
-        (["pretraining.jsonl", "latest.jsonl"], {"train": 2}),
-        (["Train.jsonl", "TEST.jsonl"], {"train": 1, "test": 1}),
-        (["pairs.jsonl", "held_out.jsonl", "Held-Out.csv", "holdout.json", "heldout-0.jsonl"],
-         {"train": 1, "held_out": 1, "held-out": 1, "holdout": 1, "heldout-0": 1}),
-        (["README.md", "_notes.jsonl", ".hidden/a.jsonl"], {}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("files", "splits"), SPLITS.items())
 def test_the_names_of_shards_say_their_split(tmp_path, files, splits) -> None:
-    for name in files:
+    for name in files.split():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert {split: len(paths) for split, paths in shards(tmp_path).items()} == splits
 
 
-def test_the_files_of_a_folder_that_are_read_are_named(tmp_path) -> None:
-    lines(tmp_path / "Train.jsonl", PAIRS)
-    lines(tmp_path / "Held_out.jsonl", PAIRS[:3])
-    loaded = load(tmp_path)
-    assert loaded.origin == f"{tmp_path} (Train.jsonl)" and texts(loaded) == WHOLE
-    assert load_groups(local(tmp_path, split="held_out"), "train").origin == f"{tmp_path} (Held_out.jsonl)"
-
-
-def test_what_is_wrong_with_a_folder_is_said(tmp_path) -> None:
+def test_what_is_read_of_a_folder_and_what_is_wrong_with_it_is_said(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"data.path=.* has no file that can be read; put .json"):
         load(tmp_path)
+    lines(tmp_path / "two" / "Train.jsonl", PAIRS)
+    lines(tmp_path / "two" / "Held_out.jsonl", PAIRS[:3])
+    loaded = load(tmp_path / "two")
+    assert loaded.origin == f"{tmp_path}/two (Train.jsonl)" and texts(loaded) == WHOLE
+    held_out = load_groups(local(tmp_path / "two", split="held_out"), "train")
+    assert held_out.origin == f"{tmp_path}/two (Held_out.jsonl)"
     folder = line_shards(tmp_path / "set")
     with (folder / "pairs-1.jsonl").open("a") as stream:
         stream.write("{broken\n")
@@ -180,13 +162,12 @@ def test_what_is_wrong_with_a_folder_is_said(tmp_path) -> None:
 # -- comma-separated values ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_table_of_texts_is_read_as_it_was_written(tmp_path, packed) -> None:
+def test_a_table_of_texts_is_read_as_it_was_written(tmp_path) -> None:
     path = table(tmp_path / "pairs.csv", PAIRS)
-    if packed:
-        path = path.with_name("pairs.csv.gz")
-        path.write_bytes(gzip.compress((tmp_path / "pairs.csv").read_bytes()))
     assert texts(load(path)) == WHOLE
+    packed = path.with_name("pairs.csv.gz")
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert texts(load(packed)) == WHOLE
 
 
 PRINTABLE = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1)
@@ -195,34 +176,40 @@ PRINTABLE = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1)
 @settings(max_examples=60)
 @given(st.lists(st.tuples(PRINTABLE, PRINTABLE), min_size=1, max_size=5))
 def test_every_text_survives_the_table(tmp_path_factory, rows) -> None:
-    path = tmp_path_factory.mktemp("t") / "a.csv"
-    table(path, [{"prompt": one, "completion": other} for one, other in rows])
-    found = [row for row in read_rows(path) if isinstance(row, Row)]
-    read = [(row.values["prompt"], row.values["completion"]) for row in found]
-    assert [
-        cells for cells, (one, _) in zip(read, rows, strict=True) if not one.startswith(("[{", '["'))
-    ] == [cells for cells in rows if not cells[0].startswith(("[{", '["'))]
+    """But where it begins like a list, which is read as one."""
+    path = table(tmp_path_factory.mktemp("t") / "a.csv", [{"prompt": a, "completion": b} for a, b in rows])
+    read = [(row.values["prompt"], row.values["completion"]) for row in read_rows(path)]
+    for found, cells in zip(read, rows, strict=True):
+        assert found == cells or cells[0].startswith(("[{", '["'))
 
 
-@pytest.mark.parametrize(
-    ("cell", "reward"),
-    [("True", 1), ("true", 1), ("TRUE", 1), ("1", 1), ("False", -1), ("FALSE", -1), ("0", -1)],
-)
-def test_a_label_is_true_or_false_in_any_spelling(tmp_path, cell, reward) -> None:
-    row = {"prompt": "1", "completion": "NA", "label": cell}
-    (group,) = load(table(tmp_path / "a.csv", [row])).groups
-    assert group.rewards == (reward,) and group.completions[0].text == "NA"
-    assert group.prompt.turns[0].content == "1"
+def test_a_label_is_true_or_false_in_any_spelling_and_a_row_with_another_is_dropped(tmp_path) -> None:
+    right = {"True": 1, "true": 1, "TRUE": 1, "1": 1, "1 ": 1, "False": -1, "FALSE": -1, "0": -1}
+    wrong = ("1 star", "0 (bad)")
+    rows = [
+        {"prompt": str(i), "completion": "NA", "label": label} for i, label in enumerate([*right, *wrong])
+    ]
+    loaded = load(table(tmp_path / "a.csv", rows), max_unreadable=0.7)
+    assert [group.rewards for group in loaded.groups] == [(float(reward),) for reward in right.values()]
+    assert texts(loaded) == [(str(i), "NA") for i in range(len(right))]
+    why = "not true or false: write true and false, or 1 and 0"
+    assert [d.reason for d in loaded.dropped] == [f"'label' is '{label}', {why}" for label in wrong]
 
 
-def test_messages_in_a_cell_and_bad_lines(tmp_path) -> None:
+def test_messages_in_a_cell_texts_that_begin_like_a_list_and_bad_lines(tmp_path) -> None:
     asked = json.dumps([{"role": "user", "content": "q"}])
-    path = table(tmp_path / "a.csv", [{"prompt": asked, "chosen": "a", "rejected": "b"}])
-    assert texts(load(path)) == [("q", "a", "b")]
+    path = table(
+        tmp_path / "a.csv",
+        [
+            {"prompt": asked, "chosen": "a", "rejected": "b"},
+            {"prompt": f"{asked} is JSON?", "chosen": '["a"] b', "rejected": "c"},
+        ],
+    )
     with path.open("a") as stream:
         stream.write("one,two\nc,,d\n")
     loaded = load(path, max_unreadable=0.7)
-    assert [(d.row, d.reason) for d in loaded.dropped] == [(3, "2 cells, but 3 columns"), (4, "no 'chosen'")]
+    assert texts(loaded) == [("q", "a", "b"), (f"{asked} is JSON?", '["a"] b', "c")]
+    assert [(d.row, d.reason) for d in loaded.dropped] == [(4, "2 cells, but 3 columns"), (5, "no 'chosen'")]
 
 
 @pytest.mark.parametrize(
@@ -236,22 +223,6 @@ def test_lists_of_a_known_format_are_read_from_cells(tmp_path, row, known) -> No
     cells = {key: json.dumps(value) if isinstance(value, list) else value for key, value in row.items()}
     ours, same = load(table(tmp_path / "a.csv", [cells])), load(lines(tmp_path / "a.jsonl", [row]))
     assert texts(ours) == [known] and ours.groups == same.groups
-
-
-def test_a_row_whose_label_only_begins_like_one_is_dropped_with_its_reason(tmp_path) -> None:
-    rows = [{"prompt": "q", "completion": "a", "label": label} for label in ("1 ", "1 star", "0 (bad)")]
-    loaded = load(table(tmp_path / "a.csv", rows), max_unreadable=0.7)
-    assert [group.rewards for group in loaded.groups] == [(1.0,)]
-    assert [(d.row, d.reason) for d in loaded.dropped] == [
-        (3, "'label' is '1 star', not true or false: write true and false, or 1 and 0"),
-        (4, "'label' is '0 (bad)', not true or false: write true and false, or 1 and 0"),
-    ]
-
-
-def test_a_text_that_begins_like_a_list_keeps_its_end(tmp_path) -> None:
-    asked = '[{"role":"user","content":"hi"}] is JSON?'
-    path = table(tmp_path / "a.csv", [{"prompt": asked, "chosen": '["a"] b', "rejected": "c"}])
-    assert texts(load(path)) == [(asked, '["a"] b', "c")]
 
 
 @pytest.mark.parametrize(

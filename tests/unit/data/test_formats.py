@@ -19,91 +19,12 @@ from data.markup import common_beginning
 from data.types import Completion, Group, Prompt, Turn
 from tests.full_disk import full_disk
 from tests.tiny import make_config
-from tests.unit.data.people import lines, load, said
+from tests.unit.data.people import ROWS, lines, load, said, words
 from train import train
 
-
-def one(record: dict, **columns: str) -> Group:
-    loaded = load(record, columns=columns)
-    assert not loaded.dropped, loaded.dropped
-    return loaded.groups[0]
-
-
-def reason(record: dict) -> str:
-    loaded = load(record)
-    assert not loaded.groups
-    assert (loaded.dropped[0].file, loaded.dropped[0].row) == ("f.jsonl", 1)
-    return loaded.dropped[0].reason
-
-
-def answer(text: str) -> list[dict]:
-    return [{"role": "assistant", "content": text}]
-
-
-ASKED = Prompt((Turn("user", "What colour is the sky?"),))
-SKY = Group(ASKED, (Completion("Blue."), Completion("Green.")), (1.0, -1.0))
-
-
-def test_an_implicit_string_prompt_is_the_common_beginning_up_to_a_word() -> None:
-    group = one({"chosen": "The sky is blue.", "rejected": "The sky is black."})
-    assert group.prompt.turns[-1].content == "The sky is"
-    assert [c.text for c in group.completions] == [" blue.", " black."]
-
-
-@given(
-    st.text(alphabet="ab ", max_size=12),
-    st.text(alphabet="ab ", max_size=8),
-    st.text(alphabet="ab ", max_size=8),
-)
-def test_a_common_beginning_loses_nothing_and_splits_no_word(
-    shared: str, one_end: str, other_end: str
-) -> None:
-    left, right = shared + one_end, shared + other_end
-    start = common_beginning(left, right)
-    assert left.startswith(start)
-    assert right.startswith(start)
-    rest = [side[len(start) :] for side in (left, right)]
-    if all(rest) and start:
-        assert rest[0][0].isspace() or rest[1][0].isspace()
-
-
-def test_a_multi_turn_pair_keeps_the_whole_conversation_and_the_system_turn() -> None:
-    system = [{"role": "system", "content": "Be brief."}]
-    group = one(
-        {"chosen": system + said("a", "b", "c", "yes"), "rejected": system + said("a", "b", "c", "no")}
-    )
-    assert [turn.role for turn in group.prompt.turns] == ["system", "user", "assistant", "user"]
-    explicit = one(
-        {"prompt": system + said("a", "b", "c"), "chosen": answer("yes"), "rejected": answer("no")}
-    )
-    assert explicit == group
-
-
-def test_halos_feedback() -> None:
-    blue, green = answer("Blue."), answer("Green.")
-
-    def row(kind: str, **values: object) -> dict:
-        return {"type": f"{kind}_feedback", "prompt": said("What colour is the sky?"), **values}
-
-    loaded = load(
-        row("binary", output=blue, label=1, reward=0.3, prompt_id=4),
-        row("binary", output="Green.", label=0, reward=0.1),
-        row("pairwise", output_A=blue, output_B=green, label=1),
-        row("pairwise", output_A=green, output_B=blue, label=0),
-        row("scalar", output=blue, reward=0.25),
-        row("scalar", output=answer("x"), reward=0) | {"prompt": said("other")},
-        row("scalar", output=green, reward=-3),
-        row("loud"),
-    )
-    assert [(g.rewards, [c.text for c in g.completions]) for g in loaded.groups] == [
-        ((1.0,), ["Blue."]),
-        ((-1.0,), ["Green."]),
-        *[((1.0, -1.0), ["Blue.", "Green."])] * 2,
-        ((0.25, -3.0), ["Blue.", "Green."]),
-        ((0.0,), ["x"]),
-    ]
-    assert [(d.row, "loud_feedback" in d.reason) for d in loaded.dropped] == [(8, True)]
-    assert loaded.read == 8
+PROMPTED = {"chosen": "x", "rejected": "y"}
+CALLED = [{"role": "tool", "content": "a"}]
+PICTURE = [{"role": "user", "content": [{"type": "image"}]}]
 
 
 @pytest.mark.parametrize(
@@ -111,118 +32,138 @@ def test_halos_feedback() -> None:
     [
         ({"prompt": "a", "chosen": "x", "rejected": "x"}, "the same"),
         ({"prompt": "a", "chosen": 3, "rejected": "x"}, "'chosen' is neither"),
-        ({"prompt": " ", "chosen": "x", "rejected": "y"}, "prompt is empty"),
+        ({"prompt": " "} | PROMPTED, "prompt is empty"),
         ({"chosen": "yes", "rejected": "no"}, "prompt is empty"),
-        ({"prompt": said("a", "b"), "chosen": "x", "rejected": "y"}, "end with a user turn"),
-        (
-            {"prompt": "a", "chosen": said("b", "x"), "rejected": said("b", "y")},
-            "does not contain the prompt",
-        ),
+        ({"prompt": said("a", "b")} | PROMPTED, "end with a user turn"),
+        ({"prompt": "a", "chosen": said("b", "x"), "rejected": said("b", "y")}, "not contain the prompt"),
         ({"chosen": said("a", "x"), "rejected": said("b", "y")}, "different conversations"),
         ({"chosen": said("a", "x", "c"), "rejected": said("a", "x", "d")}, "end with an assistant turn"),
-        ({"prompt": [{"role": "critic", "content": "a"}], "chosen": "x", "rejected": "y"}, "role 'critic'"),
-        (
-            {"prompt": [{"role": "tool", "content": "a"}], "chosen": "x", "rejected": "y"},
-            "does not end with a user turn",
-        ),
-        (
-            {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "chosen": "x", "rejected": "y"},
-            "no 'content' string",
-        ),
+        ({"prompt": [{"role": "critic", "content": "a"}]} | PROMPTED, "role 'critic'"),
+        ({"prompt": CALLED} | PROMPTED, "does not end with a user turn"),
+        ({"prompt": PICTURE} | PROMPTED, "no 'content' string"),
         ({"prompt": "a", "completion": "b", "label": "good"}, "not true or false"),
         ({"prompt": "a", "completions": ["x", "y"], "rewards": [1.0]}, "one length"),
         ({"prompt": "a", "completions": ["x"], "rewards": [float("nan")]}, "finite"),
-        (
-            {"prompt": "a", "completions": [{"finished": True}], "rewards": [0]},
-            "neither 'text' nor 'token_ids'",
-        ),
+        ({"prompt": "a", "completions": [{"finished": True}], "rewards": [0]}, "neither 'text' nor 'token_"),
     ],
 )
 def test_a_bad_row_is_dropped_with_its_place_and_reason(record: dict, expected: str) -> None:
-    assert expected in reason(record)
+    (dropped,) = load(record).dropped
+    assert (dropped.file, dropped.row) == ("f.jsonl", 1) and expected in dropped.reason
 
 
-def test_columns_are_mapped_and_a_wrong_name_is_refused() -> None:
-    record = {"question": "What colour is the sky?", "good": "Blue.", "bad": "Green."}
-    assert one(record, prompt="question", chosen="good", rejected="bad") == SKY
-    with pytest.raises(ConfigError, match=r"data.columns.prompt=qestion: .*; it has question, good, bad"):
-        one(record, prompt="qestion")
+TEXT = st.text(alphabet="ab ", max_size=10)
 
 
-def test_unknown_columns_and_formats_are_refused_with_what_there_is() -> None:
-    with pytest.raises(ConfigError, match=r"data.columns=.*known format"):
-        load({"left": "a", "right": "b"})
-    with pytest.raises(ConfigError, match=r"data.format=preferences: use auto, preference"):
-        load({"prompt": "a"}, format="preferences")
-    with pytest.raises(ConfigError, match="cannot be imported"):
-        load({"prompt": "a"}, format="data.nowhere.function")
+@given(TEXT, TEXT, TEXT)
+def test_a_common_beginning_loses_nothing_and_splits_no_word(shared: str, one_end: str, other_end: str):
+    left, right = shared + one_end, shared + other_end
+    start = common_beginning(left, right)
+    assert left.startswith(start) and right.startswith(start)
+    rest = [side[len(start) :] for side in (left, right)]
+    if all(rest) and start:
+        assert rest[0][0].isspace() or rest[1][0].isspace()
 
 
-def test_a_format_may_be_anybodys_function() -> None:
+def test_a_conversation_is_kept_whole_and_its_last_answer_asked_for():
+    """Of a pair, system turn included; a call and its result are the prompt, which may end with a result
+    that is still to be answered."""
+    system = [{"role": "system", "content": "Be brief."}]
+    whole = {"chosen": system + said("a", "b", "c", "yes"), "rejected": system + said("a", "b", "c", "no")}
+    parted = {"prompt": system + said("a", "b", "c"), "chosen": "yes", "rejected": "no"}
+    (group,) = load(whole).groups
+    assert [turn.role for turn in group.prompt.turns] == ["system", "user", "assistant", "user"]
+    assert load(parted).groups == [group]
+    asked = [*said("2+2?", "add(2, 2)"), {"role": "tool", "content": "4"}]
+    answered = [*asked, {"role": "assistant", "content": "four"}]
+    (group,) = load({"messages": answered}).groups
+    assert [turn.role for turn in group.prompt.turns] == ["user", "assistant", "tool"]
+    assert [c.text for c in group.completions] == ["four"]
+    (pair,) = load({"prompt": asked, "chosen": "four", "rejected": "five"}).groups
+    assert pair.prompt == group.prompt
+    assert load({"prompt": answered, "chosen": "x", "rejected": "y"}).dropped
+
+
+def test_halos_feedback() -> None:
+    def row(kind: str, **values: object) -> dict:
+        return {"type": f"{kind}_feedback", "prompt": said(Q), **values}
+
+    good, bad = said("", GOOD)[1:], said("", BAD)[1:]
+    loaded = load(
+        row("binary", output=good, label=1, reward=0.3, prompt_id=4),
+        row("binary", output=BAD, label=0, reward=0.1),
+        row("pairwise", output_A=good, output_B=bad, label=1),
+        row("pairwise", output_A=bad, output_B=good, label=0),
+        row("scalar", output=good, reward=0.25),
+        row("scalar", output="x", reward=0) | {"prompt": said("other")},
+        row("scalar", output=bad, reward=-3),
+        row("loud"),
+    )
+    assert [(g.rewards, [c.text for c in g.completions]) for g in loaded.groups] == [
+        ((1.0,), [GOOD]),
+        ((-1.0,), [BAD]),
+        *[((1.0, -1.0), [GOOD, BAD])] * 2,
+        ((0.25, -3.0), [GOOD, BAD]),
+        ((0.0,), ["x"]),
+    ]
+    assert [(d.row, "loud_feedback" in d.reason) for d in loaded.dropped] == [(8, True)]
+    assert loaded.read == 8
+
+
+def test_columns_are_mapped_and_what_is_unknown_is_refused_with_what_there_is() -> None:
+    record = {"question": Q, "good": GOOD, "bad": BAD}
+    assert load(record, columns={"prompt": "question", "chosen": "good", "rejected": "bad"}).groups == [PAIR]
+    for own, settings, message in (
+        (record, {"columns": {"prompt": "qestion"}}, r"columns.prompt=qestion: .*; it has question, good"),
+        ({"left": "a", "right": "b"}, {}, r"data.columns=.*known format"),
+        ({"prompt": "a"}, {"format": "preferences"}, r"data.format=preferences: use auto, preference"),
+        ({"prompt": "a"}, {"format": "data.nowhere.function"}, "cannot be imported"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(own, **settings)
     record = {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}
-    assert load(record, format="data.published.hh").groups
+    assert load(record, format="data.published.hh").groups, "a format may be anybody's function"
 
 
 # Groups files
 
-turns = st.lists(st.text(max_size=8), min_size=0, max_size=2)
 completions = st.builds(
     Completion, st.text(max_size=8), st.none() | st.lists(st.integers(0, 9)).map(tuple), st.booleans()
 )
 
+FINITE = st.floats(allow_nan=False, allow_infinity=False, width=32)
+
 
 @given(
-    st.text(min_size=1, max_size=8).filter(str.strip),
-    st.none() | st.text(max_size=4),
-    st.lists(completions, max_size=3),
-    st.data(),
+    asked=st.text(min_size=1, max_size=8).filter(str.strip),
+    reference=st.none() | st.text(max_size=4),
+    answers=st.lists(st.tuples(completions, FINITE), max_size=3),
 )
-def test_a_group_survives_its_json(
-    asked: str, reference: str | None, answers: list[Completion], data: st.DataObject
-) -> None:
-    rewards = tuple(data.draw(st.floats(allow_nan=False, allow_infinity=False, width=32)) for _ in answers)
-    group = Group(Prompt((Turn("user", asked),), reference), tuple(answers), rewards)
+def test_a_group_survives_its_json(asked: str, reference: str | None, answers: list) -> None:
+    of, rewards = zip(*answers, strict=True) if answers else ((), ())
+    group = Group(Prompt((Turn("user", asked),), reference), of, rewards)
     assert from_dict(json.loads(json.dumps(to_dict(group)))) == group
 
 
 def test_a_groups_file_is_written_whole_and_read_whole(tmp_path) -> None:
     path = tmp_path / "rounds" / "groups.jsonl"
-    group = Group(ASKED, (Completion("Blue.", (1, 2), True), Completion(None, (3,), False)), (0.5, 0.25))
-    write_groups(path, [group, SKY])
-    assert read_groups(path) == [group, SKY]
-    assert [p.name for p in path.parent.iterdir()] == ["groups.jsonl"]
-    assert json.loads(path.read_text().splitlines()[0])["id"] == ASKED.id
+    group = Group(ALONE.prompt, (Completion("x", (1, 2), True), Completion(None, (3,), False)), (0.5, 0.25))
 
     def fails():
         yield group
         raise RuntimeError("killed")
 
+    write_groups(path, [group, PAIR])
     with pytest.raises(RuntimeError):
         write_groups(path, fails())
     with full_disk(100), pytest.raises(OSError, match="too large"):
         write_groups(path, [group] * 100)
-    assert read_groups(path) == [group, SKY]  # the old file, not half of the new one
+    assert read_groups(path) == [group, PAIR]  # the old file, not half of the new one
     assert [p.name for p in path.parent.iterdir()] == ["groups.jsonl"]
+    assert json.loads(path.read_text().splitlines()[0])["id"] == ALONE.prompt.id
     path.write_text(path.read_text()[:-20])
     with pytest.raises(DataError, match="line 2"):
         read_groups(path)
-
-
-def test_a_conversation_with_a_tool_asks_for_the_answer_behind_it():
-    """The call and its result are the prompt; a prompt may end with a result that is still to be answered."""
-    asked = [
-        {"role": "user", "content": "2+2?"},
-        {"role": "assistant", "content": "add(2, 2)"},
-        {"role": "tool", "content": "4"},
-    ]
-    (group,) = load({"messages": [*asked, {"role": "assistant", "content": "four"}]}).groups
-    assert [turn.role for turn in group.prompt.turns] == ["user", "assistant", "tool"]
-    assert [c.text for c in group.completions] == ["four"]
-    (pair,) = load({"prompt": asked, "chosen": "four", "rejected": "five"}).groups
-    assert pair.prompt == group.prompt
-    assert load(
-        {"prompt": [*asked, {"role": "assistant", "content": "four"}], "chosen": "x", "rejected": "y"}
-    ).dropped
 
 
 LARGE = [LARGEST, -3.5e38, 10**400, -(10**400), math.nan, math.inf]
@@ -240,100 +181,28 @@ def test_lists_are_checked_at_once_as_their_numbers_are_one_by_one(length: int) 
 # Forms that no library asks for, and data of a kind that the loss learns nothing from
 
 
-def shared(*contents: str) -> list[dict]:
-    return said(*contents, role="from", content="value", names=("human", "gpt"))
-
-
 Q, GOOD, BAD = "Name a colour.", "Blue.", "Seven."
 SFT = Group(Prompt((Turn("user", Q),)), (Completion(GOOD),), (1.0,))
 PAIR = Group(Prompt((Turn("user", Q),)), (Completion(GOOD), Completion(BAD)), (1.0, -1.0))
-LED = Group(Prompt((Turn("system", "Be brief."), Turn("user", Q))), SFT.completions, SFT.rewards)
 ALONE = Group(Prompt((Turn("user", Q),)))
 MARKED = Group(PAIR.prompt, (Completion(BAD),), (-1.0,))
 
 
-@pytest.mark.parametrize(
-    ("record", "form", "group"),
-    [
-        # TRL's types, standard and conversational
-        ({"prompt": Q, "chosen": GOOD, "rejected": BAD}, "preference", PAIR),
-        (
-            {"prompt": said(Q), "chosen": said("", GOOD)[1:], "rejected": said("", BAD)[1:]},
-            "preference",
-            PAIR,
-        ),
-        ({"chosen": f"{Q} {GOOD}", "rejected": f"{Q} {BAD}"}, "preference", None),
-        ({"chosen": said(Q, GOOD), "rejected": said(Q, BAD)}, "preference", PAIR),
-        ({"prompt": Q, "completion": BAD, "label": False}, "unpaired", MARKED),
-        ({"prompt": said(Q), "completion": said("", BAD)[1:], "label": False}, "unpaired", MARKED),
-        ({"prompt": Q, "completion": GOOD}, "prompt_completion", SFT),
-        ({"prompt": said(Q), "completion": said("", GOOD)[1:]}, "prompt_completion", SFT),
-        ({"prompt": Q}, "prompt_only", ALONE),
-        ({"prompt": said(Q)}, "prompt_only", ALONE),
-        ({"messages": said(Q, GOOD)}, "prompt_completion", SFT),
-        # Alpaca
-        ({"instruction": Q, "input": "", "output": GOOD}, "prompt_completion", SFT),
-        ({"instruction": Q, "output": GOOD, "system": "Be brief."}, "prompt_completion", LED),
-        ({"instruction": Q, "input": None, "chosen": GOOD, "rejected": BAD}, "preference", PAIR),
-        ({"instruction": Q, "chosen": said(Q, GOOD), "rejected": said(Q, BAD)}, "preference", PAIR),
-        # ShareGPT
-        ({"conversations": shared(Q, GOOD)}, "prompt_completion", SFT),
-        ({"conversations": said(Q, GOOD), "id": 3}, "prompt_completion", SFT),
-        ({"conversations": shared(Q, GOOD), "system": "Be brief."}, "prompt_completion", LED),
-        (
-            {"conversations": shared(Q), "chosen": shared("", GOOD)[1], "rejected": shared("", BAD)[1]},
-            "preference",
-            PAIR,
-        ),
-        # UltraFeedback
-        (
-            {"instruction": Q, "chosen_response": GOOD, "rejected_response": BAD, "chosen_avg_rating": 5},
-            "ultrafeedback",
-            PAIR,
-        ),
-        (
-            {
-                "prompt": Q,
-                "chosen": said(Q, GOOD),
-                "rejected": said(Q, BAD),
-                "messages": said(Q, GOOD),
-                "score_chosen": 8.0,
-            },
-            "preference",
-            PAIR,
-        ),
-    ],
-)
-def test_every_format_is_known_by_its_columns(record: dict, form: str, group: Group | None) -> None:
-    before = json.dumps(record)
-    loaded = load(record)
-    assert not loaded.dropped and loaded.format == form and json.dumps(record) == before
-    assert group is None or loaded.groups == [group]
-    assert load(json.loads(before), format=form).groups == loaded.groups
-
-
-def test_alpacas_input_and_history_belong_to_the_question() -> None:
-    record = {"instruction": "Translate.", "input": "bleu", "output": "blue", "history": [["Hi", "Hello"]]}
-    (group,) = load(record).groups
-    assert [(turn.role, turn.content) for turn in group.prompt.turns] == [
-        ("user", "Hi"),
-        ("assistant", "Hello"),
-        ("user", "Translate.\n\nbleu"),
-    ]
-
-
-def test_the_scores_of_ultrafeedback_are_kept() -> None:
-    rated = [
-        {"response": "a", "overall_score": 7.5, "model": "x"},
-        {"response": "b", "overall_score": None, "fine-grained_score": 3.0},
-        {"response": "c", "overall_score": None},
-    ]
-    for record in (
-        {"instruction": Q, "completions": rated},
-        {"instruction": Q, "generations": ["a", "b"], "ratings": [7.5, 3.0]},
-    ):
-        (group,) = load(record).groups
-        assert group.rewards == (7.5, 3.0) and [c.text for c in group.completions] == ["a", "b"]
+@pytest.mark.parametrize("of", ROWS["formats"], ids=lambda of: of["form"])
+def test_every_format_is_known_by_its_columns(of: dict) -> None:
+    rows, settings = [*of.get("also", []), of["row"]], {}
+    if of["form"] == "language_modelling":
+        settings["apply_chat_template"] = False
+    before = json.dumps(rows)
+    for form in ("auto", of["form"])[not of.get("alone", True) :]:
+        loaded = load(*json.loads(before), format=form, **settings)
+        assert not loaded.dropped and loaded.format == of["form"] and json.dumps(rows) == before
+        prompt, answers, rewards = of["group"]
+        assert words(loaded) == [(prompt, answers, tuple(map(float, rewards)))]
+        (group,) = loaded.groups
+        system = ["system"] * (prompt[0] == "S")
+        turns = [*system, *(("user", "assistant")[i % 2] for i in range(len(prompt) - len(system)))]
+        assert [turn.role for turn in group.prompt.turns] == turns
 
 
 def test_a_text_is_trained_on_whole_but_for_its_first_word_and_never_through_a_template() -> None:
@@ -345,12 +214,9 @@ def test_a_text_is_trained_on_whole_but_for_its_first_word_and_never_through_a_t
     assert "fewer than two words" in load({"text": "Once"}, apply_chat_template=False).dropped[0].reason
 
 
-def test_labelled_steps_are_refused_by_name() -> None:
+def test_labelled_steps_are_refused_and_columns_that_nothing_reads_are_named() -> None:
     with pytest.raises(ConfigError, match=r"stepwise supervision.*no loss here"):
         load({"prompt": Q, "completions": ["a", "b"], "labels": [True, False]})
-
-
-def test_columns_that_nothing_reads_are_named() -> None:
     record = {"id": 1, "question": Q, "answer": GOOD, "source": "x"}
     found = load(*[record] * 80, columns={"prompt": "question", "completion": "answer"})
     assert found.unused == ("id", "source")
@@ -376,31 +242,28 @@ def test_the_kind_of_the_rows_has_a_name(groups: list[Group], kind: str) -> None
 SUM = {"prompt": "12+34=", "completion": "46"}
 
 
+def dry_run(path, rows, loss) -> None:
+    words = (f"data.path={lines(path, rows)}", "data.eval_fraction=0", "model.batch_size=1", "dry_run=true")
+    train(make_config(f"loss={loss}", "data=local", *words), "run")
+
+
 @pytest.mark.parametrize(
     ("rows", "loss", "said"),
     [
-        (
-            [SUM | {"label": i % 2 == 0} for i in range(8)],
-            "dpo",
-            "rows are single labelled completions: loss=kto",
-        ),
+        ([SUM | {"label": i % 2 == 0} for i in range(8)], "dpo", "single labelled completions: loss=kto"),
         ([SUM], "dpo", r"rows are single answers without labels \(demonstrations\): loss=sft"),
         ([{"prompt": "1+1="}] * 3, "sft", "rows are prompts without answers: online=true"),
         ([SUM | {"label": False}], "grpo", "rows are single labelled completions: loss=kto"),
     ],
 )
 def test_data_of_another_kind_are_named_with_the_loss_for_them(tmp_path, rows, loss, said) -> None:
-    path = lines(tmp_path / "rows.jsonl", rows)
-    own = (f"data.path={path}", "data.eval_fraction=0", "model.batch_size=1", "dry_run=true")
     with pytest.raises(ConfigError, match=said):
-        train(make_config(f"loss={loss}", "data=local", *own), "run")
+        dry_run(tmp_path / "rows.jsonl", rows, loss)
 
 
 def test_the_start_shows_the_format_what_is_not_read_and_an_example(tmp_path, capsys, quick_python) -> None:
     row = {"instruction": "12+34=", "input": "", "output": "46", "id": 7}
-    path = lines(tmp_path / "rows.jsonl", [row])
-    own = (f"data.path={path}", "data.eval_fraction=0", "model.batch_size=1", "dry_run=true")
-    train(make_config("loss=sft", "data=local", *own), "run")
+    dry_run(tmp_path / "rows.jsonl", [row], "sft")
     out = capsys.readouterr().out
     read = "data read as prompt_completion (instruction, input, output)"
     assert f"{read}; columns that nothing reads: id" in out

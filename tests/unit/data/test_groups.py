@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import DataError
-from config.schema_data import DataConfig
 from data.chat import vocabulary_fingerprint
 from data.groups import check_token_ids, from_dict, read_groups, to_dict, write_groups
 from data.sources import load_groups
 from data.types import Completion, Group, Prompt, Turn
 from data.views import keep_shares
 from tests.tiny_tokenizers import tiny_tokenizer
+from tests.unit.data.people import lines, local
 
 OURS = "0123456789abcdef"
 
@@ -28,8 +28,7 @@ def group(*ids: int, tokenizer: str | None = OURS, question: str = "q") -> Group
 
 
 def load(path: Path) -> list[Group]:
-    local = {"source": "data.sources.local", "path": str(path)}
-    return load_groups(DataConfig(name="x", eval_fraction=0, max_unreadable=1, **local), "train").groups
+    return load_groups(local(path, max_unreadable=1), "train").groups
 
 
 def test_a_file_says_whose_ids_it_holds_and_one_that_does_not_is_as_it_was(tmp_path):
@@ -64,31 +63,22 @@ def test_the_first_ids_that_are_not_the_models_are_named_with_the_remedy(tmp_pat
             check_token_ids(made, OURS, 19)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"token_ids": 5},
-        {"token_ids": "abc"},
-        {"token_ids": {}},
-        {"token_ids": [True]},
-        {"token_ids": [-1]},
-        {"token_ids": [1.0]},
-        {"token_ids": [None]},
-        {"text": 3},
-        {"finished": "no"},
-        {"tokenizer": 7},
-    ],
-    ids=str,
-)
-def test_what_is_no_completion_is_dropped_with_a_reason(tmp_path, change):
+WRONG = [
+    *({"token_ids": of} for of in (5, "abc", {}, [True], [-1], [1.0], [None])),
+    *({"text": 3}, {"finished": "no"}, {"tokenizer": 7}),
+]
+
+
+def test_what_is_no_completion_is_dropped_with_a_reason(tmp_path):
     path = tmp_path / "groups.jsonl"
-    write_groups(path, [group(1), group(2, question="r")])
-    first, second = map(json.loads, path.read_text().splitlines())
-    second["completions"][0] |= change
-    path.write_text(json.dumps(first) + "\n" + json.dumps(second) + "\n")
-    assert len(load(path)) == 1
-    with pytest.raises(DataError, match=f"line 2: .*{next(iter(change))}"):
-        read_groups(path)
+    for change in WRONG:
+        write_groups(path, [group(1), group(2, question="r")])
+        first, second = map(json.loads, path.read_text().splitlines())
+        second["completions"][0] |= change
+        lines(path, [first, second])
+        assert len(load(path)) == 1
+        with pytest.raises(DataError, match=f"line 2: .*{next(iter(change))}"):
+            read_groups(path)
 
 
 @given(st.floats(1 / 16, 16))

@@ -4,7 +4,7 @@ texts in a chat template's markup are refused; nothing else is touched."""
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.schema_data import DataConfig
@@ -30,11 +30,8 @@ HEADINGS = [
 
 
 def one(prompt: str, *answers: str) -> Group:
-    return Group(
-        Prompt((Turn("user", prompt),)),
-        tuple(map(Completion, answers)),
-        tuple(map(float, range(len(answers)))),
-    )
+    rewards = tuple(map(float, range(len(answers))))
+    return Group(Prompt((Turn("user", prompt),)), tuple(map(Completion, answers)), rewards)
 
 
 def said(group: Group) -> list[str]:
@@ -42,6 +39,7 @@ def said(group: Group) -> list[str]:
 
 
 @pytest.mark.parametrize("form", HEADINGS)
+@settings(max_examples=30)
 @given(rows=st.lists(st.lists(WORDS, min_size=2, max_size=5), min_size=2, max_size=6))
 def test_a_dialogue_is_its_turns_again_whatever_its_headings(form: str, rows: list[list[str]]) -> None:
     """As a prompt that ends behind the answerer's heading, and at the head of two whole dialogues."""
@@ -99,15 +97,11 @@ def test_a_script_without_spaces_is_cut_behind_a_sentence_or_refused() -> None:
 
 
 def test_a_prompt_at_the_head_of_every_answer_is_taken_off_and_counted():
-    asked = [
-        one(f"What is {i}?", f"What is {i}? It is a number.", f"What is {i}? I do not know.")
-        for i in range(70)
-    ]
+    ends = ("It is a number.", "I do not know.")
+    asked = [one(f"What is {i}?", *(f"What is {i}? {end}" for end in ends)) for i in range(70)]
     reader = Reader(CONFIG)
     read = [group for group, _ in reader.read((group, Row("f", i, {})) for i, group in enumerate(asked, 1))]
-    assert {tuple(c.text for c in group.completions) for group in read} == {
-        ("It is a number.", "I do not know.")
-    }
+    assert {tuple(c.text for c in group.completions) for group in read} == {ends}
     (line,) = reader.lines
     assert line == "70 rows whose answers began with the prompt, which was taken off (first: f, row 1)"
     some, reader = [*asked[:9], one("Why?", "Why? Because.", "No.")], Reader(CONFIG)
@@ -117,45 +111,36 @@ def test_a_prompt_at_the_head_of_every_answer_is_taken_off_and_counted():
     assert not repeats_prompt(one("1", "10"))
 
 
-@pytest.mark.parametrize(
-    ("behind", "left"),
-    [
-        (" Blue.", "Blue."),
-        ("\nBlue.", "Blue."),
-        ("\n\n Blue.", "Blue."),
-        ("\n    c = a\n    return c", "    c = a\n    return c"),
-        ("  \n\treturn", "\treturn"),
-    ],
-)
-def test_the_first_line_behind_a_repeated_prompt_keeps_its_indentation(behind, left):
-    asked = [one(f"def f{i}(a):", f"def f{i}(a):{behind}", f"def f{i}(a): pass") for i in range(3)]
-    for group, _ in Reader(CONFIG).read((group, None) for group in asked):
-        assert [c.text for c in group.completions] == [left, "pass"]
+BEHIND = {
+    " Blue.": "Blue.",
+    "\nBlue.": "Blue.",
+    "\n\n Blue.": "Blue.",
+    "\n    c = a\n    return c": "    c = a\n    return c",
+    "  \n\treturn": "\treturn",
+}
+ENDS = {
+    "It is <s>old</s>": None,
+    "<s>x</s>": None,
+    "Yes.</s>": "Yes.",
+    "<s>a</s> b</s>": "<s>a</s> b",
+    "Yes.<|im_end|>\n": "Yes.",
+    "Yes.<|eot_id|>": "Yes.",
+    "<|x|>": None,
+}
 
 
-def test_answers_without_a_word_are_counted():
+def test_a_repeated_prompt_goes_with_its_line_and_an_end_of_turn_but_no_struck_text() -> None:
+    for behind, left in BEHIND.items():
+        asked = [one(f"def f{i}(a):", f"def f{i}(a):{behind}", f"def f{i}(a): pass") for i in range(3)]
+        for group, _ in Reader(CONFIG).read((group, None) for group in asked):
+            assert [c.text for c in group.completions] == [left, "pass"]
+    for text, end in ENDS.items():
+        reader = Reader(CONFIG)
+        ((group, _),) = reader.read(iter([(one("Why?", text), None)]))
+        assert group.completions[0].text == (text if end is None else end)
+        assert bool(reader.lines) == (end is not None)
     groups = [one("Why?", "", "No."), one("Why?", "Yes.", " \n"), one("Why?", "Yes.", "No.")]
     reader = Reader(CONFIG)
     assert [g for g, _ in reader.read((g, Row("f", i, {})) for i, g in enumerate(groups, 1))] == groups
-    assert reader.lines == (
-        "2 rows with an answer without a word, which teaches to end at once (first: f, row 1)",
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "left"),
-    [
-        ("It is <s>old</s>", None),
-        ("<s>x</s>", None),
-        ("Yes.</s>", "Yes."),
-        ("<s>a</s> b</s>", "<s>a</s> b"),
-        ("Yes.<|im_end|>\n", "Yes."),
-        ("Yes.<|eot_id|>", "Yes."),
-        ("<|x|>", None),
-    ],
-)
-def test_an_end_of_turn_behind_an_answer_is_taken_off_and_a_struck_text_is_none(text, left):
-    reader = Reader(CONFIG)
-    ((group, _),) = reader.read(iter([(one("Why?", text), None)]))
-    assert isinstance(group, Group) and group.completions[0].text == (text if left is None else left)
-    assert bool(reader.lines) == (left is not None)
+    wordless = "2 rows with an answer without a word, which teaches to end at once (first: f, row 1)"
+    assert reader.lines == (wordless,)

@@ -3,6 +3,7 @@ named, and nothing but the errors of this project comes out."""
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import os
@@ -24,11 +25,11 @@ from data import rows
 from data.detection import FORMATS
 from data.examples import Examples
 from data.json_values import MOST_NESTED
-from data.published import SOLVERS
 from data.quality import DataReport
 from data.rows import Loaded
 from data.sources import load_splits
 from reports import data_tables
+from tests.unit.data.people import ROWS, local
 
 GOOD = [{"prompt": f"question {i} ü", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(9)]
 LINES = [json.dumps(record).encode() for record in GOOD]
@@ -36,15 +37,8 @@ KINDS = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 
 
 def config(path: Path, form: str = "auto") -> DataConfig:
-    return DataConfig(
-        name="test",
-        source="data.sources.local",
-        path=str(path),
-        format=form,
-        eval_fraction=0.2,
-        max_unreadable=1,
-        apply_chat_template=form != "language_modelling",
-    )
+    settings = {"format": form, "apply_chat_template": form != "language_modelling"}
+    return local(path, eval_fraction=0.2, max_unreadable=1, **settings)
 
 
 def load(path: Path, form: str = "auto") -> tuple[Loaded, Loaded]:
@@ -79,7 +73,7 @@ def row(value: bytes) -> bytes:
 
 
 NESTED = b"[" * (MOST_NESTED + 1) + b"]" * (MOST_NESTED + 1)
-ROWS = {
+SPOILT = {
     "half of a surrogate pair": (row(rb'"x \ud83d y"'), "surrogate"),
     "the other half": (row(rb'"\udE00"'), "surrogate"),
     "half a pair in a key": (b'{"a\\udc00": 1, ' + row(b'"x"')[1:], "surrogate"),
@@ -96,9 +90,9 @@ ROWS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("what", ROWS)
+@pytest.mark.parametrize("what", SPOILT)
 def test_a_row_that_is_no_data_is_dropped_and_named_and_the_others_are_read(tmp_path, what, kind):
-    bad, reason = ROWS[what]
+    bad, reason = SPOILT[what]
     path = write(tmp_path / f"pairs{kind}", [*LINES[:4], bad, *LINES[4:]])
     train, evaluation = load(path)
     assert [(d.file, d.row) for d in train.dropped] == [(path.name, 5)]
@@ -107,36 +101,37 @@ def test_a_row_that_is_no_data_is_dropped_and_named_and_the_others_are_read(tmp_
     assert f"{path.name}, row 5: " in path.with_suffix(".md").read_text(encoding="utf-8")
 
 
+def rewritten(path: Path, change: Callable[[bytes], bytes]) -> Path:
+    """The file with other content, packed as it was."""
+    packed = path.suffix == ".gz"
+    content = change(gzip.decompress(path.read_bytes()) if packed else path.read_bytes())
+    path.write_bytes(gzip.compress(content) if packed else content)
+    return path
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_byte_order_mark_and_escaped_pairs_are_read(tmp_path, kind):
+def test_a_byte_order_mark_is_read_and_another_unicode_or_a_long_list_is_refused_with_a_command(
+    tmp_path, monkeypatch, kind
+):
+    second = b"\xef\xbb\xbf" + row(b'"of a second file"') + b"\r\n" if ".jsonl" in kind else b""
     path = write(tmp_path / f"pairs{kind}", [*LINES, row(rb'"\ud83d\ude00 \\ud800"')])
-    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    marked = b"\xef\xbb\xbf" + content
-    if ".jsonl" in kind:
-        marked += b"\xef\xbb\xbf" + row(b'"of a second file"') + b"\r\n"
-    path.write_bytes(gzip.compress(marked) if path.suffix == ".gz" else marked)
-    train, evaluation = load(path)
+    train, evaluation = load(rewritten(path, lambda content: b"\xef\xbb\xbf" + content + second))
     asked = {g.prompt.turns[0].content for g in train.groups + evaluation.groups}
     assert train.dropped == [] and {"😀 \\ud800", "question 0 ü"} <= asked
     assert len(asked) == (11 if ".jsonl" in kind else 10)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_another_unicode_encoding_is_refused_with_the_command_that_converts_it(tmp_path, kind):
-    path = write(tmp_path / f"pairs{kind}", LINES)
-    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    other = content.decode().encode("utf-16")
-    path.write_bytes(gzip.compress(other) if path.suffix == ".gz" else other)
+    write(path, LINES)
     with pytest.raises(DataError, match=f"{path.name}: .*UTF-16.*iconv"):
-        load(path)
+        load(rewritten(path, lambda content: content.decode().encode("utf-16")))
+    if ".jsonl" not in kind:
+        write(path, LINES)
+        monkeypatch.setattr(rows, "_MOST", 100)
+        with pytest.raises(DataError, match=rf"{path}.*jq -c '\.\[\]'.* > pairs\.jsonl"):
+            load(path)
 
 
+LEAF = st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats(allow_nan=False)
 JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(10**30), 10**30)
-    | st.floats(allow_nan=False)
-    | st.text(max_size=8),
+    LEAF | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=6,
 )
@@ -179,14 +174,6 @@ def test_a_value_that_cannot_be_read_ends_where_it_ends(tmp_path, value):
     assert isinstance(bad, rows.Dropped) and isinstance(good, rows.Row) and good.values == {"x": 1}
 
 
-@pytest.mark.parametrize("kind", [".json", ".json.gz"])
-def test_a_long_list_is_refused_with_the_command_that_converts_it(tmp_path, monkeypatch, kind):
-    path = write(tmp_path / f"pairs{kind}", LINES)
-    monkeypatch.setattr(rows, "_MOST", 100)
-    with pytest.raises(DataError, match=rf"{path}.*jq -c '\.\[\]'.* > pairs\.jsonl"):
-        load(path)
-
-
 def test_a_list_that_breaks_off_or_goes_on_is_refused_by_line(tmp_path):
     path = tmp_path / "pairs.json"
     whole = b"[" + b",\n".join(LINES) + b"]"
@@ -221,8 +208,7 @@ def test_a_row_of_a_table_that_cannot_be_had_is_dropped_alone(tmp_path, monkeypa
         path.parent.mkdir()
         pyarrow.parquet.write_table(pyarrow.table(table), path)
         for source, where in (("data.sources.local", path), ("data.sources.hub_table", path.parent)):
-            asked = DataConfig(name="test", source=source, path=str(where), eval_fraction=0, max_unreadable=1)
-            train, _ = load_splits(asked)
+            train, _ = load_splits(local(where, source=source, max_unreadable=1))
             assert [d.row for d in train.dropped] == [2] and reason in train.dropped[0].reason
             assert [g.prompt.turns[0].content for g in train.groups] == ["one", "three"]
 
@@ -242,92 +228,38 @@ def test_a_conversation_that_goes_in_a_circle_ends(tmp_path):
 
 # Damage of every sort, by seed
 
-HUGE = 10**400
 
-
-def wrong_values() -> list[object]:
-    deep: object = "x"
-    for _ in range(40):
-        deep = [deep]
-    numbers = [3, -1, HUGE, 1e308, float("nan"), float("inf"), True]
-    texts = ["", " ", "\x00\x1b[2J\u202e", "x" * 70_000]
-    nested = [{}, {"gpt-4": 3}, [], [[]], [None], [{"role": "user"}], [{"role": [], "content": "x"}], deep]
-    return [None, *numbers, *texts, *nested]
-
-
-SOUND: dict[str, dict[str, object]] = {
-    "preference": dict(GOOD[0]),
-    "unpaired": {"prompt": "q", "completion": "a", "label": True},
-    "prompt_completion": {
-        "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    },
-    "prompt_only": {"prompt": "q", "reference": "4"},
-    "feedback": {"type": "scalar_feedback", "prompt": "q", "output": "a", "reward": 1.0},
-    "groups": {
-        "prompt": "q",
-        "completions": [{"text": "a", "token_ids": [1], "finished": True, "tokenizer": "0"}, "b"],
-        "rewards": [1.0, 0.0],
-    },
-    "hh": {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"},
-    "alpacaeval": {"instruction": "q", "output_1": "a", "output_2": "b", "preference": 2},
-    "compared": {"prompt": "q", "response_a": "a", "response_b": "b", "winner": "b"},
-    "scored": {"instruction": "q", "output": "a", "system": "s", "history": [["a", "b"]], "reward": 1},
-    "ultrafeedback": {
-        "instruction": "q",
-        "completions": [{"response": name, "overall_score": len(name)} for name in ("a", "bb")],
-    },
-    "language_modelling": {"text": "one word and more"},
-    "gsm8k": {"question": "q", "answer": "so #### 4"},
-    "gsm8k_solutions": {
-        "question": "q",
-        "ground_truth": "so\nA: 4",
-        **{name: {"solution": "a", "is_correct": name < "6"} for name in SOLVERS},
-    },
-    "math": {"problem": "q", "solution": "s", "answer": "4"},
-    "s1k": {"question": "q", "deepseek_thinking_trajectory": "t", "deepseek_attempt": "a"},
-    "safe_rlhf": {"prompt": "q", "response_0": "a", "response_1": "b", "better_response_id": 1},
-    "wildbench": {"conversation_input": [{"role": "user", "content": "q"}], "references": {"gpt-4": "a"}},
-    "shp": {"history": "q", "human_ref_A": "a", "human_ref_B": "b", "labels": 1, "score_A": 9, "score_B": 2},
-    "oasst": {"lang": "en", "message_id": "b", "parent_id": "a", "role": "assistant", "text": "d", "rank": 1},
-}
-COMPANY: dict[str, list[dict[str, object]]] = {
-    "oasst": [
-        {"lang": "en", "message_id": "a", "parent_id": None, "role": "prompter", "text": "q", "rank": None},
-        {"lang": "en", "message_id": "c", "parent_id": "a", "role": "assistant", "text": "e", "rank": 0},
-    ]
-}
-"""Sound rows without which one of this format says nothing."""
-
-
-def test_every_format_is_tried():
-    assert SOUND.keys() == FORMATS.keys()
+DEEP: object = functools.reduce(lambda inner, _: [inner], range(40), "x")
+WRONG = [
+    *(None, 3, -1, 10**400, 1e308, float("nan"), float("inf"), True),
+    *("", " ", "\x00\x1b[2J\u202e", "x" * 70_000),
+    *({}, {"gpt-4": 3}, [], [[]], [None], [{"role": "user"}], [{"role": [], "content": "x"}], DEEP),
+]
 
 
 def replaced(found: object, rng: random.Random) -> object:
     """A copy in which one value, however deep, is another."""
-    keys = (
-        list(found) if isinstance(found, dict) else list(range(len(found))) if isinstance(found, list) else []
-    )
+    keys = list(found) if isinstance(found, dict) else [*range(len(found))] if isinstance(found, list) else []
     if not keys or rng.random() < 0.3:
-        return rng.choice(wrong_values())
+        return rng.choice(WRONG)
     key = rng.choice(keys)
     copy = found.copy()  # type: ignore[attr-defined]
     copy[key] = replaced(copy[key], rng)
     return copy
 
 
-@pytest.mark.parametrize("form", SOUND)
+@pytest.mark.parametrize("form", FORMATS)
 def test_no_value_of_a_row_ends_in_a_traceback(tmp_path, form):
-    """Thirty rows with one wrong value each, alone and among sound ones; each is used, or dropped for a
-    reason of a sensible length."""
-    rng, sound = random.Random(form), SOUND[form]
-    company = [json.dumps(other).encode() for other in COMPANY.get(form, [])]
+    """Rows with one wrong value each, alone and among sound ones; each is used, or dropped for a reason of a
+    sensible length."""
+    rng, sound = random.Random(form), next(of for of in ROWS["formats"] if of["form"] == form)
+    company = [json.dumps(other).encode() for other in sound.get("also", [])]
     damaged = []
-    while len(damaged) < 30:
-        changed = replaced(sound, rng)
+    while len(damaged) < 20:
+        changed = replaced(sound["row"], rng)
         if isinstance(changed, dict):
             damaged.append(json.dumps(changed).encode())
-    lines = [*company, json.dumps(sound).encode(), *damaged]
+    lines = [*company, json.dumps(sound["row"]).encode(), *damaged]
     rng.shuffle(lines)
     train, _ = load(write(tmp_path / "all.jsonl", lines), form)
     assert train.read == len(lines)
@@ -352,49 +284,33 @@ def flipped(content: bytes, rng: random.Random) -> bytes:
 def spliced(content: bytes, rng: random.Random) -> bytes:
     at = rng.randrange(len(content))
     odd = [b"\x00", b"\xff\xfe", b"\xe9", b"\x1b", b"{", b'"', b"\\ud800", b"NaN", b"\r"]
-    pieces = [*odd, b"[" * 2000, b"9" * 5000]
-    return content[:at] + rng.choice(pieces) + content[at + rng.randrange(3) :]
-
-
-def packed_damage(content: bytes, rng: random.Random) -> bytes:
-    """Damage inside a sound gzip, where it is one."""
-    how = rng.choice((cut, flipped, spliced))
-    packed = content[:2] == b"\x1f\x8b"
-    return gzip.compress(how(gzip.decompress(content), rng)) if packed else how(content, rng)
-
-
-DAMAGE: tuple[Callable[[bytes, random.Random], bytes], ...] = (cut, flipped, spliced, packed_damage)
+    return content[:at] + rng.choice([*odd, b"[" * 2000, b"9" * 5000]) + content[at + rng.randrange(3) :]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, ".parquet"])
 def test_no_damaged_file_ends_in_a_traceback(tmp_path, kind):
-    """Thirty files: each is read in part, or refused by its name."""
+    """Each is read in part, or refused by its name; every second one is damaged inside a sound gzip."""
     whole = tmp_path / f"whole{kind}"
     if kind == ".parquet":
         datasets.Dataset.from_list(GOOD * 20).to_parquet(whole)
     else:
         write(whole, LINES * 20)
-    rng, refused = random.Random(kind), []
+    sound, rng, refused = whole.read_bytes(), random.Random(kind), []
     for i in range(30):
-        path = tmp_path / f"{i}{kind}"
-        path.write_bytes(DAMAGE[i % 4](whole.read_bytes(), rng))
+        path, how = tmp_path / f"{i}{kind}", (cut, flipped, spliced)[i % 3]
+        path.write_bytes(sound if i % 2 else how(sound, rng))
+        if i % 2:
+            rewritten(path, lambda content, how=how: how(content, rng))
         said = refusal(path)
         if said is not None:
             refused.append(path.name)
             assert path.name in said
     assert len(refused) < 30
-
-
-def test_a_stream_that_zlib_refuses_is_refused_by_name(tmp_path):
-    """Bits in the middle of a gzip file end in zlib's own error at most places, and in a wrong checksum at
-    others."""
-    rows = [json.dumps(random.Random(i).random()).encode() for i in range(3000)]
-    path = write(tmp_path / "pairs.jsonl.gz", rows)
-    sound = path.read_bytes()
-    for at in range(12, len(sound), len(sound) // 12):
-        path.write_bytes(sound[:at] + b"\xff\xff\xff\xff" + sound[at + 4 :])
-        with pytest.raises(DataError, match=r"pairs\.jsonl\.gz: cannot be read to its end .*again"):
-            load(path)
+    if kind == ".jsonl.gz":  # zlib's own error at most places, a wrong checksum at others
+        for at in range(12, len(sound), len(sound) // 12):
+            path.write_bytes(sound[:at] + b"\xff\xff\xff\xff" + sound[at + 4 :])
+            with pytest.raises(DataError, match=r"jsonl\.gz: cannot be read to its end .*again"):
+                load(path)
 
 
 def test_a_file_is_known_by_its_content_and_what_is_none_is_named(tmp_path):

@@ -27,11 +27,8 @@ def row(prompt: int, p: int, c: int, completion: int = 0) -> Sequence:
     )
 
 
-ROWS = st.lists(
-    st.tuples(st.integers(0, 3), st.integers(1, 3), st.integers(1, 6), st.integers(0, 5)),
-    min_size=1,
-    max_size=12,
-)
+ROW = st.tuples(st.integers(0, 3), st.integers(1, 3), st.integers(1, 6), st.integers(0, 5))
+ROWS = st.lists(ROW, min_size=1, max_size=12)
 
 
 @given(ROWS, st.booleans())
@@ -59,13 +56,10 @@ def test_every_row_can_be_read_off_what_is_computed(drawn, masked):
     assert torch.equal(made.cells, plain.cells)
 
 
-def test_rows_that_fill_a_batch_up_share_nothing():
+def test_without_a_common_prompt_nothing_is_shared_and_nothing_differs():
     rows = [FILL.rows[0], FILL.rows[0], Sequence(np.zeros(1, np.int32), np.ones(2, np.int32))]
     assert prompt_owners(rows) == [0, 1, 2] and own_tokens(rows) == [1, 1, 3]
     assert not collate(rows, CPU, pack=True, share=True).packed.shares
-
-
-def test_without_a_common_prompt_nothing_differs():
     rows = [row(i, 2, 3, i) for i in range(4)]
     shared, plain = (collate(rows, CPU, pack=True, share=share) for share in (True, False))
     assert shared.packed == plain.packed and not plain.packed.shares
@@ -93,18 +87,16 @@ def dealt(batch: list[Example], ranks: int, size: int | Tokens) -> list[list[lis
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=12)
 
 
-@given(SIZES, st.sampled_from([1, 2, 4]), st.integers(1, 12))
-def test_by_count_nothing_is_lost_and_no_microbatch_is_larger(sizes, ranks, size):
+@given(SIZES, st.sampled_from([1, 2, 4]), st.integers(1, 12), st.integers(18, 80))
+def test_nothing_is_lost_and_no_microbatch_is_larger_by_count_or_tokens(sizes, ranks, size, most):
     batch = groups(sizes)
     slots = dealt(batch, ranks, size)
     assert len(slots) <= -(-len(batch) // (ranks * size))
     assert all(0 < len(part) <= size for slot in slots for part in slot)
-
-
-@given(SIZES, st.sampled_from([1, 2, 4]), st.integers(18, 80))
-def test_by_tokens_no_microbatch_computes_more(sizes, ranks, most):
-    slots = dealt(groups(sizes), ranks, Tokens(most))
+    slots = dealt(batch, ranks, Tokens(most))
     assert all(share_tokens(part, packed=True, shared=True) <= most for slot in slots for part in slot)
+    cut = dealt(groups([57]), 2, 16)
+    assert len(cut) == 2, "a group larger than a microbatch is cut"
 
 
 def test_a_budget_holds_more_where_prompts_are_shared():
@@ -118,19 +110,10 @@ def test_a_budget_holds_more_where_prompts_are_shared():
 def test_groups_that_fit_stay_together_and_ranks_have_as_much_to_do(ranks):
     batch = groups([8] * 16)
     slots = dealt(batch, ranks, 16)
-    for slot in slots:
-        for part in slot:
-            assert set(Counter(e.prompt_id for e in part).values()) == {8}
+    parts = [part for slot in slots for part in slot]
+    assert {count for part in parts for count in Counter(e.prompt_id for e in part).values()} == {8}
     assert token_balance(slots, packed=True, shared=True) > (0.9 if ranks > 1 else 0.999)
-    assert sum(part_tokens(p, True, True) for slot in slots for p in slot) < sum(
-        len(e.rows[0]) for e in batch
-    )
-
-
-def test_a_group_larger_than_a_microbatch_is_cut():
-    slots = dealt(groups([57]), 2, 16)
-    counts = [len(part) for slot in slots for part in slot]
-    assert len(slots) == 2 and max(counts) <= 16 and sum(counts) == 57
+    assert sum(part_tokens(part, True, True) for part in parts) < sum(len(e.rows[0]) for e in batch)
 
 
 @pytest.mark.parametrize("kind", DRAWN)

@@ -272,46 +272,37 @@ def test_a_named_template_is_chosen_and_none_is_taken_by_itself(tmp_path: Path) 
     assert load_template(tokenizer) == chosen_template(tokenizer, None, {}) == PLAIN
 
 
-@pytest.mark.parametrize(
-    ("spoilt", "says"),
-    [
-        (PLAIN.replace("{{ m.content }}", "{{ m.content if m.role != 'user' }}"), "the user's words"),
-        (
-            PLAIN.replace("{{ m.content }}", "{{ m.content if m.role != 'assistant' }}"),
-            "the assistant's words",
-        ),
-        (PLAIN + "{% include 'other.jinja' %}", "no loader for this environment"),
-        (PLAIN + "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
-        (PLAIN + "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "not end"),
-        (PLAIN + "{% for %}", "cannot render"),
-    ],
-    ids=["user", "assistant", "include", "recursion", "loops", "syntax"],
-)
-def test_a_template_that_cannot_be_used_is_refused_in_one_message(
-    spoilt: str, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+SPOILT = {
+    "the user's words": PLAIN.replace("{{ m.content }}", "{{ m.content if m.role != 'user' }}"),
+    "the assistant's words": PLAIN.replace("{{ m.content }}", "{{ m.content if m.role != 'assistant' }}"),
+    "no loader for this environment": PLAIN + "{% include 'other.jinja' %}",
+    "RecursionError": PLAIN + "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "not end": PLAIN + "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "cannot render": PLAIN + "{% for %}",
+}
+
+
+@pytest.mark.parametrize("says", SPOILT)
+def test_a_template_that_cannot_be_used_is_refused_in_one_message(says: str, monkeypatch) -> None:
     monkeypatch.setattr(templates, "SECONDS", 1)
     with pytest.raises(ConfigError, match=rf"model\.chat_template=….*{says}"):
-        renderer_of(spoilt)
+        renderer_of(SPOILT[says])
 
 
-def test_contents_are_parts_where_a_template_reads_them_so() -> None:
-    """As those of models with vision: a user's parts, an assistant's text."""
-    made = renderer_of(
-        PLAIN.replace("{{ m.content }}", "{{ m.content[0].text if m.role == 'user' else m.content }}")
-    )
+def test_contents_may_be_parts_today_is_one_day_and_turns_that_are_left_out_are_told_of() -> None:
+    """Parts as those of models with vision have: a user's, an assistant's text."""
+    parts = PLAIN.replace("{{ m.content }}", "{{ m.content[0].text if m.role == 'user' else m.content }}")
+    made = renderer_of(parts)
     row = made.sequence(Prompt((Turn("system", "s"), Turn("user", "one?"))), Completion("two"))
-    assert isinstance(row, Sequence)
-    assert made.tokenizer.decode([*row.prompt_ids, *row.completion_ids]) == (
-        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\ntwo<|im_end|>"
-    )
-
-
-def test_earlier_turns_that_a_template_leaves_out_are_told_of() -> None:
+    turns = "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n"
+    assert made.tokenizer.decode([*row.prompt_ids, *row.completion_ids]) == f"{turns}two<|im_end|>"
     made = renderer_of(PLAIN.replace("in messages %}", "in messages[-2:] %}"))
     turns = (Turn("user", "one?"), Turn("assistant", "two"), Turn("user", "three?"))
     assert isinstance(made.sequence(Prompt(turns[:1]), Completion("b")), Sequence)
     assert "leaves out what was said in earlier turns" in str(made.sequence(Prompt(turns), Completion("b")))
+    for day in ("{{ strftime_now('%d %b %Y') }}", "{{ date_string }}"):
+        made = renderer_of(day + PLAIN)
+        assert made.tokenizer.decode(made.prompt_ids(Prompt(turns[:1]))).startswith("26 Jul 2024<")
 
 
 @pytest.mark.parametrize("answer", ["b", "<|im_end|> b", "a <|im_end|> b", "<|im_end|>\n<|im_end|>b"])
@@ -321,12 +312,6 @@ def test_an_answer_keeps_its_words_behind_an_end_of_turn_within_it(answer: str) 
     row = made.sequence(Prompt((Turn("user", "one?"),)), Completion(answer))
     assert isinstance(row, Sequence), row
     assert made.tokenizer.decode(row.completion_ids) == f"{answer}<|im_end|>"
-
-
-@pytest.mark.parametrize("day", ["{{ strftime_now('%d %b %Y') }}", "{{ date_string }}"])
-def test_today_is_one_day(day: str) -> None:
-    made = renderer_of(day + PLAIN)
-    assert made.tokenizer.decode(made.prompt_ids(Prompt((Turn("user", "a"),)))).startswith("26 Jul 2024<")
 
 
 def test_what_was_said_keeps_special_tokens_within_it_and_loses_those_behind_it() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from data.quality import DataReport
 from data.rows import Loaded
 from data.templates import load_template
 from data.token_cache import TokenCache
-from data.types import Completion, Group, Prompt, Sequence, Turn
+from data.types import Completion, Group, Prompt, Turn
 from data.views import ExampleSpec
 from tests.tiny_tokenizers import tiny_tokenizer
 
@@ -48,18 +49,24 @@ def groups(n: int = 30) -> list[Group]:
 
 
 def report(made: Examples, of: Renderer) -> dict[str, object]:
-    return DataReport.of(
-        Loaded(groups(), read=30, origin="here"), Loaded([], read=0), made, dict(of.cuts)
-    ).to_dict()
+    loaded = Loaded(groups(), read=30, origin="here")
+    return DataReport.of(loaded, Loaded([], read=0), made, dict(of.cuts)).to_dict()
 
 
-def plain(made: Examples) -> list[object]:
-    """Everything that an example says, comparable."""
+def plain(made: Any) -> list[object]:
+    """Everything that examples or their groups say, comparable."""
 
-    def row(r: Sequence) -> object:
-        return (r.key, r.prompt_ids.dtype, r.completion_ids.dtype, r.prompt_ids.tolist())
+    def values(array: np.ndarray | None) -> object:
+        return None if array is None else (array.dtype.str, array.tolist())
 
-    return [[(e.prompt_id, e.label, list(map(row, e.rows))) for e in group] for group in made.groups]
+    def row(of: Any) -> object:
+        extras = (of.behavior_logprobs, of.loss_mask)
+        return (values(of.prompt_ids), values(of.completion_ids), repr([values(a) for a in extras]), of.key)
+
+    return [
+        [(e.prompt_id, e.label, [row(r) for r in e.rows]) for e in group]
+        for group in getattr(made, "groups", made)
+    ]
 
 
 def never(*_: object) -> list[object]:
@@ -98,11 +105,16 @@ def test_the_second_start_makes_the_same_examples_and_the_same_report_without_th
     assert np.shares_memory(chosen.prompt_ids, rejected.prompt_ids), "a pair's prompt is held once"
 
 
-def test_losses_that_want_the_same_rows_share_an_entry(cache, entry):
+def test_losses_that_want_the_same_rows_share_an_entry_and_a_few_rows_have_none(tmp_path, cache, entry):
     of = renderer()
     of.sequences = never
     assert make_examples(groups(), views.labelled, of, cache).count == 2 * start(cache)[0].count
     assert list(cache.folder.iterdir()) == [entry]
+    start(TokenCache(tmp_path / "new", write=False, worth=1))  # as a dry run's
+    start(TokenCache(tmp_path / "new", worth=61))
+    assert not (tmp_path / "new").exists()
+    start(TokenCache(tmp_path / "new", worth=60))
+    assert len(list((tmp_path / "new" / "tokens").iterdir())) == 1
 
 
 Rows = list[tuple[Prompt, Completion]]
@@ -120,15 +132,18 @@ def made(of: Renderer, rows: Rows, cache: TokenCache | None) -> tuple[list[objec
 
 
 SAMPLED, TEXT = 11, 10
+
+
+def marked(p: Prompt, c: Completion) -> tuple[Prompt, Completion]:
+    return p, replace(c, behavior_logprobs=(-0.5,) * len(c.token_ids))
+
+
 CHANGES: dict[str, tuple[int, Callable[[Prompt, Completion], tuple[Prompt, Completion]]]] = {
     "a character of a completion": (TEXT, lambda p, c: (p, replace(c, text=(c.text or "")[:-1] + "x"))),
     "a character of a prompt": (TEXT, lambda p, c: (Prompt((*p.turns[:-1], Turn("user", "thE"))), c)),
     "a role": (TEXT, lambda p, c: (Prompt((Turn("system", p.turns[0].content), *p.turns[1:])), c)),
     "a sampled token": (SAMPLED, lambda p, c: (p, replace(c, token_ids=(*c.token_ids[:-1], 4)))),
-    "what is known of a token": (
-        SAMPLED,
-        lambda p, c: (p, replace(c, behavior_logprobs=(-0.5,) * len(c.token_ids))),
-    ),
+    "what is known of a token": (SAMPLED, marked),
     "an end": (TEXT, lambda p, c: (p, replace(c, finished=False))),
 }
 OTHERS: dict[str, Callable[[], tuple[Renderer, Rows]]] = {
@@ -141,25 +156,23 @@ OTHERS: dict[str, Callable[[], tuple[Renderer, Rows]]] = {
 }
 
 
-@pytest.mark.parametrize("what", [*CHANGES, *OTHERS])
-def test_what_the_ids_depend_on_is_in_the_key(cache, what):
+def test_what_the_ids_depend_on_is_in_the_key(cache):
+    """Where a row and a group end, too: rows whose words run together into the same text, and two rows in one
+    group or in two."""
     made(renderer(), rows(), cache)
-    of, other = OTHERS.get(what, lambda: (renderer(), rows()))()
-    if what in CHANGES:
-        i, change = CHANGES[what]
-        other[i] = change(*other[i])
-    assert made(of, other, cache) == made(of, other, None)
-    assert len(list(cache.folder.iterdir())) == 2
-
-
-def test_where_a_row_and_a_group_end_is_in_the_key(cache):
-    """Rows whose words run together into the same text, and two rows in one group or in two."""
+    for number, what in enumerate([*CHANGES, *OTHERS], 2):
+        of, other = OTHERS.get(what, lambda: (renderer(), rows()))()
+        if what in CHANGES:
+            i, change = CHANGES[what]
+            other[i] = change(*other[i])
+        assert made(of, other, cache) == made(of, other, None), what
+        assert len(list(cache.folder.iterdir())) == number, what
     prompt = rows()[0][0]
     for a, b in (("a\nb", "c"), ("a", "b\nc")):
         made(renderer(), [(prompt, Completion(a)), (prompt, Completion(b))], cache)
     both = Group(prompt, (Completion("a"), Completion("b\nc")), (1.0, -1.0))
     make_examples([both], views.pairs, renderer(), cache)
-    assert len(list(cache.folder.iterdir())) == 3
+    assert len(list(cache.folder.iterdir())) == number + 3
 
 
 def foreign(path: Path) -> None:
@@ -167,34 +180,20 @@ def foreign(path: Path) -> None:
         arrow_file.write(file, token_cache.SCHEMA, [], lambda: {"key": "of other rows", "cuts": {}})
 
 
-DAMAGE: dict[str, Callable[[Path], object]] = {
-    "cut short": lambda path: path.write_bytes(path.read_bytes()[:-40]),
-    "no such file format": lambda path: path.write_bytes(b"not an entry"),
-    "empty": lambda path: path.write_bytes(b""),
-    "of other rows": foreign,
-}
-
-
-@pytest.mark.parametrize("what", DAMAGE)
-def test_a_damaged_entry_is_said_once_and_made_again(cache, entry, capsys, what):
-    good = entry.read_bytes()
-    DAMAGE[what](entry)
-    made, of = start(cache)
-    assert plain(made) == plain(make_examples(groups(), views.pairs, renderer()))
-    assert report(made, of) == report(make_examples(groups(), views.pairs, other := renderer()), other)
-    assert capsys.readouterr().out.count("damaged or foreign") == 1
-    assert entry.read_bytes() == good
+def test_a_damaged_entry_is_said_once_and_made_again(cache, entry, capsys):
+    """Cut, empty, of other rows, or with any bit changed."""
+    good, want = entry.read_bytes(), plain(make_examples(groups(), views.pairs, other := renderer()))
+    foreign(entry)
+    places = [*range(0, len(good), 97), *range(len(good) - 24, len(good))]
+    flipped = (good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :] for at in places)
+    for number, damaged in enumerate([entry.read_bytes(), good[:-40], b"not an entry", b"", *flipped]):
+        entry.write_bytes(damaged)
+        found, of = start(cache)
+        assert plain(found) == want and report(found, of) == report(found, other)
+        assert capsys.readouterr().out.count("damaged or foreign") == 1, number
+        assert entry.read_bytes() == good
     start(cache, tokenises=False)
     assert capsys.readouterr().out == ""
-
-
-def test_no_byte_of_an_entry_may_change(cache, entry, capsys):
-    good = entry.read_bytes()
-    for at in [*range(0, len(good), 37), *range(len(good) - 24, len(good))]:
-        entry.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
-        start(cache)
-        assert capsys.readouterr().out.count("damaged or foreign") == 1, at
-        assert entry.read_bytes() == good
 
 
 @pytest.mark.parametrize("how", ["cut", "zeros", "one bit"])
@@ -217,27 +216,17 @@ def test_an_entry_that_changes_while_it_is_read_ends_the_run_and_names_the_file(
     assert plain(start(cache)[0]) == want and entry.read_bytes() == good
 
 
-def test_many_starts_at_once_leave_one_sound_entry(cache, capsys):
+def test_many_starts_at_once_leave_one_sound_entry(cache, tmp_path, capsys):
+    """And a folder that cannot be written hinders nobody."""
     with ThreadPoolExecutor(8) as pool:
-        made = list(pool.map(lambda _: start(cache)[0], range(8)))
-    assert all(plain(one) == plain(made[0]) for one in made)
+        every = list(pool.map(lambda _: start(cache)[0], range(8)))
+    assert all(plain(one) == plain(every[0]) for one in every)
     assert [path.suffix for path in cache.folder.iterdir()] == [".arrow"]
     start(cache, tokenises=False)
     assert capsys.readouterr().out == ""
-
-
-def test_a_dry_run_and_a_few_rows_write_nothing(tmp_path):
-    start(TokenCache(tmp_path, write=False, worth=1))
-    start(TokenCache(tmp_path, worth=61))
-    assert list(tmp_path.iterdir()) == []
-    start(TokenCache(tmp_path, worth=60))
-    assert len(list((tmp_path / "tokens").iterdir())) == 1
-
-
-def test_a_folder_that_cannot_be_written_is_said_and_hinders_nobody(tmp_path, capsys):
-    (tmp_path / "tokens").write_text("a file in the way")
-    made, _ = start(TokenCache(tmp_path, worth=1))
-    assert plain(made) == plain(make_examples(groups(), views.pairs, renderer()))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "tokens").write_text("a file in the way")
+    assert plain(start(TokenCache(tmp_path / "full", worth=1))[0]) == plain(every[0])
     assert "cache_dir" in capsys.readouterr().out
 
 

@@ -15,6 +15,7 @@ from data.sources import load_groups
 from data.types import Completion, Group, Prompt, Turn
 from tests.tiny import make_config
 from tests.tiny_tokenizers import tiny_tokenizer
+from tests.unit.data.people import lines, local
 
 HERMES = (  # as Qwen 2.5's
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + (m['content'] or '') }}"
@@ -37,12 +38,20 @@ def renderer(template: str | None = HERMES) -> Renderer:
     return Renderer(tokenizer, max_length=400, max_prompt_length=300, template=template)
 
 
+def called(arguments: object) -> list[dict]:
+    """The conversation with other arguments of its call."""
+    other = json.loads(json.dumps(MESSAGES))
+    other[1]["tool_calls"][0]["function"]["arguments"] = arguments
+    return other
+
+
 def group_of(messages: object) -> Group | Dropped:
     row = Row("a.jsonl", 1, {"messages": messages})
     return next(iter(prompt_completion([row], make_config("loss=sft").data)))
 
 
 def test_a_conversation_with_a_call_is_rendered_and_its_answer_alone_is_trained() -> None:
+    """Arguments are the same as a text and as an object; a template that leaves calls out is told of."""
     group, made = group_of(MESSAGES), renderer()
     row = made.sequence(group.prompt, group.completions[0])
     decode = made.tokenizer.decode
@@ -52,12 +61,9 @@ def test_a_conversation_with_a_call_is_rendered_and_its_answer_alone_is_trained(
         "<|im_start|>tool\n84<|im_end|>\n<|im_start|>assistant\n"
     )
     assert decode(row.completion_ids) == "It is 84.<|im_end|>"
-
-
-def test_arguments_are_the_same_as_a_text_and_as_an_object() -> None:
-    other = json.loads(json.dumps(MESSAGES))
-    other[1]["tool_calls"][0]["function"]["arguments"] = json.loads(CALL["function"]["arguments"])  # type: ignore[index]
-    assert group_of(other).prompt == group_of(MESSAGES).prompt
+    assert group_of(called(json.loads(CALL["function"]["arguments"]))).prompt == group.prompt
+    said = renderer(made.tokenizer.chat_template).sequence(group.prompt, Completion("It is 84."))
+    assert isinstance(said, str) and "writes no tool_calls; model.chat_template may name another" in said
 
 
 def test_files_keep_the_calls_and_what_has_none_is_as_it_was() -> None:
@@ -72,49 +78,35 @@ def test_files_keep_the_calls_and_what_has_none_is_as_it_was() -> None:
     assert to_dict(Group(prompt_of(turns(plain[:3], "p"))))["prompt"][2] == {"role": "tool", "content": "84"}
 
 
-def test_a_template_that_leaves_calls_out_is_told_of() -> None:
-    made, group = renderer(tiny_tokenizer("qwen2").chat_template), group_of(MESSAGES)
-    said = made.sequence(group.prompt, Completion("It is 84."))
-    assert isinstance(said, str) and "writes no tool_calls; model.chat_template may name another" in said
+CALLS = [
+    ("times", "'tool_calls' is a str, not a list"),
+    ([{"name": "times"}], "has no 'function' with a 'name'"),
+    *(
+        ([{"function": {"name": "times", "arguments": text}}], says)
+        for text, says in {
+            "{": "call of times are no JSON",
+            "[1]": "call of times are no object",
+            "{} {}": "call of times are no JSON",
+        }.items()
+    ),
+]
+ARGUMENTS = {
+    r'{"city": "\ud800"}': "half of a surrogate pair",
+    '{"a": ' + "[" * 3_000 + "]" * 3_000 + "}": "nested more than 100 levels deep",
+    '{"a": ' + "[" * 300 + "]" * 300 + "}": "nested more than 100 levels deep",
+    '{"a": ' + "7" * 5_000 + "}": "more than 4300 digits",
+}
 
 
-@pytest.mark.parametrize(
-    ("calls", "says"),
-    [
-        ("times", "'tool_calls' is a str, not a list"),
-        ([{"name": "times"}], "has no 'function' with a 'name'"),
-        ([{"function": {"name": "times", "arguments": "{"}}], "call of times are no JSON"),
-        ([{"function": {"name": "times", "arguments": "[1]"}}], "call of times are no object"),
-        ([{"function": {"name": "times", "arguments": "{} {}"}}], "call of times are no JSON"),
-    ],
-)
-def test_what_is_no_call_is_named(calls: object, says: str) -> None:
-    with pytest.raises(RowError, match=says):
-        turns([*MESSAGES[:1], {"role": "assistant", "tool_calls": calls}], "messages")
-
-
-def test_a_conversation_that_ends_with_a_call_has_no_answer() -> None:
+def test_what_is_no_call_is_named_and_its_row_dropped_with_its_reason(tmp_path) -> None:
+    for calls, says in CALLS:
+        with pytest.raises(RowError, match=says):
+            turns([*MESSAGES[:1], {"role": "assistant", "tool_calls": calls}], "messages")
     dropped = group_of(MESSAGES[:2])
     assert isinstance(dropped, Dropped) and "ends with a call of a tool" in dropped.reason
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (r'{"city": "\ud800"}', "half of a surrogate pair"),
-        ('{"a": ' + "[" * 3_000 + "]" * 3_000 + "}", "nested more than 100 levels deep"),
-        ('{"a": ' + "[" * 300 + "]" * 300 + "}", "nested more than 100 levels deep"),
-        ('{"a": ' + "7" * 5_000 + "}", "more than 4300 digits"),
-    ],
-    ids=["surrogate", "3,000 deep", "300 deep", "digits"],
-)
-def test_a_row_whose_arguments_cannot_be_used_is_dropped_with_its_reason(tmp_path, arguments, says) -> None:
-    other = json.loads(json.dumps(MESSAGES))
-    other[1]["tool_calls"][0]["function"]["arguments"] = arguments
-    path = tmp_path / "calls.jsonl"
-    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in (other, MESSAGES)))
-    loaded = load_groups(
-        make_config("loss=sft", "data=local", f"data.path={path}", "data.max_unreadable=1").data, "train"
-    )
-    assert [drop.row for drop in loaded.dropped] == [1] and says in loaded.dropped[0].reason
-    assert len({group.prompt.id for group in loaded.groups}) == 1
+    every = [*map(called, ARGUMENTS), *[MESSAGES] * 5]
+    path = lines(tmp_path / "calls.jsonl", ({"messages": messages} for messages in every))
+    loaded = load_groups(local(path, max_unreadable=1), "train")
+    assert [drop.row for drop in loaded.dropped] == [1, 2, 3, 4] and len(loaded.groups) == 5
+    for drop, says in zip(loaded.dropped, ARGUMENTS.values(), strict=True):
+        assert says in drop.reason
