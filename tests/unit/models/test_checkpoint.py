@@ -56,12 +56,9 @@ def same(trainer: BasicTrainer, other: BasicTrainer) -> bool:
     """Whether weights and optimizer are equal to the bit."""
     one, two = (t.optimizer.state_dict() for t in (trainer, other))
     pairs = [(one["state"][k][n], two["state"][k][n]) for k in one["state"] for n in one["state"][k]]
-    found, wanted = weights(other), weights(trainer)
-    return (
-        one["param_groups"] == two["param_groups"]
-        and all(torch.equal(local(a), local(b)) for a, b in pairs)
-        and all(torch.equal(found[name], wanted[name]) for name in wanted)
-    )
+    found = weights(other)
+    pairs += [(wanted, found[name]) for name, wanted in weights(trainer).items()]
+    return one["param_groups"] == two["param_groups"] and all(torch.equal(*map(local, two)) for two in pairs)
 
 
 def fresh(trainer: BasicTrainer) -> BasicTrainer:
@@ -71,8 +68,9 @@ def fresh(trainer: BasicTrainer) -> BasicTrainer:
 # -- room ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("behind", [False, True])
-@pytest.mark.parametrize("room", [100, 200_000, 365_000], ids=lambda n: f"{n} bytes")
+@pytest.mark.parametrize(
+    ("room", "behind"), [(100, False), (200_000, True), (365_000, False), (365_000, True)]
+)
 def test_a_checkpoint_that_finds_no_room_leaves_those_before_it_and_nothing_else(
     trainer, tmp_path, room, behind
 ):
@@ -84,10 +82,8 @@ def test_a_checkpoint_that_finds_no_room_leaves_those_before_it_and_nothing_else
         kept.finish()
 
     save(1, {})
-    with (
-        full_disk(room),
-        pytest.raises(CheckpointError, match=r"step_00000002 could not be written.* \(disk /"),
-    ):
+    said = r"step_00000002 could not be written.* \(disk /"
+    with full_disk(room), pytest.raises(CheckpointError, match=said):
         save(2, mine)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
     assert kept.problem(kept.path(1)) == "" and kept.newest_sound() == kept.path(1)
@@ -101,13 +97,16 @@ def test_a_checkpoint_that_finds_no_room_leaves_those_before_it_and_nothing_else
 # -- behind the training -----------------------------------------------------------------------------
 
 
-def test_what_is_written_behind_is_what_was_there_when_it_was_saved(tmp_path):
-    config = engine_config(tmp_path / "cache", "kto", "model.batch_size=8")
-    first = run(config, make_segment(config, 8), make_trainer(config))[0]
-    twin = run(config, make_segment(config, 8), make_trainer(config))[0]
-    assert same(first, twin)
-    kept = Checkpoints(tmp_path / "kept", start(), 3, behind=True)
-    mine = {"x": torch.arange(3.0)}
+def test_what_is_written_behind_is_what_was_there_when_it_was_saved(trainer, tmp_path):
+    kept, first, mine = (
+        Checkpoints(tmp_path, start(), 3, behind=True),
+        fresh(trainer),
+        {"x": torch.arange(3.0)},
+    )
+    before = Checkpoints(tmp_path / "before", start(), 3)
+    before.save(1, trainer.policy, trainer.optimizer, STATE, {})
+    before.load(before.path(1), first.policy, first.optimizer)
+    assert same(trainer, first)
     kept.save(1, first.policy, first.optimizer, STATE, mine)
     with torch.no_grad():  # training goes on, in place
         for parameter in first.policy.parameters():
@@ -117,9 +116,9 @@ def test_what_is_written_behind_is_what_was_there_when_it_was_saved(tmp_path):
     mine["x"].zero_()
     kept.finish()
     kept.finish()
-    other = fresh(twin)
-    state, own = Checkpoints(tmp_path / "kept", start(), 3).load(kept.path(1), other.policy, other.optimizer)
-    assert same(twin, other) and state["place"] == 3 and torch.equal(own["x"], torch.arange(3.0))
+    other = fresh(trainer)
+    state, own = Checkpoints(tmp_path, start(), 3).load(kept.path(1), other.policy, other.optimizer)
+    assert same(trainer, other) and state["place"] == 3 and torch.equal(own["x"], torch.arange(3.0))
     kept.save(2, first.policy, first.optimizer, STATE, {})
     kept.save(3, first.policy, first.optimizer, STATE, {})
     assert [path.name for path in kept.all()][:2] == ["step_00000001", "step_00000002"], "one at a time"
@@ -140,21 +139,17 @@ def test_whatever_file_is_damaged_one_rank_says_so(foreign, ranks):
     assert {view.problem(path) for view in views} == {""}
 
 
-@pytest.mark.parametrize("text", ["null", '{"state.json": [1, 2]}'])
-def test_a_manifest_that_lists_too_little_is_damage(foreign, text):
-    (foreign.path(1) / "manifest.json").write_text(text)
-    assert "manifest.json does not list" in foreign.problem(foreign.path(1))
-    assert foreign.newest_sound() is None
-
-
-@pytest.mark.parametrize("name", ["/dev/zero", "../step_00000001/.metadata", "pipe", "link"])
-def test_a_manifest_that_names_something_else_than_its_files_is_damage(foreign, name):
+@pytest.mark.parametrize(
+    "name", ["/dev/zero", "../step_00000001/.metadata", "pipe", "link", "null", '{"state.json": [1, 2]}']
+)
+def test_a_manifest_that_lists_too_little_or_something_else_than_its_files_is_damage(foreign, name):
     path = foreign.path(1)
     os.mkfifo(path / "pipe")
     (path / "link").symlink_to("/dev/zero")
-    listed = json.loads((path / "manifest.json").read_text()) | {name: [0, 0]}
-    (path / "manifest.json").write_text(json.dumps(listed))
-    assert name in foreign.problem(path) and foreign.newest_sound() is None
+    listed, little = json.loads((path / "manifest.json").read_text()) | {name: [0, 0]}, name[0] in "n{"
+    (path / "manifest.json").write_text(name if little else json.dumps(listed))
+    assert ("manifest.json does not list" if little else name) in foreign.problem(path)
+    assert foreign.newest_sound() is None
     (path / "manifest.json").write_text("[" * 100_000)
     (path / "state.json").unlink()
     (path / "state.json").symlink_to("/dev/zero")
@@ -238,19 +233,19 @@ TABLES = {
 def test_a_table_that_is_no_plain_table_is_refused_and_nothing_of_it_is_run(
     trainer, sound, foreign, tmp_path, what
 ):
-    made = tmp_path / "made"
-    (foreign.path(1) / ".metadata").write_bytes(TABLES[what](sound, made))
+    made, path = tmp_path / "made", foreign.path(1)
+    (path / ".metadata").write_bytes(TABLES[what](sound, made))
     other, before = fresh(trainer), vars(records.Metadata).copy()
-    for load in (
-        lambda: foreign.load(foreign.path(1), other.policy, other.optimizer),
-        lambda: foreign.load_weights(foreign.path(1), other.policy),
+    for load, into in (
+        (foreign.load, (other.policy, other.optimizer)),
+        (foreign.load_weights, (other.policy,)),
     ):
         with pytest.raises(CheckpointError, match=r"\.metadata is not the table of contents of a checkpoint"):
-            load()
+            load(path, *into)
     assert not made.exists() and vars(records.Metadata).copy() == before
     if what.startswith("a call"):  # the fault is real: torch's own reader runs it
         with contextlib.suppress(AttributeError):  # what comes of the call is no table
-            dcp.FileSystemReader(foreign.path(1)).read_metadata()
+            dcp.FileSystemReader(path).read_metadata()
         assert made.exists()
 
 

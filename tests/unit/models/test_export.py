@@ -28,14 +28,13 @@ def stored(policy: Policy, folder, dtype: torch.dtype) -> dict[str, torch.Tensor
 
 
 def assert_same(policy: Policy, folder, dtype: torch.dtype) -> None:
+    """What is there twice is tied."""
     wanted, given = stored(policy, folder, dtype), dict(whole_weights(policy, dtype))
     assert json.loads(config_json(policy, dtype)) == json.loads((folder / "config.json").read_text())
     for name, tensor in wanted.items():
         assert given[name].dtype == tensor.dtype and torch.equal(given[name], tensor), name
-    again = given.keys() - wanted.keys()
-    assert all(any(torch.equal(given[name], tensor) for tensor in wanted.values()) for name in again), (
-        f"{again} are not tied"
-    )
+    for name in given.keys() - wanted.keys():
+        assert any(torch.equal(given[name], tensor) for tensor in wanted.values()), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -51,51 +50,40 @@ def test_adapters_come_merged(tmp_path, dtype):
     assert not any("lora" in name for name, _ in whole_weights(policy, torch.float32))
 
 
-def text_in(folder: Path) -> str:
-    return (folder / "weights").read_text()
-
-
 def write(folder: Path, text: str) -> None:
     folder.mkdir()
     (folder / "weights").write_text(text)
 
 
-def test_a_killed_export_leaves_the_old_one_and_the_next_removes_what_it_left(tmp_path):
+def what_lies_in(folder: Path) -> dict[str, str]:
+    return {path.name: (path / "weights").read_text() for path in folder.iterdir()}
+
+
+def test_an_export_that_fails_or_is_killed_leaves_the_old_one_and_the_next_removes_what_it_left(tmp_path):
     folder = tmp_path / "model"
     write(folder, "old")
+    with pytest.raises(FileNotFoundError), whole_folder(folder):
+        pass  # nothing was written
+    assert what_lies_in(tmp_path) == {"model": "old"}
     if (child := os.fork()) == 0:
         with whole_folder(folder) as part:
             write(part, "half")
             os.kill(os.getpid(), signal.SIGKILL)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    assert text_in(folder) == "old"
+    assert what_lies_in(tmp_path)["model"] == "old"
     with whole_folder(folder) as part:
         write(part, "new")
-    assert text_in(folder) == "new" and [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert what_lies_in(tmp_path) == {"model": "new"}
 
 
 def test_what_killed_exports_left_is_removed_by_the_next_and_nothing_else(tmp_path):
     dead, living = 2**22 + 1, os.getppid()
-    others = [
-        f".model-{dead}.zip",
-        ".model-mine.part",
-        f".models-{dead}.part",
-        f".model-{living}.part",
-        "model",
-    ]
-    for name in (f".model-{dead}.part", f".model-{os.getpid()}.old", *others):
+    others = [f".model-{dead}.zip", ".model-mine.part", f".models-{dead}.part", f".model-{living}.part"]
+    for name in (f".model-{dead}.part", f".model-{os.getpid()}.old", "model", *others):
         write(tmp_path / name, "text")
     with whole_folder(tmp_path / "model") as part:
         write(part, "text")
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others)
-
-
-def test_an_export_that_cannot_take_its_place_leaves_the_old_one(tmp_path):
-    folder = tmp_path / "model"
-    write(folder, "old")
-    with pytest.raises(FileNotFoundError), whole_folder(folder):
-        pass  # nothing was written
-    assert text_in(folder) == "old" and list(tmp_path.iterdir()) == [folder]
+    assert what_lies_in(tmp_path).keys() == {"model", *others}
 
 
 def test_what_is_exported_stops_where_the_training_template_stops(tmp_path):

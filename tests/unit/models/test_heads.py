@@ -28,18 +28,14 @@ def batch(pack=False):
     return microbatch([group[0] for group in random_groups(5, seed=1)], CPU, pack).sequences
 
 
-def loss_config(loss):
-    return make_config(f"loss={loss}")
-
-
 @pytest.fixture(scope="module")
-def reward_model():
-    return load_sharded(loss_config("bradley_terry").model, start())[0]
+def reward_config():
+    return make_config("loss=bradley_terry").model
 
 
 @pytest.mark.parametrize("pack", [False, True], ids=["grid", "packed"])
-def test_the_reward_is_what_a_stock_classifier_says_of_each_row_alone(pack):
-    policy, sequences = load_policy(loss_config("bradley_terry").model, CPU), batch(pack)
+def test_the_reward_is_what_a_stock_classifier_says_of_each_row_alone(reward_config, pack):
+    policy, sequences = load_policy(reward_config, CPU), batch(pack)
     sequences.input_ids = sequences.input_ids % 19
     with torch.no_grad():
         found = policy(sequences)
@@ -50,14 +46,14 @@ def test_the_reward_is_what_a_stock_classifier_says_of_each_row_alone(pack):
         assert not found[r, torch.arange(found.shape[1]) != len(row.completion_ids) - 1].any()
 
 
-def test_the_exported_reward_model_is_a_stock_classifier_that_rounds_score_with(reward_model, tmp_path):
-    config = loss_config("bradley_terry").model
+def test_the_exported_reward_model_is_a_stock_classifier_that_rounds_score_with(reward_config, tmp_path):
+    reward_model, _ = load_sharded(reward_config, start())
     state = full_state(reward_model)
     assert "score.weight" in state and "lm_head.weight" not in state
-    export(state, reward_model, load_tokenizer(config), tmp_path / "model", torch.float32)
-    stock = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
-    assert stock.config.num_labels == 1 and stock.config.pad_token_id is None
-    assert stock.config.architectures == ["LlamaForSequenceClassification"]
+    export(state, reward_model, load_tokenizer(reward_config), tmp_path / "model", torch.float32)
+    stock = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").config
+    assert stock.num_labels == 1 and stock.pad_token_id is None
+    assert stock.architectures == ["LlamaForSequenceClassification"]
     sizes = {"max_length": 64, "max_prompt_length": 32, "dtype": "float32"}
     settings = ClassifierConfig(name_or_path=str(tmp_path / "model"), rendering="turn", **sizes)
     prompts = [Prompt((Turn("user", f"{a}+{b}="),)) for a, b in ((12, 34), (5, 67), (80, 9))]
@@ -66,13 +62,13 @@ def test_the_exported_reward_model_is_a_stock_classifier_that_rounds_score_with(
     rows = Place(settings, "reward.classifier", "turn").rows(prompts, answers)
     with torch.no_grad():
         mine = reward_model(microbatch([Example("p", (row,)) for row in rows], CPU).sequences).sum(dim=1)
-    reward_model.reshard()
     assert all(row.completion_ids[-1] == 1 for row in rows)  # the end-of-turn token is what is read
     torch.testing.assert_close(torch.tensor(scores), mine, atol=1e-5, rtol=1e-5)
     assert len(set(scores)) == 3
 
 
 def test_the_value_head_leaves_the_policy_alone():
+    """It is sharded and kept, and left out of the exported language model."""
     plain, valued, sequences = Policy(tiny_llama()), ValuePolicy(tiny_llama()), batch()
     logprobs, values = valued(sequences, values=True)
     assert torch.equal(plain(sequences), logprobs) and torch.equal(plain(sequences), valued(sequences))
@@ -80,6 +76,9 @@ def test_the_value_head_leaves_the_policy_alone():
     ((values - 1.0) * sequences.mask).square().sum().backward()
     moved = {name for name, p in valued.named_parameters() if p.grad is not None and p.grad.any()}
     assert moved == {"value_head.weight", "value_head.bias"}
+    shard(valued, decoder_blocks(valued), start(), torch.float32)
+    assert hasattr(valued.value_head.weight, "full_tensor") and moved < valued.state_dict().keys()
+    assert not any("value_head" in name for name in full_state(valued))
 
 
 def test_a_value_is_of_the_state_before_its_token():
@@ -96,11 +95,3 @@ def test_a_value_is_of_the_state_before_its_token():
         after = policy(sequences, values=True)[1]
     assert torch.equal(after[row, 0], before[row, 0])
     assert not torch.allclose(after[row, 1:c], before[row, 1:c])
-
-
-def test_heads_are_sharded_kept_and_left_out_of_the_exported_language_model():
-    policy = ValuePolicy(tiny_llama())
-    shard(policy, decoder_blocks(policy), start(), torch.float32)
-    assert hasattr(policy.value_head.weight, "full_tensor")
-    assert "value_head.weight" in policy.state_dict()
-    assert not any("value_head" in name for name in full_state(policy))

@@ -15,12 +15,8 @@ def case(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """hidden, weight, bias, targets whose logits reach about +-``spread``."""
     g = torch.Generator().manual_seed(0)
-    hidden, weight = (
-        torch.randn(m, D, generator=g, dtype=torch.float64),
-        torch.randn(V, D, generator=g, dtype=torch.float64),
-    )
+    hidden, weight, bias = (torch.randn(*n, generator=g, dtype=torch.float64) for n in ((m, D), (V, D), (V,)))
     weight *= spread / (hidden @ weight.T).abs().max()
-    bias = torch.randn(V, generator=g, dtype=torch.float64)
     return hidden.to(dtype), weight.to(dtype), bias.to(dtype), torch.randint(V, (m,), generator=g)
 
 
@@ -47,7 +43,6 @@ def plain(
         {},
         {"scale": 0.0625},
         {"softcap": 30.0},
-        {"scale": 1.5, "softcap": 20.0},
         {"temperature": 0.7},
         {"temperature": 1.6, "scale": 1.5, "softcap": 20.0},
     ],
@@ -59,7 +54,7 @@ def test_values_and_gradients_equal_float64_autograd(form, with_bias):
     results = []
     for function, more in ((plain, {}), (chunked_logprobs, {"budget": 64 * len(targets)})):
         leaves = [x.clone().requires_grad_() for x in inputs]
-        values = function(leaves[0], leaves[1], leaves[2] if with_bias else None, targets, **form, **more)
+        values = function(*leaves[:2], leaves[2] if with_bias else None, targets, **form, **more)
         results.append((values, torch.autograd.grad(values, leaves, grad)))
     (want, want_grads), (got, got_grads) = results
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
@@ -78,18 +73,11 @@ def test_bfloat16_inputs_give_logits_of_float32_precision():
 
 
 def test_no_completion_token_gives_zero_gradients_to_everything():
-    hidden, weight, bias, targets = (
-        torch.zeros(0, D),
-        torch.randn(V, D),
-        torch.randn(V),
-        torch.zeros(0, dtype=torch.int64),
-    )
-    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
-    values = chunked_logprobs(*leaves, targets)
+    leaves = [x.requires_grad_() for x in (torch.zeros(0, D), torch.randn(V, D), torch.randn(V))]
+    values = chunked_logprobs(*leaves, torch.zeros(0, dtype=torch.int64))
     assert values.shape == (0,)
     for leaf, grad in zip(leaves, torch.autograd.grad(values.sum(), leaves), strict=True):
-        assert grad.shape == leaf.shape
-        assert not grad.any()
+        assert grad.shape == leaf.shape and not grad.any()
 
 
 def test_extreme_logits_stay_finite():
@@ -97,9 +85,7 @@ def test_extreme_logits_stay_finite():
     hidden.requires_grad_()
     values = chunked_logprobs(hidden, weight, None, targets, budget=64 * len(targets))
     values.sum().backward()
-    assert values.isfinite().all()
-    assert (values <= 0).all()
-    assert hidden.grad.isfinite().all()
+    assert values.isfinite().all() and (values <= 0).all() and hidden.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -125,34 +111,31 @@ def test_a_frozen_head_gets_no_product(monkeypatch, kept):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "form", [{}, {"temperature": 0.7}, {"temperature": 1.6, "scale": 1.5, "softcap": 20.0}]
-)
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("m", [1, 37])
+@pytest.mark.parametrize("form", [{}, {"temperature": 1.6, "scale": 1.5, "softcap": 20.0}])
+@pytest.mark.parametrize(("m", "threads"), [(1, 1), (37, 2)])
 def test_kept_logits_give_the_same_bits(monkeypatch, m, threads, form, dtype):
     """As computed again, and as without gradient; in one slice and in several, in blocks of rows of any
     number. A second backward, which finds no logits, gives the same too."""
     before, found = torch.get_num_threads(), []
-    hidden, weight, bias, targets = case(max(m, 1), dtype)
-    given, grad = (hidden[:m], weight, bias), torch.randn(m, generator=torch.Generator().manual_seed(1))
+    *given, targets = case(m, dtype)
+    grad = torch.randn(m, generator=torch.Generator().manual_seed(1))
     torch.set_num_threads(threads)
     try:
-        for budget in (1 << 20, 64 * 2 * max(m, 1)):
+        for budget in (1 << 20, 64 * 2 * m):
+            results = []
             for kept, block in ((0, 1), (100, 1), (100, 5 * V), (100, 1 << 18)):
                 monkeypatch.setattr(module, "KEPT", kept)
                 monkeypatch.setattr(module, "BLOCK", block)
                 leaves = [x.clone().requires_grad_() for x in given]
-                values = chunked_logprobs(*leaves, targets[:m], budget=budget, **form)
+                values = chunked_logprobs(*leaves, targets, budget=budget, **form)
                 grads = torch.autograd.grad(values, leaves, grad, retain_graph=True)
                 again = torch.autograd.grad(values, leaves, grad)
                 with torch.no_grad():
-                    scored = chunked_logprobs(*given, targets[:m], budget=budget, **form)
-                assert torch.equal(values, scored)
-                assert all(map(torch.equal, grads, again))
-                found.append((budget, [values.detach(), *grads]))
+                    scored = chunked_logprobs(*given, targets, budget=budget, **form)
+                assert torch.equal(values, scored) and all(map(torch.equal, grads, again))
+                results.append([values.detach(), *grads])
+            found.append(results)
     finally:
         torch.set_num_threads(before)
-    for budget, results in found:
-        wanted = next(results for other, results in found if other == budget)
-        assert all(map(torch.equal, results, wanted))
+    for first, *others in found:
+        assert all(all(map(torch.equal, one, first)) for one in others)

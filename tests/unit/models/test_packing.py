@@ -1,18 +1,28 @@
-"""Which rows are put end to end when nobody says so, and that a run with them is the padded run."""
+"""Which rows are put end to end when nobody says so, that a run with them is the padded run, and the flash
+kernel of a GPU: FlashAttention-3 where it is installed and computes what attention row by row gives, else
+torch's own. torch's registry of kernels is the real one; the package and the GPU are stand-ins."""
 
 from __future__ import annotations
 
+import copy
+import re
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
 from common.errors import ConfigError
 from config.schema_model import ModelConfig
 from data.batches import Segment
-from models import attention
-from models.attention import MODEL_TYPES, flash_fails, packs_rows, shares_prompts
+from models import attention, flash_kernel
+from models.attention import MODEL_TYPES, Heads, all_pack_rows, packs_rows, shares_prompts
 from models.distributed import start
+from models.flash_kernel import choose
 from models.policy import decoder_blocks
 from models.pretrained import load_policy
 from models.sharding import shard
@@ -36,16 +46,6 @@ def no_gpu(monkeypatch, present: bool = False, fails: str | None = None) -> None
     monkeypatch.setattr(attention, "flash_fails", lambda heads, shared=False, compiled=False: fails)
 
 
-@pytest.mark.parametrize("family", [family for family in PACKED if family in FAMILIES])
-@pytest.mark.parametrize("said", [True, False])
-def test_what_is_said_is_done(monkeypatch, family, said):
-    no_gpu(monkeypatch)
-    assert packs_rows(replace(OPEN, packing=said, compile=True), FAMILIES[family]) == (
-        said,
-        f"model.packing={str(said).lower()}",
-    )
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_left_open_rows_are_packed_where_each_can_attend_to_itself(monkeypatch, family):
     no_gpu(monkeypatch)
@@ -55,60 +55,56 @@ def test_left_open_rows_are_packed_where_each_can_attend_to_itself(monkeypatch, 
     assert packed == takes and (f"{family} with {kernel} has no packed" in why) != takes
 
 
+def llama(**found):
+    """The settings of a tiny llama, with others in it."""
+    config = copy.deepcopy(FAMILIES["llama"])
+    for key, value in found.items():
+        object.__setattr__(config, key, value)
+    return config
+
+
+EAGER, COMPILED = {"attn_implementation": "eager"}, {"compile": True}
+
+
 @pytest.mark.parametrize(
     ("change", "found", "why"),
     [
-        ({"attn_implementation": "eager"}, {}, "llama with eager"),
+        (EAGER, {}, "llama with eager"),
         ({"attn_implementation": "flash_attention_2"}, {}, "llama with flash_attention_2"),
-        ({"compile": True}, {}, "model.compile=true"),
+        (COMPILED, {}, "model.compile=true"),
         ({}, {"sliding_window": 4}, "has no packed attention"),
         ({}, {"model_type": "falcon"}, "falcon with sdpa"),
     ],
 )
-def test_left_open_rows_are_padded_elsewhere(monkeypatch, change, found, why):
+def test_left_open_rows_are_padded_elsewhere_and_what_is_said_is_done(monkeypatch, change, found, why):
     no_gpu(monkeypatch)
-    config = type(FAMILIES["llama"])(**FAMILIES["llama"].to_dict())
-    for key, value in found.items():
-        object.__setattr__(config, key, value)
-    packed, said = packs_rows(replace(OPEN, **change), config)
+    packed, said = packs_rows(replace(OPEN, **change), llama(**found))
     assert not packed and why in said
+    for family in (family for family in PACKED if family in FAMILIES):
+        for on in (True, False):
+            wanted = (on, f"model.packing={str(on).lower()}")
+            assert packs_rows(replace(OPEN, packing=on, compile=True), FAMILIES[family]) == wanted
 
 
 @pytest.mark.parametrize(
-    ("fails", "dtype", "packed", "why"),
-    [
-        (None, "bfloat16", True, ""),
-        ("no such image", "bfloat16", False, "no such image"),
-        (None, "float32", False, "float32"),
-    ],
+    ("fails", "dtype", "why"),
+    [(None, "bfloat16", ""), ("no such image", "bfloat16", "no such image"), (None, "float32", "float32")],
 )
 @pytest.mark.parametrize("compiled", [False, True])
-def test_on_a_gpu_its_kernel_decides(monkeypatch, fails, dtype, packed, why, compiled):
+def test_on_a_gpu_its_kernel_decides(monkeypatch, fails, dtype, why, compiled):
     no_gpu(monkeypatch, present=True)
-    other = "that of the other way"
-    tried = {compiled: fails, not compiled: other}
+    tried = {compiled: fails, not compiled: "that of the other way"}
     monkeypatch.setattr(attention, "flash_fails", lambda heads, shared=False, compiled=False: tried[compiled])
-    found, said = packs_rows(replace(OPEN, dtype=dtype, compile=compiled), FAMILIES["llama"])
-    assert other not in said
-    assert found is packed and why in said
-
-
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
-    reason="needs an Ampere GPU or later",
-)
-def test_the_kernel_of_this_gpu_works():
-    for compiled in (False, True):
-        for shared in (False, True):
-            assert flash_fails((4, 2, 64), shared, compiled) is None
+    packed, said = packs_rows(replace(OPEN, dtype=dtype, compile=compiled), FAMILIES["llama"])
+    assert packed is (why == "") and why in said and "other way" not in said
 
 
 @pytest.mark.parametrize(
     ("change", "found", "why"),
     [
-        ({"attn_implementation": "eager", "packing": True}, {}, "a mask that knows of no shared prompt"),
-        ({"attn_implementation": "eager"}, {}, "no packed attention"),
-        ({"compile": True}, {}, "padded (model.compile=true)"),
+        (EAGER | {"packing": True}, {}, "a mask that knows of no shared prompt"),
+        (EAGER, {}, "no packed attention"),
+        (COMPILED, {}, "padded (model.compile=true)"),
         ({"packing": False}, {}, "padded (model.packing=false)"),
         ({"router_aux_loss_coef": 0.1}, {}, "router_aux_loss_coef"),
         ({"head": "reward"}, {}, "a reward model"),
@@ -119,14 +115,10 @@ def test_a_prompt_cannot_be_shared_where_rows_are_padded_or_kept_apart_by_a_mask
     monkeypatch, change, found, why
 ):
     no_gpu(monkeypatch)
-    config = type(FAMILIES["llama"])(**FAMILIES["llama"].to_dict())
-    for key, value in found.items():
-        object.__setattr__(config, key, value)
-    settings = replace(OPEN, share_prompts=True, **change)
+    config, settings = llama(**found), replace(OPEN, share_prompts=True, **change)
     packing, _ = packs_rows(settings, config)
-    with pytest.raises(ConfigError, match="share_prompts") as error:
+    with pytest.raises(ConfigError, match=f"share_prompts.*{re.escape(why)}"):
         shares_prompts(settings, config, packing)
-    assert why in str(error.value)
     for other in (False, None):
         assert not shares_prompts(replace(settings, share_prompts=other), config, packing)
 
@@ -147,60 +139,118 @@ def test_on_a_gpu_whose_kernel_cannot_prompts_are_not_shared(monkeypatch):
 
 def trained(folder, loss: str, packing: str, *overrides: str):
     """A run through the loading that a real one takes: (trainer, lines of metrics)."""
-    units = 3 if loss == "dpo" else 6
-    config = engine_config(
-        folder / f"cache-{packing}",
-        loss,
-        f"model.batch_size={units}",
-        f"model.name_or_path={folder}",
-        f"model.packing={packing}",
-        *overrides,
-    )
-    policy, world = load_policy(config.model, start().device), start()
+    units, kind = (3, "pairs") if loss == "dpo" else (6, "labelled")
+    words = [f"model.batch_size={units}", f"model.name_or_path={folder}", f"model.packing={packing}"]
+    config, world = engine_config(folder / f"cache-{packing}", loss, *words, *overrides), start()
+    policy = load_policy(config.model, world.device)
     shard(policy, decoder_blocks(policy), world, torch.float32)
     trainer = trainer_class(config)(config, policy, make_loss(config), world)
-    assert trainer.dealer.packing == (packing != "false")
-    assert (
-        trainer.dealer.microbatches(random_groups(2, kind=_kind(loss))[0])[0].sequences.position_ids
-        is not None
-    ) == trainer.dealer.packing
-    groups = random_groups(8, kind=_kind(loss))
+    (first, *_) = trainer.dealer.microbatches(random_groups(2, kind=kind)[0])
+    packs = packing != "false"
+    assert trainer.dealer.packing == packs == (first.sequences.position_ids is not None)
+    groups = random_groups(8, kind=kind)
     return run(config, Segment(groups, units, sum(map(len, groups)), seed=1), trainer)
 
 
-def _kind(loss: str) -> str:
-    return "pairs" if loss == "dpo" else "labelled"
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in float32 a GPU pads")
 @pytest.mark.parametrize("humanline", ["true", "false"])
 @pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
-def test_a_run_with_packed_rows_is_the_padded_run(folder, loss, humanline):
-    """The same losses and weights but for rounding; and at step 0 the policy is its reference to the bit."""
-    trainer, lines = trained(folder, loss, "null", f"humanline={humanline}")
-    _same_run(trainer, lines, *trained(folder, loss, "false", f"humanline={humanline}"))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="in float32 a GPU pads")
-@pytest.mark.parametrize("humanline", ["true", "false"])
-@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
-def test_a_run_that_shares_prompts_is_the_padded_run(folder, loss, humanline):
-    """And takes no scores of the initial weights from a run that does not share them, whose cache it has."""
+def test_a_run_with_packed_rows_or_shared_prompts_is_the_padded_run(folder, loss, humanline):
+    """The same losses and weights but for rounding; and at step 0 the policy is its reference to the bit. One
+    that shares prompts takes no scores of the initial weights from one that does not, whose cache it has."""
     more = f"humanline={humanline}"
-    trained(folder, loss, "null", more)
-    trainer, lines = trained(folder, loss, "null", more, "model.share_prompts=true")
-    assert trainer.dealer.shares_prompts
-    _same_run(trainer, lines, *trained(folder, loss, "false", more))
-
-
-def _same_run(trainer, lines, padded, expected):
-    assert lines[0]["kl"] == expected[0]["kl"] == 0.0 and lines[-1]["kl"] != 0.0
-    for line, other in zip(lines, expected, strict=True):
-        assert line["loss"] == pytest.approx(other["loss"], abs=1e-4) and line["grad_norm"] == pytest.approx(
-            other["grad_norm"], rel=1e-2
-        )
-    begin = dict(tiny_llama().named_parameters())
-    ours, theirs = weights(trainer), weights(padded)
+    ways = ("false",), ("null",), ("null", "model.share_prompts=true")
+    (padded, expected), *others = (trained(folder, loss, *way, more) for way in ways)
+    assert [trainer.dealer.shares_prompts for trainer, _ in others] == [False, True]
+    begin, theirs = dict(tiny_llama().named_parameters()), weights(padded)
     way = sum(float((theirs[f"model.{n}"] - p.detach()).square().sum()) for n, p in begin.items()) ** 0.5
-    apart = sum(float((ours[n] - theirs[n]).square().sum()) for n in ours) ** 0.5
-    assert way > 0.05 and apart < 0.02 * way
+    for trainer, lines in others:
+        assert lines[0]["kl"] == expected[0]["kl"] == 0.0 and lines[-1]["kl"] != 0.0
+        for line, other in zip(lines, expected, strict=True):
+            assert line["loss"] == pytest.approx(other["loss"], abs=1e-4)
+            assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-2)
+        ours = weights(trainer)
+        apart = sum(float((ours[n] - theirs[n]).square().sum()) for n in ours) ** 0.5
+        assert way > 0.05 and apart < 0.02 * way
+
+
+WORKING = """
+import torch
+lib = torch.library.Library("flash_attn_3", "FRAGMENT")
+lib.define("fwd(Tensor q) -> Tensor")
+lib.define("bwd(Tensor q) -> Tensor")
+"""
+BROKEN = "raise ImportError('flash_attn_3.so: undefined symbol: _ZN3c10')"
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file of a stand-in for flash-attn-3, on a Hopper GPU."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+    sys.modules.pop(flash_kernel.PACKAGE, None)
+    cached = attention.why_not_faster, attention._flash_differs
+    for one in cached:
+        one.cache_clear()
+    yield tmp_path / f"{flash_kernel.PACKAGE}.py"
+    restore_flash_attention_impl(_raise_warn=False)
+    if hasattr(made := sys.modules.pop(flash_kernel.PACKAGE, None), "lib"):
+        made.lib._destroy()
+    for name in ("fwd", "bwd"):  # torch remembers operators that it has looked up
+        vars(torch.ops.flash_attn_3).pop(name, None)
+    for one in cached:
+        one.cache_clear()
+
+
+@cache
+def works_in_every_way(in_use: str | None, heads: Heads, shared: bool, compiled: bool) -> None:
+    return None
+
+
+def test_it_is_used_where_it_works_and_torchs_own_elsewhere(package: Path, monkeypatch) -> None:
+    seen: list[str | None] = []
+
+    def works() -> None:
+        seen.append(current_flash_attention_impl())
+
+    assert choose(works) is None and current_flash_attention_impl() is None
+    package.write_text(WORKING)
+    assert choose(works) is None and seen[-1] == "FA3"
+    assert flash_kernel.in_use() == "FlashAttention-3" and current_flash_attention_impl() == "FA3"
+    restore_flash_attention_impl(_raise_warn=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    assert choose(works) is None and current_flash_attention_impl() is None
+
+
+@pytest.mark.parametrize(
+    ("code", "fails", "why"),
+    [
+        (BROKEN, None, "ImportError: flash_attn_3.so: undefined symbol"),
+        ("", None, "does not expose FA3 forward kernels"),
+        (WORKING, "it does not give what attention row by row gives", "row by row"),
+    ],
+)
+def test_where_it_does_not_work_the_start_says_why(package: Path, code: str, fails, why: str) -> None:
+    package.write_text(code)
+    said = choose(lambda: fails)
+    assert said is not None and why in said
+    assert flash_kernel.in_use() == "FlashAttention-2" and current_flash_attention_impl() is None
+
+
+@pytest.mark.parametrize("others", ["FlashAttention-2", "FlashAttention-3"])
+def test_ranks_use_one_kernel(package: Path, monkeypatch: pytest.MonkeyPatch, others: str) -> None:
+    """On a node of the others the package may be missing, or not work."""
+    package.write_text(WORKING)
+    no_gpu(monkeypatch, present=True)
+    monkeypatch.setattr(attention, "_flash_differs", works_in_every_way)
+    for works_there in (True, False):
+        asked = []
+
+        def gather(value: str | bool, asked=asked, works_there=works_there) -> list[str | bool]:
+            asked.append(value)
+            return [value, works_there if isinstance(value, bool) else others]
+
+        assert all_pack_rows(OPEN, FAMILIES["llama"], gather) == works_there
+        assert asked == ["FlashAttention-3", True] and flash_kernel.in_use() == others
+        attention.why_not_faster.cache_clear()

@@ -6,8 +6,6 @@ from __future__ import annotations
 import copy
 import tempfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +18,6 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from common.errors import ConfigError
 from config.schema_model import ModelConfig, PeftConfig
-from models import quantization
 from models.distributed import start
 from models.export import export, full_state, whole_weights
 from models.policy import Policy, decoder_blocks
@@ -35,11 +32,8 @@ from tests.unit.models.test_lora import perturb
 from tests.unit.models.test_policy import CPU, batch, settings, tokenizer
 
 SIZES = {"vocab_size": 61, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 128}
-
-
 LORA = {"use_peft": True, "quantization": "nf4"}
 WAYS: dict[str, dict[str, Any]] = {
-    "float32": {},
     "bfloat16": {"dtype": "bfloat16"},
     "selective": {"activation_checkpointing": "selective"},
     "some layers have adapters": {"target_modules": ["q_proj", "down_proj"]},
@@ -47,34 +41,27 @@ WAYS: dict[str, dict[str, Any]] = {
 TABLE = NF4Linear(nn.Linear(64, 1).requires_grad_(False)).table
 
 
-@contextmanager
-def folder_of(model: Any) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        yield Path(folder)
-
-
-def nf4_settings(path: Path, quantization: str | None, **more: Any) -> ModelConfig:
+def nf4_settings(path: Path | str, quantization: str | None, **more: Any) -> ModelConfig:
     peft = {key: more.pop(key) for key in ("target_modules",) if key in more}
-    given = {"dtype": "float32", "max_length": 64, "max_prompt_length": 32} | more
     lora = PeftConfig(lora_r=4, lora_alpha=12, **peft)
-    return ModelConfig(
-        name="m", name_or_path=str(path), use_peft=True, quantization=quantization, peft=lora, **given
-    )
+    lengths = {"max_length": 64, "max_prompt_length": 32}
+    return settings(path, use_peft=True, quantization=quantization, peft=lora, **(lengths | more))
 
 
-def pair(path: Path, **more: Any) -> tuple[Policy, Policy]:
+def pair(model: Any, **more: Any) -> tuple[Policy, Policy]:
     """The quantised policy, and one that has its weights as plain ones; adapters alike, and not at their
     start."""
-    made = [load_policy(nf4_settings(path, way, **more), CPU) for way in ("nf4", None)]
-    for policy in made:
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        ours, plain = (load_policy(nf4_settings(folder, way, **more), CPU) for way in ("nf4", None))
+    for policy in (ours, plain):
         perturb(policy)
     with torch.no_grad():
-        for name, layer in quantised(made[0].model).items():
-            linear = made[1].model.get_submodule(name.removesuffix(".packed"))
+        for name, layer in quantised(ours.model).items():
+            linear = plain.model.get_submodule(name.removesuffix(".packed"))
             assert type(linear) is nn.Linear
             linear.weight.copy_(layer.weight)
-    return made[0], made[1]
+    return ours, plain
 
 
 def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
@@ -120,64 +107,59 @@ def test_the_numbers_are_torchaos() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_it_is_the_model_with_the_rounded_weights(way: str) -> None:
-    """Log-probabilities, entropies and the adapters' gradients, to the bit; sharded, as it trains."""
-    with folder_of(tiny_llama()) as path:
-        ours, plain = pair(path, **WAYS[way])
-        assert len(quantised(ours.model)) == 14  # 7 in each of 2 layers
-        for policy in (ours, plain):
-            dtype = torch.bfloat16 if way == "bfloat16" else torch.float32
-            shard(policy, decoder_blocks(policy), start(), dtype)
-        values = [policy(batch()) for policy in (ours, plain)]
-        assert torch.equal(values[0], values[1]) and values[0].any()
-        for value in values:
-            value.square().sum().backward()
-        gradients = [
-            {name: p.grad.full_tensor() for name, p in policy.named_parameters() if p.grad is not None}
-            for policy in (ours, plain)
-        ]
-        assert gradients[0] and all(g.any() for g in gradients[0].values())
-        assert_equal(*gradients)
+    """Log-probabilities and the adapters' gradients, to the bit; sharded, as it trains."""
+    ours, plain = pair(tiny_llama(), **WAYS[way])
+    assert len(quantised(ours.model)) == 14  # 7 in each of 2 layers
+    values, gradients = [], []
+    for policy in (ours, plain):
+        dtype = torch.bfloat16 if way == "bfloat16" else torch.float32
+        shard(policy, decoder_blocks(policy), start(), dtype)
+        values.append(policy(batch()))
+        values[-1].square().sum().backward()
+        found = {name: p.grad.full_tensor() for name, p in policy.named_parameters() if p.grad is not None}
+        gradients.append(found)
+    assert torch.equal(*values) and values[0].any()
+    assert gradients[0] and all(g.any() for g in gradients[0].values())
+    assert_equal(*gradients)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_exported_is_what_was_trained(dtype: str) -> None:
+def test_what_is_exported_is_what_was_trained(tmp_path, dtype: str) -> None:
     """Adapters are merged into the rounded weights, gathered at once or one by one, and what transformers
     loads of it scores as the policy did."""
-    with folder_of(tiny_llama(tied=False)) as path:
-        ours, plain = pair(path, dtype=dtype)
-        before = ours(batch()).detach()
-        wanted = copy.deepcopy(plain.model).merge_and_unload().state_dict()
-        state = full_state(ours)
-        assert_equal(state, full_state(plain))
-        one_by_one = [dict(whole_weights(policy, torch.float32)) for policy in (ours, plain)]
-        assert_equal(*one_by_one)
-        assert state.keys() == wanted.keys() == one_by_one[0].keys()
-        if dtype == "float32":
-            for name, value in wanted.items():
-                torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-6)
-            export(state, ours, tokenizer(), path / "out", torch.float32)
-            loaded = AutoModelForCausalLM.from_pretrained(path / "out")
-            torch.testing.assert_close(Policy(loaded)(batch()), before, rtol=1e-4, atol=1e-4)
+    ours, plain = pair(tiny_llama(tied=False), dtype=dtype)
+    before, state = ours(batch()).detach(), full_state(ours)
+    wanted = copy.deepcopy(plain.model).merge_and_unload().state_dict()
+    assert_equal(state, full_state(plain))
+    one_by_one = [dict(whole_weights(policy, torch.float32)) for policy in (ours, plain)]
+    assert_equal(*one_by_one)
+    assert state.keys() == wanted.keys() == one_by_one[0].keys()
+    if dtype == "float32":
+        for name, value in wanted.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-6)
+        export(state, ours, tokenizer(), tmp_path / "out", torch.float32)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        torch.testing.assert_close(Policy(loaded)(batch()), before, rtol=1e-4, atol=1e-4)
 
 
-def test_every_architecture_is_right_or_refused() -> None:
+def test_every_architecture_is_right_or_refused(tmp_path) -> None:
     """Those that the tests know: the refused have experts, which are no linear layers."""
     for family in sorted(FAMILIES.keys() - {"mamba2"}):  # peft has no adapters for its layers
         kernel = {"attn_implementation": FAMILIES[family]._attn_implementation or "sdpa"}
-        with folder_of(tiny_family(family).model) as path:
-            if family in MIXTURES:
-                with pytest.raises(ConfigError, match=r"model\.quantization=nf4: .* linear layers.*use off"):
-                    check_model(nf4_settings(path, "nf4", **kernel))
-                continue
-            ours, plain = pair(path, **kernel)
-            assert torch.equal(ours(batch()), plain(batch())), family
+        if family in MIXTURES:
+            FAMILIES[family].save_pretrained(tmp_path / family)
+            with pytest.raises(ConfigError, match=r"model\.quantization=nf4: .* linear layers.*use off"):
+                check_model(nf4_settings(tmp_path / family, "nf4", **kernel))
+            continue
+        ours, plain = pair(tiny_family(family).model, **kernel)
+        assert torch.equal(ours(batch()), plain(batch())), family
 
 
 # -- runs ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("loss", "k"), [("kto", 1), ("grpo", 3)])
-def test_the_reference_is_that_of_a_second_model(loss: str, k: int | None) -> None:
+def test_the_reference_is_that_of_a_second_model(tmp_path, monkeypatch, loss: str, k: int) -> None:
     """As for a base that is not quantised: losses of every step and the final weights to the bit, the first
     of them against a policy that is its own reference."""
     plain = test_two_models.make_policy
@@ -187,35 +169,23 @@ def test_the_reference_is_that_of_a_second_model(loss: str, k: int | None) -> No
         quantise(decoder_blocks(policy))
         return policy
 
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        patch.setattr(test_two_models, "make_policy", make_policy)
-        test_two_models.test_bit_identical_to_a_second_model(Path(folder), loss, k, True)
-
-
-def any_bytes(weight: torch.Tensor) -> torch.Tensor:
-    """Packed weights of some layer, all levels and several scales among them."""
-    rows, columns = weight.shape
-    block = block_length(columns)
-    ranges = torch.tensor([1280.0, 0.1]).expand(rows, 2).contiguous().view(torch.uint8)
-    rest = torch.randint(0, 256, (rows, columns // block + columns // 2), dtype=torch.uint8)
-    return torch.cat((ranges, rest), dim=1)
+    monkeypatch.setattr(test_two_models, "make_policy", make_policy)
+    test_two_models.test_bit_identical_to_a_second_model(tmp_path, loss, k, True)
 
 
 def test_compiled_layers_agree_with_plain_ones(tmp_path, monkeypatch):
-    """Values and the adapters' gradients. C++ is made of plain layers' graphs alone, in test_policy.py."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    """Values and the adapters' gradients."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(torch._dynamo.config, "assume_static_by_default", False)
-    monkeypatch.setattr(quantization, "pack", any_bytes)
-    tiny_llama().save_pretrained(tmp_path)
+    tiny_llama(layers=1).save_pretrained(tmp_path)
     found = []
     for compiled in (False, True):
-        torch.manual_seed(0)
         policy = load_policy(settings(tmp_path, compile=compiled, **LORA), CPU)
         perturb(policy)
         values = policy(batch())
         values.square().sum().backward()
         found.append([values.detach(), *(p.grad for p in policy.parameters() if p.grad is not None)])
-    assert len(quantization.quantised(policy)) == 14
+    assert len(quantised(policy.model)) == 7
     for plain, other in zip(*found, strict=True):
         torch.testing.assert_close(other, plain, rtol=1e-3, atol=1e-3 * float(plain.abs().max()))
 

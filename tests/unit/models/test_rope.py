@@ -38,12 +38,10 @@ def row(seed: int, length: int) -> Sequence:
 def test_longrope_is_refused_beyond_its_switch_and_taken_up_to_it(tmp_path):
     """Beyond it a row's score depends on who is scored with it."""
     torch.manual_seed(0)
-    policy = Policy(Phi3ForCausalLM(phi3())).eval()
-    short = row(0, 12)
-    alone = score(policy, collate([short], torch.device("cpu")))[0, :10]
-    within, beyond = (
-        score(policy, collate([short, row(1, length)], torch.device("cpu")))[0, :10]
-        for length in (SWITCH, SWITCH + 1)
+    policy, short = Policy(Phi3ForCausalLM(phi3())).eval(), row(0, 12)
+    alone, within, beyond = (
+        score(policy, collate([short, *others], torch.device("cpu")))[0, :10]
+        for others in ([], [row(1, SWITCH)], [row(1, SWITCH + 1)])
     )
     assert torch.allclose(alone, within, atol=1e-5) and not torch.allclose(alone, beyond, atol=1e-2)
     phi3().save_pretrained(tmp_path)
@@ -55,8 +53,8 @@ def test_longrope_is_refused_beyond_its_switch_and_taken_up_to_it(tmp_path):
     assert check_model(replace(config, max_length=128)).model_type == "phi3"
 
 
-def scaled(kind: str) -> LlamaConfig:
-    return LlamaConfig(max_position_embeddings=48, rope_parameters={"rope_type": kind, "factor": 2.0})
+SCALED = {"max_position_embeddings": 48, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}
+DYNAMIC = SCALED | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}
 
 
 @pytest.mark.parametrize(
@@ -64,8 +62,8 @@ def scaled(kind: str) -> LlamaConfig:
     [
         (GPT2Config(n_positions=48), 48),
         (LlamaConfig(max_position_embeddings=48), None),
-        (scaled("linear"), None),
-        (scaled("dynamic"), 48),
+        (LlamaConfig(**SCALED), None),
+        (LlamaConfig(**DYNAMIC), 48),
         (phi3(), SWITCH),
         (MambaConfig(), None),
     ],

@@ -82,18 +82,16 @@ def test_files_of_an_index_are_all_there_and_hold_what_it_says(tmp_path):
     index = tmp_path / f"{FILE}.index.json"
     known = json.loads(index.read_text())
     names = sorted(set(known["weight_map"].values()))
-    for changed in ({"model.norm.weight": names[0]}, {"more": names[0]}, {"model.norm.weight": "../x"}):
-        index.write_text(json.dumps({"weight_map": known["weight_map"] | changed}))
-        with pytest.raises(ConfigError, match=f"{index} .*{next(iter(changed))}"):
+    wrong = [{"model.norm.weight": names[0]}, {"more": names[0]}, {"model.norm.weight": "../x"}]
+    texts = {json.dumps({"weight_map": known["weight_map"] | c}): rf".*{next(iter(c))}" for c in wrong}
+    for text, said in (texts | dict.fromkeys(("{", "[]", "{}", "[" * 100_000), "is damaged")).items():
+        index.write_text(text)
+        with pytest.raises(ConfigError, match=f"{index} {said}"):
             check_named(settings(tmp_path))
     index.write_text(json.dumps(known))
     (tmp_path / names[-1]).unlink()
     with pytest.raises(ConfigError, match=rf"{index} names \d+ files, of which 1 are missing: {names[-1]}"):
         load_policy(settings(tmp_path), CPU)
-    for text in ("{", "[]", "{}", "[" * 100_000):
-        index.write_text(text)
-        with pytest.raises(ConfigError, match=f"{index} is damaged"):
-            check_named(settings(tmp_path))
 
 
 OTHERS = {
@@ -130,10 +128,9 @@ OTHERS = {
 def test_other_tensors_than_the_models_are_named_before_and_while_they_load(tmp_path, how):
     change, said = OTHERS[how]
     config = settings(model(tmp_path, change=change))
-    with pytest.raises(ConfigError, match=said):
-        check_weights(config, check_model(config))
-    with pytest.raises(ConfigError, match=said):
-        load_policy(config, CPU)
+    for load in (lambda: check_weights(config, check_model(config)), lambda: load_policy(config, CPU)):
+        with pytest.raises(ConfigError, match=said):
+            load()
 
 
 @pytest.mark.parametrize("about", [{"quant_method": "awq", "bits": 4}, {"load_in_4bit": True}])
@@ -167,19 +164,17 @@ def test_no_model_that_transformers_writes_is_refused(tmp_path, family):
 
 
 def test_an_adapter_says_the_line_that_merges_it(tmp_path):
-    base = model(tmp_path / "base")
-    adapted = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, task_type="CAUSAL_LM")
-    )
+    base, folder = model(tmp_path / "base"), tmp_path / "adapter"
+    loaded = AutoModelForCausalLM.from_pretrained(base)
+    adapted = get_peft_model(loaded, LoraConfig(r=2, task_type="CAUSAL_LM"))
     torch.nn.init.normal_(adapted.base_model.model.model.layers[0].self_attn.q_proj.lora_B.default.weight)
-    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.save_pretrained(folder)
     for beside in (False, True):
         if beside:  # transformers would train the base and not the model that lies there
-            model(tmp_path / "adapter")
-        with pytest.raises(ConfigError, match=f"is an adapter of {base}: merge it with") as said:
-            check_named(settings(tmp_path / "adapter"))
-        with pytest.raises(ConfigError, match="is an adapter of"):
-            check_model(settings(tmp_path / "adapter"))
+            model(folder)
+        for check in (check_model, check_named):
+            with pytest.raises(ConfigError, match=f"is an adapter of {base}: merge it with") as said:
+                check(settings(folder))
         assert beside == ("move it away" in str(said.value))
     exec(str(said.value).split('python -c "')[1].split('"')[0])
     merged = load_policy(settings(tmp_path / "adapter-merged"), CPU)
@@ -187,7 +182,7 @@ def test_an_adapter_says_the_line_that_merges_it(tmp_path):
     assert all(torch.equal(tensor, want[name]) for name, tensor in full_state(merged).items())
 
 
-@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("stored", ["float32", "float16"])
 def test_a_model_is_exported_in_the_dtype_of_its_files_whatever_its_config_says(tmp_path, stored):
     dtype = getattr(torch, stored)
     for said in (None, "bfloat16", "float32"):

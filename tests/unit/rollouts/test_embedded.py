@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig, TopPLogitsWarper
 
 from config.schema_model import ModelConfig, PeftConfig
 from data import adder
@@ -22,7 +22,7 @@ from models.policy import Policy, causal_lm, decoder_blocks
 from models.pretrained import load_policy
 from models.sharding import shard
 from rollouts import stop_strings
-from rollouts.decoding import InverseCdfProcessor
+from rollouts.decoding import InverseCdfProcessor, TopP
 from rollouts.embedded import EmbeddedSampler, uniforms
 from rollouts.samplers import SamplingSettings
 from rollouts.stop_strings import StopStrings
@@ -193,6 +193,10 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
     shares = np.bincount(draw(logits.tolist(), numbers), minlength=6) / len(numbers)
     weights = np.exp(logits)
     np.testing.assert_allclose(shares, weights / weights.sum(), atol=2e-5)
+    scores = 3 * torch.randn(50, 40, generator=torch.Generator().manual_seed(0))
+    for top_p in (0.1, 0.6, 0.95):
+        warped = TopP(top_p)(torch.empty(0), scores)
+        assert torch.equal(warped, TopPLogitsWarper(top_p)(torch.empty(0), scores))
 
 
 def test_random_numbers_are_uniform_and_of_their_sample():

@@ -158,33 +158,33 @@ def test_a_run_stands_for_its_model_and_is_refused_without_one(tmp_path):
         classifier(of(str(run)), "cpu")
 
 
+NO_MODEL = "is not the folder of a model"
+
+
 @pytest.mark.parametrize(
-    ("name", "told"), [("org/nothing", "give a folder"), ("{here}/x", "is not the folder")]
+    ("name", "file", "text", "told"),
+    [
+        ("org/nothing", None, "", "give a folder"),
+        ("{here}/x", None, "", "is not the folder"),
+        ("{here}", "tokenizer.json", "{", NO_MODEL),
+        ("{here}", "config.json", "{", NO_MODEL),
+        ("{here}", "model.safetensors", "x" * 100, NO_MODEL),
+        ("{here}", "model.safetensors.index.json", "[]", "has no weight_map"),
+    ],
 )
-def test_a_reward_model_that_cannot_be_had_is_refused_with_the_remedy(tmp_path, monkeypatch, name, told):
+def test_a_reward_model_that_is_damaged_or_cannot_be_had_is_refused_before_its_weights_load(
+    tmp_path, monkeypatch, name, file, text, told
+):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     name = name.format(here=tmp_path)
-    for kind, make, settings in (("classifier", classifier, of(name)), ("armorm", armorm, armo(name))):
+    if file is not None:
+        save_classifier(tmp_path, "llama3")
+        (tmp_path / file).write_text(text)
+    kinds = [("classifier", classifier, of(name)), ("armorm", armorm, armo(name))]
+    for kind, make, settings in kinds[: 1 if file else 2]:
         with pytest.raises(ConfigError, match=told) as error:
             make(settings, "cpu")
         assert (error.value.key, error.value.value) == (f"reward.{kind}.name_or_path", name)
-
-
-@pytest.mark.parametrize(
-    ("file", "text", "told"),
-    [
-        ("tokenizer.json", "{", "is not the folder of a model"),
-        ("config.json", "{", "is not the folder of a model"),
-        ("model.safetensors", "x" * 100, "is not the folder of a model"),
-        ("model.safetensors.index.json", "[]", "has no weight_map"),
-    ],
-)
-def test_a_damaged_reward_model_is_refused_before_its_weights_load(tmp_path, file, text, told):
-    path = save_classifier(tmp_path, "llama3")
-    (tmp_path / file).write_text(text)
-    with pytest.raises(ConfigError, match=told) as error:
-        classifier(of(path), "cpu")
-    assert error.value.key == "reward.classifier.name_or_path"
 
 
 def published_gate(ids, tokenizer):

@@ -72,27 +72,23 @@ def test_long_samples_lose_score_as_dapo_says(length, cache):
 @given(n=st.integers(1, 30), planned=st.integers(1, 90), size=st.integers(1, 40), seed=st.integers(0, 5))
 def test_no_context_comes_again_before_all_have_come(n, planned, size, seed):
     contexts = PromptSchedule([prompt(i) for i in range(n)], planned, seed)
-    taken = [
-        p.id
-        for first in range(0, planned, size)
-        for _, part in contexts.take(first, min(first + size, planned))
-        for p in part
-    ]
+    rounds = (contexts.take(first, min(first + size, planned)) for first in range(0, planned, size))
+    taken = [p.id for parts in rounds for _, part in parts for p in part]
     assert len(taken) == planned
     for first in range(0, planned, n):
         assert len(set(taken[first : first + n])) == len(taken[first : first + n])
 
 
 def test_the_order_is_the_seeds_and_not_the_rounds():
-    prompts = [prompt(i) for i in range(20)]
-    whole = PromptSchedule(prompts, 50, 1).take(0, 50)
-    flat = [(seed, p.id) for seed, part in whole for p in part]
-    pieces = [PromptSchedule(prompts, 50, 1).take(i, i + 5) for i in range(0, 50, 5)]
-    assert [(seed, p.id) for piece in pieces for seed, part in piece for p in part] == flat
-    assert [p.id for _, part in PromptSchedule(prompts, 50, 2).take(0, 50) for p in part] != [
-        name for _, name in flat
-    ]
-    assert [name for _, name in flat[:20]] != [name for _, name in flat[20:40]], "each pass has its own"
+    def taken(seed: int, size: int) -> list[tuple[int, str]]:
+        schedule = PromptSchedule([prompt(i) for i in range(20)], 50, seed)
+        parts = [part for first in range(0, 50, size) for part in schedule.take(first, first + size)]
+        return [(seed, p.id) for seed, part in parts for p in part]
+
+    whole = taken(1, 50)
+    ids, others = ([name for _, name in found] for found in (whole, taken(2, 50)))
+    assert taken(1, 5) == whole and others != ids
+    assert ids[:20] != ids[20:40], "each pass has its own"
 
 
 def test_a_prompt_that_comes_again_is_sampled_with_other_random_numbers():
@@ -126,13 +122,10 @@ def test_the_choice_is_a_function_of_seed_and_round_and_favours_nobody():
 
 
 def test_a_round_samples_what_it_does_not_replay():
-    config = make_config(
-        "online=true", "rounds.contexts=48", "rounds.contexts_per_round=12", "rounds.replay=0.4"
-    )
-    rounds = config.rounds
+    words = ("rounds.contexts=48", "rounds.contexts_per_round=12")
+    plain, rounds = (make_config("online=true", *words, f"rounds.replay={n}").rounds for n in (0, 0.4))
     assert [(rounds.sampled(i), rounds.replayed(i)) for i in range(3)] == [(12, 0), (7, 5), (7, 5)]
-    assert rounds.most_contexts == 48 + 6 * 5
-    assert make_config("online=true").rounds.most_contexts == make_config("online=true").rounds.contexts
+    assert rounds.most_contexts == 48 + 6 * 5 and plain.most_contexts == plain.contexts == 48
 
 
 # -- feedback --------------------------------------------------------------------------------------
@@ -141,8 +134,8 @@ def test_a_round_samples_what_it_does_not_replay():
 @given(scores, st.sampled_from([0.0, 0.01, 1.0, 2.5]))
 def test_best_against_worst_if_they_differ_by_tau(values, tau):
     """Algorithm 1, lines 8 to 10, told once more."""
-    given_ = [v for v in values if v is not None]
-    made = feedback(sampled(len(values)), values, RoundsConfig(tau=tau), 0)
+    given_, one = [v for v in values if v is not None], sampled(len(values))
+    made = feedback(one, values, RoundsConfig(tau=tau), 0)
     if len(given_) < 2:
         assert made == TOO_FEW
     elif max(given_) == min(given_) or max(given_) - min(given_) < tau:
@@ -150,22 +143,34 @@ def test_best_against_worst_if_they_differ_by_tau(values, tau):
     else:
         (group,) = made
         assert group.rewards == (max(given_), min(given_))
-        assert group.completions == tuple(
-            sampled(len(values)).completions[values.index(v)] for v in group.rewards
-        )
+        assert group.completions == tuple(one.completions[values.index(v)] for v in group.rewards)
 
 
-@pytest.mark.parametrize(("difference", "kept"), [(0.0, False), (0.0099, False), (0.0101, True), (5.0, True)])
-def test_tau_is_the_papers_by_default(difference, kept):
-    assert isinstance(feedback(sampled(3), [0.5, 0.5 + difference, 0.5], RoundsConfig(), 0), list) is kept
+GROUP, THRESHOLD = {"feedback": "group"}, {"feedback": "threshold"}
+NEAR = [0.1 + 0.2, 0.3, 0.3, 0.3]  # equal but for rounding
 
 
-def test_no_verdict_is_not_a_bad_score():
-    (group,) = feedback(sampled(3), [2.0, None, 5.0], RoundsConfig(), 0)
-    assert group.rewards == (5.0, 2.0)
-    (group,) = feedback(sampled(3), [2.0, None, 5.0], RoundsConfig(feedback="group"), 0)
-    assert group.rewards == (2.0, 5.0)
-    assert feedback(sampled(2), [None, None], RoundsConfig(feedback="threshold"), 0) == SILENT
+@pytest.mark.parametrize(
+    ("settings", "scores", "wanted"),
+    [
+        ({}, [2.0, None, 5.0], [(5.0, 2.0)]),  # no verdict is not a bad score
+        ({}, [0.5, 0.5099, 0.5], TOO_EQUAL),  # by the paper's tau
+        ({}, [0.5, 0.5101, 0.5], [(0.5101, 0.5)]),
+        ({"tau": 0.0}, NEAR, TOO_EQUAL),
+        ({"feedback": "random", "tau": 0.0}, NEAR, TOO_EQUAL),
+        (GROUP, [2.0, None, 5.0], [(2.0, 5.0)]),
+        (GROUP, [1.0, 1.0, 1.0], [(1.0, 1.0, 1.0)]),
+        (GROUP | {"zero_variance": "drop"}, [1.0, 1.0, 1.0], EQUAL),
+        (GROUP | {"zero_variance": "drop"}, NEAR, EQUAL),
+        (THRESHOLD, [None, None], SILENT),
+        (THRESHOLD | {"threshold": 0.5}, [0.2, None, 0.5, 0.9], [(-1.0,), (1.0,), (1.0,)]),
+        ({"feedback": "min", "tau": 0.5}, [0.0, 0.4, None, 1.0, 3.0], [(1.0, 0.4)]),  # 0.4 and 0.0: too near
+        ({"feedback": "min", "tau": 0.5}, [0.0, 0.4, 0.2], TOO_EQUAL),
+    ],
+)
+def test_what_becomes_of_scores(settings, scores, wanted):
+    made = feedback(sampled(len(scores)), scores, RoundsConfig(**settings), 0)
+    assert (made if isinstance(made, str) else [group.rewards for group in made]) == wanted
 
 
 @given(scores, st.integers(0, 50), st.sampled_from([0.0, 0.01, 1.0, 3.0]))
@@ -184,26 +189,11 @@ def test_a_random_pair_has_scores_that_differ_by_tau(values, seed, tau):
 @pytest.mark.parametrize("drawn_by", ["seed", "prompt"])
 def test_random_pairs_are_all_drawn(drawn_by):
     """By the seeds of runs, and by the prompts of one run."""
-    config, four = RoundsConfig(feedback="random"), [1.0, 2.0, 3.0, 4.0]
-    drawn = {
-        feedback(sampled(4), four, config, i)[0].rewards
-        if drawn_by == "seed"
-        else feedback(replace(sampled(4), prompt=prompt(i)), four, config, 0)[0].rewards
-        for i in range(200)
-    }
+    config, four, drawn = RoundsConfig(feedback="random"), [1.0, 2.0, 3.0, 4.0], set()
+    for i in range(200):
+        one = sampled(4) if drawn_by == "seed" else replace(sampled(4), prompt=prompt(i))
+        drawn.add(feedback(one, four, config, i if drawn_by == "seed" else 0)[0].rewards)
     assert drawn == {(float(a), float(b)) for a, b in itertools.product(range(1, 5), repeat=2) if a > b}
-
-
-def test_a_threshold_labels_each_sample():
-    made = feedback(sampled(4), [0.2, None, 0.5, 0.9], RoundsConfig(feedback="threshold", threshold=0.5), 0)
-    assert [group.rewards for group in made] == [(-1.0,), (1.0,), (1.0,)]
-
-
-def test_the_least_pair_differs_by_tau():
-    config = RoundsConfig(feedback="min", tau=0.5)
-    (group,) = feedback(sampled(5), [0.0, 0.4, None, 1.0, 3.0], config, 0)
-    assert group.rewards == (1.0, 0.4), "0.4 and 0.0 are too near"
-    assert feedback(sampled(3), [0.0, 0.4, 0.2], config, 0) == TOO_EQUAL
 
 
 @pytest.mark.parametrize(("word", "labels"), [("mean", [-1, -1, -1, 1]), ("median", [-1, 1, 1, 1])])
@@ -213,19 +203,6 @@ def test_the_threshold_may_be_the_centre_of_all_scores(word, labels):
     config = with_threshold(RoundsConfig(feedback="threshold", threshold=word), scores)
     made = [group for values in scores for group in feedback(sampled(len(values)), values, config, 0)]
     assert [group.rewards[0] for group in made] == labels
-
-
-def test_equal_groups_are_kept_or_dropped():
-    config = RoundsConfig(feedback="group")
-    assert feedback(sampled(3), [1.0, 1.0, 1.0], replace(config, zero_variance="drop"), 0) == EQUAL
-    assert feedback(sampled(3), [1.0, 1.0, 1.0], config, 0)[0].rewards == (1.0, 1.0, 1.0)
-
-
-@pytest.mark.parametrize("feedback_", ["pair", "random", "group"])
-def test_scores_that_are_equal_but_for_rounding_are_equal(feedback_):
-    config = RoundsConfig(feedback=feedback_, tau=0.0, zero_variance="drop" if feedback_ == "group" else None)
-    made = feedback(sampled(4), [0.1 + 0.2, 0.3, 0.3, 0.3], config, 0)
-    assert made == (EQUAL if feedback_ == "group" else TOO_EQUAL)
 
 
 # -- the ledger ------------------------------------------------------------------------------------
@@ -373,13 +350,6 @@ def test_a_round_that_is_killed_at_any_touch_of_a_file_goes_on_with_what_is_dura
     assert point > 20 and done > 2
 
 
-def test_samples_keep_their_token_ids_and_how_they_ended(tmp_path):
-    one = sampled(3)
-    line = json.loads(json.dumps(sampled_line(one)))
-    assert sampled_of(line) == one
-    assert "rewards" not in line
-
-
 @pytest.mark.parametrize("compress", [False, True])
 def test_a_rounds_groups_file_trains_offline(tmp_path, compress):
     folder = RoundFolder(tmp_path / "000", compress)
@@ -399,32 +369,30 @@ def test_a_rounds_groups_file_trains_offline(tmp_path, compress):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "key"),
+    ("words", "key"),
     [
-        (["data=local", "data.path=x.jsonl"], "reward"),
-        (["sampler.max_tokens=49"], "sampler.max_tokens"),
-        (["n_examples=100"], "n_examples"),
-        (["loss=dpo", "rounds.feedback=threshold"], "rounds.feedback"),
-        (["loss=kto", "rounds.feedback=group"], "rounds.feedback"),
-        (["rounds.feedback=best"], "rounds.feedback"),
-        (["rounds.contexts_per_round=2000"], "rounds.contexts_per_round"),
-        (["rounds.samples=1"], "rounds.samples"),
-        (["rounds.tau=-1"], "rounds.tau"),
-        (["sampler.temperature=0"], "sampler.temperature"),
-        (["rounds.zero_variance=keep"], "rounds.zero_variance"),
-        (["rounds.lag=-1"], "rounds.lag"),
-        (["rounds.passes=0"], "rounds.passes"),
-        (["rounds.replay=1"], "rounds.replay"),
-        (["rounds.replay=-0.1"], "rounds.replay"),
-        (["rounds.replay=0.99", "rounds.contexts_per_round=12"], "rounds.replay"),
-        (["rounds.replay=0.01", "rounds.contexts_per_round=12"], "rounds.replay"),
-        (["rounds.examples=0"], "rounds.examples"),
-        (["rounds.lag=1", "sampler=vllm", "rounds.examples=64"], "rounds.examples"),
+        ("data=local data.path=x.jsonl", "reward"),
+        ("sampler.max_tokens=49", "sampler.max_tokens"),
+        ("n_examples=100", "n_examples"),
+        ("loss=dpo rounds.feedback=threshold", "rounds.feedback"),
+        ("loss=kto rounds.feedback=group", "rounds.feedback"),
+        ("rounds.feedback=best", "rounds.feedback"),
+        ("rounds.contexts_per_round=2000", "rounds.contexts_per_round"),
+        ("rounds.samples=1", "rounds.samples"),
+        ("rounds.tau=-1", "rounds.tau"),
+        ("sampler.temperature=0", "sampler.temperature"),
+        ("rounds.zero_variance=keep", "rounds.zero_variance"),
+        ("rounds.lag=-1", "rounds.lag"),
+        ("rounds.passes=0", "rounds.passes"),
+        *((f"rounds.replay={share}", "rounds.replay") for share in (1, -0.1)),
+        *((f"rounds.replay={share} rounds.contexts_per_round=12", "rounds.replay") for share in (0.99, 0.01)),
+        ("rounds.examples=0", "rounds.examples"),
+        ("rounds.lag=1 sampler=vllm rounds.examples=64", "rounds.examples"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(overrides, key):
+def test_what_cannot_be_honoured_is_refused(words, key):
     with pytest.raises(ConfigError) as error:
-        make_config("online=true", *overrides)
+        make_config("online=true", *words.split())
     assert error.value.key == key
 
 
@@ -437,19 +405,15 @@ def test_the_data_set_brings_its_reward():
 def test_what_is_done_with_samples_that_were_cut():
     """Dropped, they are not compared; masked, they count in the advantages and are not trained on."""
     one, found = sampled(3), {}  # the second was cut
+    words = ("loss=grpo", "online=true", "reward=adder", "rounds.feedback=group")
     for how in ("keep", "drop", "mask"):
-        config = RoundsConfig(feedback="group", truncated=how)
-        (group,) = feedback(one, [1.0, 4.0, 4.0], config, 0)
-        words = ("loss=grpo", "online=true", "reward=adder", "rounds.feedback=group")
+        (group,) = feedback(one, [1.0, 4.0, 4.0], RoundsConfig(feedback="group", truncated=how), 0)
         view = view_of_rounds(make_config(f"rounds.truncated={how}", *words), group_advantages)
-        found[how] = [(group.completions[want.completions[0]], want.label) for want in view(group)]
-    a, b = -(2**0.5), 0.5**0.5
-    first, last = one.completions[0], one.completions[2]
-    assert [c for c, _ in found["keep"]] == list(one.completions)
-    assert [label for _, label in found["keep"]] == pytest.approx([a, b, b])
-    assert found["drop"] == [(first, -1.0), (last, 1.0)]
-    assert [c for c, _ in found["mask"]] == [first, last]
-    assert [label for _, label in found["mask"]] == pytest.approx([a, b])
+        found[how] = {group.completions[want.completions[0]]: want.label for want in view(group)}
+    (first, cut, last), a, b = one.completions, -(2**0.5), 0.5**0.5
+    assert found["keep"] == pytest.approx({first: a, cut: b, last: b})
+    assert found["drop"] == {first: -1.0, last: 1.0}
+    assert found["mask"] == pytest.approx({first: a, last: b})
     (pair,) = feedback(one, [1.0, 4.0, 2.0], RoundsConfig(truncated="drop"), 0)
     assert pair.rewards == (2.0, 1.0)
     with pytest.raises(ConfigError, match=r"rounds\.truncated=mask: needs"):

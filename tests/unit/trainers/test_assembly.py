@@ -39,10 +39,7 @@ def test_an_example_above_the_token_budget_is_refused_by_its_prompt(packed):
     ("settings", "key"),
     [
         (["model.microbatch_tokens=0"], "model.microbatch_tokens"),
-        (
-            ["model.microbatch_tokens=99", "model.microbatches=2"],
-            "model.microbatches",
-        ),
+        (["model.microbatch_tokens=99", "model.microbatches=2"], "model.microbatches"),
     ],
 )
 def test_budgets_that_say_nothing_are_refused(settings, key):

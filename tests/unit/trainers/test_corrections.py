@@ -29,13 +29,9 @@ LABELS = torch.tensor([0.7, -1.5, -0.2, 0.0], dtype=torch.float64)
 
 def case(seed: int = 0, spread: float = 1.0):
     """(scores, microbatch, the same as lists of rows): float64, asymmetric."""
-    rng = np.random.default_rng(seed)
-    rows = [
-        [rng.normal(-1.0, spread, n) for n in LENGTHS]  # policy
-        for _ in range(3)
-    ]
+    rng, width = np.random.default_rng(seed), max(LENGTHS)
+    rows = [[rng.normal(-1.0, spread, n) for n in LENGTHS] for _ in range(3)]
     rows[2] = [np.where(np.array(k, bool), v, NAN) for v, k in zip(rows[2], KNOWN, strict=True)]
-    width = max(LENGTHS)
 
     def grid(values, fill):
         return torch.tensor([[*v, *[fill] * (width - len(v))] for v in values], dtype=torch.float64)
@@ -43,10 +39,8 @@ def case(seed: int = 0, spread: float = 1.0):
     policy, reference, mu = grid(rows[0], 0.0), grid(rows[1], 0.0), grid(rows[2], NAN)
     mask = torch.arange(width)[None] < torch.tensor(LENGTHS)[:, None]
     scores = TokenScores(policy.requires_grad_(), reference, policy - reference, mask)
-    micro = SimpleNamespace(
-        sequences=SimpleNamespace(behavior_logprobs=mu), labels=LABELS, examples=(0,) * len(LENGTHS)
-    )
-    return scores, micro, rows
+    sequences = SimpleNamespace(behavior_logprobs=mu)
+    return scores, SimpleNamespace(sequences=sequences, labels=LABELS, examples=(0,) * len(LENGTHS)), rows
 
 
 def correction(name: str, *words: str) -> Correction:
@@ -76,7 +70,6 @@ def by_hand(name: str, low: float, high: float, delta: float, rows) -> list[list
     return out
 
 
-@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(
     ("name", "low", "high", "delta"),
     [
@@ -92,13 +85,15 @@ def by_hand(name: str, low: float, high: float, delta: float, rows) -> list[list
         ("trust_region_masked", 0.0, 2.0, 1.2),
     ],
 )
-def test_weights_are_those_of_the_formula(name, low, high, delta, seed):
-    scores, micro, rows = case(seed)
+def test_weights_are_those_of_the_formula(name, low, high, delta):
     words = (f"correction.low={low}", f"correction.high={high}", f"correction.delta={delta}")
-    weights = correction(name, *words).with_weights(scores, micro).weights
-    assert weights is not None and not weights.requires_grad
-    for found, wanted in zip(weights, by_hand(name, low, high, delta, rows), strict=True):
-        assert found[: len(wanted)].tolist() == pytest.approx(wanted, rel=1e-12)
+    corrected = correction(name, *words)
+    for seed in range(8):
+        scores, micro, rows = case(seed)
+        weights = corrected.with_weights(scores, micro).weights
+        assert weights is not None and not weights.requires_grad
+        for found, wanted in zip(weights, by_hand(name, low, high, delta, rows), strict=True):
+            assert found[: len(wanted)].tolist() == pytest.approx(wanted, rel=1e-12)
 
 
 OBJECTIVES = {
@@ -155,24 +150,21 @@ def test_a_token_of_weight_0_costs_nothing_however_large_its_ratio(shape, import
 def test_metrics_say_how_much_is_left():
     scores, micro, rows = case(2)
     corrected = correction("masked", "correction.low=0.4", "correction.high=2.5")
-    means = {
-        k: (m.sum / m.count).item()
-        for k, m in corrected.metrics(corrected.with_weights(scores, micro), micro).items()
-    }
+
+    def means(metrics):
+        return {name: (m.sum / m.count).item() for name, m in metrics.items()}
+
+    found = with_sample_size(means(corrected.metrics(corrected.with_weights(scores, micro), micro)))
     weights = np.concatenate(by_hand("masked", 0.4, 2.5, 0, rows))
-    found = with_sample_size(means)
-    assert found["correction_masked"] == pytest.approx((weights == 0).mean())
-    assert found["correction_weight"] == pytest.approx(weights.mean())
-    assert found["effective_sample_size"] == pytest.approx(
-        weights.sum() ** 2 / (len(weights) * (weights**2).sum())
-    )
-    assert found["correction_unknown"] == pytest.approx(5 / 12)
+    size = weights.sum() ** 2 / (len(weights) * (weights**2).sum())
+    wanted = {"correction_masked": (weights == 0).mean(), "correction_weight": weights.mean()}
+    wanted |= {"effective_sample_size": size, "correction_unknown": 5 / 12}
+    assert {name: found[name] for name in wanted} == pytest.approx(wanted)
     mu, policy = np.concatenate(rows[2]), np.concatenate(rows[0])
     gap = (policy - mu)[~np.isnan(mu)]
-    measured = Behavior.of(micro, scores.mask).metrics(scores)
-    assert (measured["engine_gap"].sum / measured["engine_gap"].count).item() == pytest.approx(gap.mean())
-    kl = (np.exp(gap) - 1 - gap).mean()
-    assert (measured["behavior_kl"].sum / measured["behavior_kl"].count).item() == pytest.approx(kl)
+    measured = means(Behavior.of(micro, scores.mask).metrics(scores))
+    assert measured["engine_gap"] == pytest.approx(gap.mean())
+    assert measured["behavior_kl"] == pytest.approx((np.exp(gap) - 1 - gap).mean())
 
 
 @pytest.mark.parametrize(

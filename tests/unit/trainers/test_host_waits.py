@@ -25,17 +25,8 @@ from trainers.basic import BasicTrainer
 
 aten = torch.ops.aten
 READS = {
-    aten._local_scalar_dense,
-    aten.item,
-    aten.is_nonzero,
-    aten.equal,
-    aten.nonzero,
-    aten.masked_select,
-    aten.argwhere,
-    aten._unique2,
-    aten.unique_dim,
-    aten.unique_consecutive,
-    aten.bincount,
+    *(aten._local_scalar_dense, aten.item, aten.is_nonzero, aten.equal, aten.nonzero, aten.masked_select),
+    *(aten.argwhere, aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.bincount),
     aten.repeat_interleave,
 }
 """Operations whose result, or its shape, the host has to know."""
@@ -120,20 +111,12 @@ def weights(tmp_path_factory):
     return folder
 
 
-def prepared(weights, loss: str, *overrides: str, dtype: str = "float32") -> tuple[BasicTrainer, Segment]:
+def prepared(weights, loss: str, *overrides: str) -> tuple[BasicTrainer, Segment]:
     """A trainer before its first step, on batches of several microbatches, the last of which is short."""
-    config = engine_config(
-        weights,
-        loss,
-        "model.batch_size=4",
-        "model.microbatches=2",
-        f"model.name_or_path={weights}",
-        f"model.dtype={dtype}",
-        *overrides,
-    )
-    world = start()
+    words = ["model.batch_size=4", "model.microbatches=2", f"model.name_or_path={weights}", *overrides]
+    config, world = engine_config(weights, loss, *words), start()
     policy = load_policy(config.model, world.device)
-    shard(policy, decoder_blocks(policy), world, getattr(torch, dtype))
+    shard(policy, decoder_blocks(policy), world, torch.float32)
     trainer = trainer_class(config)(config, policy, make_loss(config), world)
     groups = random_groups(7, kind="pairs" if trainer.rows_per_example == 2 else "labelled")
     segment = Segment(groups, config.model.batch_size, sum(map(len, groups)), config.seed)
@@ -142,32 +125,33 @@ def prepared(weights, loss: str, *overrides: str, dtype: str = "float32") -> tup
     return trainer, segment
 
 
-VARIANTS = {
-    "offline": [],
-    "humanline": ["humanline=true", "sync_freq=2"],
-    "sampling": ["humanline=true", "humanline_mode=sample"],
-}
+def stepped(trainer: BasicTrainer, segment: Segment) -> tuple[list[str], float | None]:
+    """What would have made the host wait, and the step's loss."""
+    with watched() as found:
+        record = trainer.step(trainer.dealer.dealt(segment, trainer.progress.position))
+    return found, record.pending.read()["loss"]
 
 
 @pytest.mark.parametrize(
-    ("loss", "variant", "packing"),
-    [("dpo", "offline", "false"), ("kto", "humanline", "true"), ("grpo", "sampling", "true")],
+    "words",
+    [
+        "dpo model.packing=false",
+        "kto model.packing=true humanline=true sync_freq=2",
+        "grpo model.packing=true humanline=true humanline_mode=sample",
+    ],
 )
-def test_a_step_makes_the_host_wait_for_nothing(weights, loss, variant, packing):
-    trainer, segment = prepared(weights, loss, *VARIANTS[variant], f"model.packing={packing}")
+def test_a_step_makes_the_host_wait_for_nothing(weights, words):
+    trainer, segment = prepared(weights, *words.split())
     for _ in range(segment.steps):
-        with watched() as found:
-            record = trainer.step(trainer.dealer.dealt(segment, trainer.progress.position))
-        assert found == []
-        assert record.pending.read()["loss"] is not None
+        found, loss = stepped(trainer, segment)
+        assert found == [] and loss is not None
     assert trainer.progress.step == segment.steps >= 2
 
 
 def test_a_sync_by_distance_waits_once_a_step(weights):
     trainer, segment = prepared(weights, "dpo", "sync_mode=kl", "sync_freq=3", "sync_kl=1e-9")
     for _ in range(segment.steps):
-        with watched() as found:
-            trainer.step(trainer.dealer.dealt(segment, trainer.progress.position))
+        found, _ = stepped(trainer, segment)
         assert len(found) == 1 and "trainers/meters.py" in found[0]
     assert trainer.reference.step > 0
 
@@ -175,14 +159,11 @@ def test_a_sync_by_distance_waits_once_a_step(weights):
 def test_the_watch_sees_into_a_step(weights):
     """Into its backward, too."""
     trainer, segment = prepared(weights, "dpo")
-    with watched() as found:
-        trainer.step(trainer.dealer.dealt(segment, trainer.progress.position))
-    assert found == []
+    assert stepped(trainer, segment)[0] == []
 
     def reads_its_gradient(module, inputs, output):
         output.register_hook(lambda grad: grad * float(grad.abs().max() < 1e9))
 
     decoder_blocks(trainer.policy)[0].mlp.register_forward_hook(reads_its_gradient)
-    with watched() as found:
-        trainer.step(trainer.dealer.dealt(segment, trainer.progress.position))
-    assert len([one for one in found if "_local_scalar_dense" in one]) == 2, "one a microbatch"
+    reads = [one for one in stepped(trainer, segment)[0] if "_local_scalar_dense" in one]
+    assert len(reads) == 2, "one a microbatch"

@@ -46,53 +46,36 @@ def test_off_is_the_plain_difference_bit_for_bit(values):
 
 
 def test_the_fractions_are_over_the_mask_and_of_the_raw_log_ratios():
-    _, scores = scored(
-        [-2.0, 2.0, 2.5, 1.5, -1.5, 0.0, -99.0, math.nan], PAPER, mask=[True] * 6 + [False] * 2
-    )
+    """What lies on a bound is not beyond it."""
+    values = [-2.0, 2.0, 2.5, 1.5, -1.5, 0.0, -99.0, math.nan]
+    _, scores = scored(values, PAPER, mask=[True] * 6 + [False] * 2)
     found = {name: (float(x.sum), int(x.count)) for name, x in PAPER.metrics(scores).items()}
-    assert found == {
-        "kl": (2.5, 6),
-        "clipped_low": (1.0, 6),
-        "clipped_high": (2.0, 6),
-    }  # on a bound is not beyond it
+    assert found == {"kl": (2.5, 6), "clipped_low": (1.0, 6), "clipped_high": (2.0, 6)}
 
 
 SAMPLING = Humanline(sampling=beta(10.0, 10.0, 2.0, 20.0, 2.0, 20.0), seed=3)
 
 
-def rejecting(rows: int, width: int, step: int = 5, keys: list[str] | None = None):
-    random = torch.Generator().manual_seed(0)
-    policy = (2 * torch.randn(rows, width, generator=random)).requires_grad_()
-    mask, key = (
-        torch.ones(rows, width, dtype=torch.bool),
-        RejectionKey(step, keys or [f"row {r}" for r in range(rows)]),
-    )
-    return policy, SAMPLING.scores(policy, torch.zeros(rows, width), mask, key), key
+def rejecting(rows: list[int], width: int, step: int = 5):
+    """Of 8 rows of 50 tokens those, cut to a width: (log-ratios, scores, where a gradient passes, key)."""
+    values = 2 * torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
+    policy = values[rows, :width].requires_grad_()
+    mask, key = torch.ones_like(policy, dtype=torch.bool), RejectionKey(step, [f"row {r}" for r in rows])
+    scores = SAMPLING.scores(policy, torch.zeros_like(policy), mask, key)
+    return policy, scores, torch.autograd.grad(scores.log_ratio.sum(), policy)[0], key
 
 
 def test_rejected_tokens_keep_their_value_and_lose_their_gradient():
-    policy, scores, key = rejecting(8, 50)
-    assert torch.equal(scores.log_ratio, policy)
-    gradient = torch.autograd.grad(scores.log_ratio.sum(), policy)[0]
-    assert set(gradient.unique().tolist()) == {0.0, 1.0}
+    """The draw is the row's own, however the batch is cut and however wide it is padded; another at every
+    step."""
+    policy, scores, gradient, key = rejecting([*range(8)], 50)
+    assert torch.equal(scores.log_ratio, policy) and set(gradient.unique().tolist()) == {0.0, 1.0}
     found = SAMPLING.metrics(scores, key)
     assert set(found) == {"kl", "rejected"}
     assert float(found["rejected"].sum) == int((gradient == 0).sum()) and int(found["rejected"].count) == 400
-
-
-def test_the_draw_is_the_rows_own():
-    """However the batch is cut and however wide it is padded; another at every step and for every seed."""
-    policy, whole, _ = rejecting(6, 40)
-    passed = torch.autograd.grad(whole.log_ratio.sum(), policy)[0] > 0
-    for rows, width in ([4, 1], 40), ([2], 17):
-        part = policy.detach()[rows, :width].requires_grad_()
-        mask = torch.ones(len(rows), width, dtype=torch.bool)
-        scores = SAMPLING.scores(
-            part, torch.zeros_like(part), mask, RejectionKey(5, [f"row {r}" for r in rows])
-        )
-        assert torch.equal(torch.autograd.grad(scores.log_ratio.sum(), part)[0] > 0, passed[rows, :width])
-    again, other, _ = rejecting(6, 40, step=6)
-    assert not torch.equal(torch.autograd.grad(other.log_ratio.sum(), again)[0] > 0, passed)
+    for rows, width in ([4, 1], 50), ([2], 17):
+        assert torch.equal(rejecting(rows, width)[2], gradient[rows, :width])
+    assert not torch.equal(rejecting([*range(8)], 50, step=6)[2], gradient)
 
 
 def shrunk(log_ratio: torch.Tensor, *, by: float) -> torch.Tensor:
@@ -101,10 +84,11 @@ def shrunk(log_ratio: torch.Tensor, *, by: float) -> torch.Tensor:
 
 def test_a_rule_of_ones_own_takes_the_place_of_clipping():
     named = {"_target_": f"{__name__}.shrunk"}
-    policy, scores = scored([-8.0, 0.0, 2.0], Humanline(rule=rule_of(named | {"by": 4})))
+    own = Humanline(rule=rule_of(named | {"by": 4}))
+    policy, scores = scored([-8.0, 0.0, 2.0], own)
     assert scores.log_ratio.tolist() == [[-2.0, 0.0, 0.5]]
     assert torch.autograd.grad(scores.log_ratio.sum(), policy)[0].tolist() == [[0.25] * 3]
-    told = Humanline(rule=rule_of(named | {"by": 4})).metrics(scores)
+    told = own.metrics(scores)
     assert set(told) == {"kl", "changed"} and (told["changed"].sum, told["changed"].count) == (2, 3)
     for wrong in (named, named | {"by": 4, "width": 1}, {"_target_": "math.fsum"}):
         with pytest.raises(ConfigError, match="humanline_rule"):
