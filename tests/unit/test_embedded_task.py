@@ -11,36 +11,29 @@ from common.errors import ConfigError
 from config.cli import compose
 from config.load import dump
 from tests.tiny import ROOT, make_config
+from tests.unit.data.people import lines
 from train import train
 
 EMBEDDED = ROOT / "assets" / "adder" / "model"
 
 
-@pytest.fixture
-def own(tmp_path):
-    """Data of one's own, in three kinds of file."""
+WORDS = [
+    "data=local data.path={own}/pairs.jsonl",
+    "data=local data.path={own}/pairs.jsonl loss=sft",
+    "data=adder data.eval_path={own}/pairs.jsonl data.source=data.sources.local",
+    "data=local data.path={own}/prompts.jsonl online=true reward=adder data.eval_fraction=0 "
+    "rounds.contexts_per_round=2",
+]
+
+
+@pytest.mark.parametrize("line", WORDS)
+def test_the_embedded_model_is_not_trained_on_words(tmp_path, line):
     pair = {"prompt": "What is the capital of {}?", "chosen": "It is {}.", "rejected": "Who knows."}
     rows = [{key: text.format(i) for key, text in pair.items()} for i in "abcdefgh"]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "prompts.jsonl").write_text(
-        "".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows)
-    )
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "data=local data.path={own}/pairs.jsonl",
-        "data=local data.path={own}/pairs.jsonl loss=sft",
-        "data=adder data.eval_path={own}/pairs.jsonl data.source=data.sources.local",
-        "data=local data.path={own}/prompts.jsonl online=true reward=adder data.eval_fraction=0 "
-        "rounds.contexts_per_round=2",
-    ],
-)
-def test_the_embedded_model_is_not_trained_on_words(own, line):
+    lines(tmp_path / "pairs.jsonl", rows)
+    lines(tmp_path / "prompts.jsonl", ({"prompt": row["prompt"]} for row in rows))
     with pytest.raises(ConfigError, match=r"tokenizer does not know .*; choose a model .* model=hub"):
-        train(make_config(*line.format(own=own).split(), "dry_run=true"), "run")
+        train(make_config(*line.format(own=tmp_path).split(), "dry_run=true"), "run")
 
 
 def test_the_embedded_models_settings_are_not_another_models(tmp_path, quick_python):

@@ -75,8 +75,7 @@ def larger(effect: SeedMean, smallest):
 def test_the_study_s_table_is_of_its_records(begins, second, first, smallest):
     (row,) = (line for line in page("docs/study.md").splitlines() if line.startswith(f"| {begins}"))
     sampled = apart("evidence", second, first)
-    effect = mean(sampled)
-    ahead = sum(d > 0 for d in sampled)
+    effect, ahead = mean(sampled), sum(d > 0 for d in sampled)
     cells = [
         shown(effect, signed=True),
         f"{smallest:g}: {larger(effect, smallest)}",
@@ -84,39 +83,40 @@ def test_the_study_s_table_is_of_its_records(begins, second, first, smallest):
         shown(mean(apart("evidence", second, first, GREEDY)), signed=True),
     ]
     assert f"; {len(sampled)} | {' | '.join(cells)} |" in row
-    far = sum(
-        bool(drifted(run)) for run in [*runs("evidence", second).values(), *runs("evidence", first).values()]
-    )
+    every = [*runs("evidence", second).values(), *runs("evidence", first).values()]
+    far = sum(bool(drifted(run)) for run in every)
     assert row.endswith(f" {far} |" if far and begins != "each tuned, DPO" else " 14 |" if far else " – |")
 
 
-def test_what_the_study_says_of_failed_runs_is_of_its_records():
-    text = page("docs/study.md")
+def test_what_study_and_readme_say_of_failed_runs_is_of_the_records():
+    text, readme = page("docs/study.md"), " ".join(page("README.md").split())
     plain, humanline = runs("evidence", [f"{TUNED}-plain"]), runs("evidence", HUMANLINE)
     failed = [seed for seed, run in plain.items() if run["after"][SAMPLED] < 0.78]
-    grew = sorted(
-        plain[seed]["after"]["eval_length_sampled"] - plain[seed]["before"]["eval_length_sampled"]
-        for seed in failed
-    )
+    length = "eval_length_sampled"
+    grew = sorted(plain[seed]["after"][length] - plain[seed]["before"][length] for seed in failed)
     carried = sum(humanline[seed]["after"][SAMPLED] - plain[seed]["after"][SAMPLED] for seed in failed)
     assert f"{len(failed)} of its {len(plain)} runs end below 78" in text and len(failed) == 12
     assert f"carry {100 * carried / len(plain):.2f} of the" in text
     assert sum(g >= 10 for g in grew) == 10 and f"by {grew[0]:.1f} and {grew[1]:.1f}" in text
     assert min(run["after"][SAMPLED] for run in humanline.values()) > 0.82
+    said = f"None of its {len(humanline)} DPO runs ends below 78 points; {len(failed)} plain ones do"
+    assert said in readme
     online = mean(apart("evidence", [f"{ONLINE}-online"], [f"{TUNED}-plain"]))
     assert online.n == 22 and f"{shown(online)} by these fresh seeds" in text
+
+
+def named(loss, cell):
+    return f"{loss.upper()} {cell.replace('-hl', ' + humanline')}" if cell else loss
 
 
 def test_what_the_docs_say_of_the_real_model_s_table_are_its_records():
     docs = page("docs/study/constraints/table.md")
     for loss in LOSSES:
         for cell in VARIANTS:
-            score = mean(
-                [100 * run["after"][SAMPLED] for run in runs("constraints", [f"main-{loss}-{cell}"]).values()]
-            )
-            name = f"{loss.upper()} {cell.replace('-hl', ' + humanline')}"
-            assert score.n == 5
-            assert re.search(rf"\| {re.escape(name)} \|.*\| {re.escape(shown(score))} \|", docs), name
+            every = runs("constraints", [f"main-{loss}-{cell}"]).values()
+            score = mean([100 * run["after"][SAMPLED] for run in every])
+            row = rf"\| {re.escape(named(loss, cell))} \|.*\| {re.escape(shown(score))} \|"
+            assert score.n == 5 and re.search(row, docs), (loss, cell)
         for second, first in (("offline-hl", "offline"), ("online", "offline"), ("online", "offline-hl")):
             effect = mean(apart("constraints", [f"main-{loss}-{second}"], [f"main-{loss}-{first}"]))
             assert shown(effect, signed=True) in docs, (loss, second, first)
@@ -128,7 +128,6 @@ def test_what_the_docs_say_of_one_seed_are_its_evaluations():
     assert [row["cell"] for row in rows] == ["before", *(f"{a}-{b}" for a in LOSSES for b in VARIANTS)]
     for row in rows:
         loss, _, cell = row["cell"].partition("-")
-        name = f"{loss.upper()} {cell.replace('-hl', ' + humanline')}" if cell else loss
         said = row["ifeval"]
         rates = [said[f"{level}_{how}"] for level in ("prompt", "instruction") for how in ("strict", "loose")]
         assert said["mean"] == pytest.approx(fmean(rates), abs=1e-6)
@@ -138,49 +137,36 @@ def test_what_the_docs_say_of_one_seed_are_its_evaluations():
             figure += f" ({change:+.1f} [{low:.1f}, {high:.1f}])"
             assert change == pytest.approx(100 * (said["mean"] - rows[0]["ifeval"]["mean"]), abs=1e-3)
         fluent = f"{row['fluency']:.2f} | {row['reward']:.2f} | {100 * row['meets_all_fluently']:.1f}"
-        wanted = f"| {name} | {100 * row['meets_all']:.1f} | {fluent} | {figure} |".replace("-", "−")
-        assert wanted in docs, name
+        wanted = f"| {named(loss, cell)} | {100 * row['meets_all']:.1f} | {fluent} | {figure} |"
+        assert wanted.replace("-", "−") in docs, (loss, cell)
     rewards = {row["cell"]: row["reward"] for row in rows}
     for loss in LOSSES:
-        assert min(VARIANTS, key=lambda cell: rewards[f"{loss}-{cell}"]) == "offline-hl", (
-            "last of four, as is said"
-        )
+        last = min(VARIANTS, key=lambda cell: rewards[f"{loss}-{cell}"])
+        assert last == "offline-hl", "last of four, as is said"
 
 
 def test_what_the_readme_says_is_of_the_records():
+    """Of scores, and of costs on GPUs."""
     text = " ".join(page("README.md").split())
     tuned = {loss: [f"confirm-tuned-{loss}-k1"] for loss in LOSSES} | {"dpo": HUMANLINE}
-    sampled, greedy = (
-        {
-            loss: mean(apart("evidence", cells, [f"confirm-tuned-{loss}-plain"], key)).value
-            for loss, cells in tuned.items()
-        }
-        for key in (SAMPLED, GREEDY)
-    )
+
+    def ahead(key):
+        plain = {loss: [f"confirm-tuned-{loss}-plain"] for loss in LOSSES}
+        return {loss: mean(apart("evidence", tuned[loss], plain[loss], key)).value for loss in LOSSES}
+
+    sampled, greedy = ahead(SAMPLED), ahead(GREEDY)
     assert f"{sampled['dpo']:.1f} points ahead for DPO, {sampled['grpo']:.1f} for GRPO and" in text
     assert f"{-sampled['kto']:.1f} behind for KTO" in text
     assert f"{greedy['dpo']:+.1f}, {greedy['grpo']:+.1f} and −{-greedy['kto']:.1f} by greedy ones" in text
-    failed = sum(run["after"][SAMPLED] < 0.78 for run in runs("evidence", [f"{TUNED}-plain"]).values())
-    kept = runs("evidence", HUMANLINE)
-    assert f"None of its {len(kept)} DPO runs ends below 78 points; {failed} plain ones do" in text
     assert round(-mean(apart("evidence", ["confirm-sums-k16"], ["confirm-sums-plain"])).value) == 12
-    gains = [
-        mean(apart("constraints", [f"main-{loss}-offline-hl"], [f"main-{loss}-offline"])).value
-        for loss in LOSSES
-    ]
+    pairs = ((f"main-{loss}-offline-hl", f"main-{loss}-offline") for loss in LOSSES)
+    gains = [mean(apart("constraints", [one], [other])).value for one, other in pairs]
     assert f"meets all constraints {min(gains):.1f} to {max(gains):.1f} points more often than plain" in text
-
-
-def test_what_the_readme_says_of_costs_is_of_the_gpus_records():
-    text = " ".join(page("README.md").split())
     ratios = []
     for name in ("h100", "h200"):
-        rates = {
-            check["name"]: float(check["text"].partition(" tokens/s")[0].replace(",", ""))
-            for check in json.loads(page(f"docs/gpus/{name}.json"))["checks"]
-            if " tokens/s" in check["text"]
-        }
-        ratios += [
-            rate / rates[f"{step} humanline"] for step, rate in rates.items() if f"{step} humanline" in rates
-        ]
+        checks = json.loads(page(f"docs/gpus/{name}.json"))["checks"]
+        parts = ((check["name"], check["text"].partition(" tokens/s")) for check in checks)
+        rates = {step: float(rate.replace(",", "")) for step, (rate, unit, _) in parts if unit}
+        hl = {step: rates[f"{step} humanline"] for step in rates if f"{step} humanline" in rates}
+        ratios += [rates[step] / rate for step, rate in hl.items()]
     assert len(ratios) == 7 and f"{min(ratios):.2f} to {max(ratios):.2f} of a plain one" in text

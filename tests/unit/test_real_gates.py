@@ -28,26 +28,20 @@ def test_the_sanity_set_has_the_prompts_that_are_solved_now_and_then() -> None:
     assert max(sum(one.prompt == pair.prompt for one in pairs) for pair in pairs) == PAIRS
 
 
-def test_engine_and_trainer_are_compared_by_what_the_run_found(tmp_path: Path) -> None:
+def test_each_gate_passes_by_what_the_run_found(tmp_path: Path) -> None:
+    """The largest gap of engine and trainer; speed over the figure of its dtype; a peak beside its
+    estimate."""
     (tmp_path / "config.yaml").write_text("model:\n  dtype: float32\n")
-    suite = Suite(tmp_path, [])
+    suite = Suite(tmp_path, [], jobs=1)
     for vllm, largest, passed in ((True, 1e-6, True), (True, 0.5, False), (False, 0.5, None)):
         suite.vllm = vllm
         record = {"step": 0, "round_probe_largest": largest, "round_probe_mean": 1e-7}
         (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
         assert engine(suite, tmp_path).passed is passed
-
-
-def test_a_run_s_speed_is_a_ratio_to_the_figure_of_its_dtype(tmp_path: Path) -> None:
-    suite = Suite(tmp_path, [], jobs=1)
     suite.dtype, suite.threads = "float32", "4"
     for tokens, share, passed in ((256.0, "1.00", True), (84.0, "0.33", False)):
         gate = speed(suite, tokens)
         assert share in gate.measured and gate.passed is passed
-
-
-def test_a_peak_is_held_against_its_estimate(tmp_path: Path) -> None:
-    suite = Suite(tmp_path, [])
-    suite.program = lambda *words, **of: ("  the process takes about 3.00 GiB\n", 0.0)  # type: ignore[method-assign]
+    suite.program = lambda *words, **of: ("  the process takes about 3.00 GiB\n", 0.0)
     for peak, passed in ((4.4, True), (2.1, True), (4.6, False), (1.9, False)):
         assert memory(suite, [], peak).passed is passed

@@ -81,7 +81,7 @@ def test_a_dead_process_holds_nothing(tmp_path, holder, how):
     lock.release()
 
 
-def test_a_lock_on_a_file_that_was_removed_meanwhile_is_none(tmp_path):
+def test_a_lock_on_a_removed_file_is_none_and_a_file_system_without_locks_is_not_fatal(tmp_path, monkeypatch):
     """Whoever opened the file before it was removed must not think that it holds the lock: another may have a
     new one."""
     lock, path = FileLock(tmp_path / "lock"), tmp_path / "lock"
@@ -89,13 +89,10 @@ def test_a_lock_on_a_file_that_was_removed_meanwhile_is_none(tmp_path):
         path.unlink()
         assert not lock._take(opened)
 
-
-def test_a_file_system_without_locks_is_reported_and_not_fatal(tmp_path, monkeypatch):
     def none(*args: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "lockf", none)  # every file system of this machine has locks
-    lock = FileLock(tmp_path / "lock")
     lock.acquire()
     assert lock.problem == os.strerror(errno.ENOLCK)
     lock.release()

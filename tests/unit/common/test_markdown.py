@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,11 +20,12 @@ HOSTILE = (
 )
 
 
-@pytest.mark.parametrize("text", HOSTILE)
-def test_markup_is_shown_and_does_nothing(text):
-    made = literal(text)
-    assert html.unescape(made) == " ".join(text.split())
-    assert not set(made) & set("<>`[]|\\\n")
+def test_markup_is_shown_and_does_nothing():
+    for text in HOSTILE:
+        made = literal(text)
+        assert html.unescape(made) == " ".join(text.split())
+        assert not set(made) & set("<>`[]|\\\n")
+    assert html.unescape(literal("a\x1b[2J\u202eb\ud800")) == "a\\u001b[2J\\u202eb\\ud800"
 
 
 @given(st.text())
@@ -33,7 +33,3 @@ def test_any_text_is_one_printable_line_without_markup(text):
     made = literal(text)
     made.encode()
     assert made.isprintable() and not set(made) & set("<>`[]|\\*")
-
-
-def test_what_cannot_be_seen_is_shown_by_its_number():
-    assert html.unescape(literal("a\x1b[2J\u202eb\ud800")) == "a\\u001b[2J\\u202eb\\ud800"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,9 +23,8 @@ from tests.tiny import ROOT, make_config
 
 PROMPTS = [adder.addition(a, 98) for a in range(1, 7)]
 STAGE = EvalStage(resamples=200)
-DATA = dict.fromkeys(("gsm8k", "math"), "rollouts.rewards.verifier.accuracy") | {
-    "adder": "data.adder.accuracy"
-}
+MATHS = "rollouts.rewards.verifier.accuracy"
+VERIFIERS = {"gsm8k": MATHS, "math": MATHS, "adder": "data.adder.accuracy"}
 
 
 @pytest.fixture(scope="module")
@@ -42,55 +40,44 @@ def answers(renderer: Renderer, texts: list[list[str]]) -> list[list[Sample]]:
     ]
 
 
-def test_a_data_set_says_what_checks_its_answers():
-    paths = {data: accuracy.verifier_path(make_config(f"data={data}").data, STAGE) for data in DATA}
-    assert paths == DATA
-
-
 def test_no_verdict_is_not_wrong_and_pass_at_k_needs_k_of_them(renderer):
     verdicts = {"1": 1.0, "2": 0.0, "3": None}
-    texts = [["1", "1"], ["1", "2"], ["2", "2"], ["3", "1"], ["3", "2"], ["3", "3"]]
-    found = accuracy.verified(
-        PROMPTS, answers(renderer, texts), lambda each, _: [verdicts[text] for text in each], renderer
-    )
+    drawn = answers(renderer, [["1", "1"], ["1", "2"], ["2", "2"], ["3", "1"], ["3", "2"], ["3", "3"]])
+    found = accuracy.verified(PROMPTS, drawn, lambda each, _: [verdicts[text] for text in each], renderer)
     items = accuracy.items_of({"sampled": found}, [1, 2])
     ids = [prompt.id for prompt in PROMPTS]
     assert items["sampled.pass@1"] == {ids[0]: 1.0, ids[1]: 0.5, ids[2]: 0.0, ids[3]: 1.0, ids[4]: 0.0}
     assert items["sampled.pass@2"] == {ids[0]: 1.0, ids[1]: 1.0, ids[2]: 0.0}
     about = accuracy.summary(found)
-    assert (
-        about["no_verdict"] == pytest.approx(4 / 12) and about["length"] == 2.0 and about["finished"] == 1.0
-    )
+    assert about["no_verdict"] == pytest.approx(4 / 12)
+    assert (about["length"], about["finished"]) == (2.0, 1.0)
     assert about["distinct"] == pytest.approx((0.5 + 1 + 0.5 + 1 + 1 + 0.5) / 6)
 
 
 @pytest.mark.parametrize(("verdict", "says"), [(0.3, "0.3"), (None, "no verdict on any")])
 def test_what_cannot_be_counted_stops(renderer, verdict, says):
+    drawn = answers(renderer, [["1"]] * 6)
+    about = {name: {} for name in ("counts", "rows", "settings", "fingerprints")}
+
     def measure() -> None:
-        found = accuracy.verified(
-            PROMPTS, answers(renderer, [["1"]] * 6), lambda texts, _: [verdict] * len(texts), renderer
-        )
+        found = accuracy.verified(PROMPTS, drawn, lambda texts, _: [verdict] * len(texts), renderer)
         items, summaries = accuracy.items_of({"greedy": found}, []), {"greedy": accuracy.summary(found)}
-        about: dict[str, Any] = {"counts": {}, "rows": [], "settings": {}, "fingerprints": {}}
         accuracy.result([items], summaries, STAGE, "t", **about)
 
     with pytest.raises(StoppedError, match=says):
         measure()
+    paths = {data: accuracy.verifier_path(make_config(f"data={data}").data, STAGE) for data in VERIFIERS}
+    assert paths == VERIFIERS, "a data set says what checks its answers"
 
 
-def evaluation(items: dict[str, float], reward: float = 0.0) -> Evaluation:
+def evaluation(items: dict[str, float]) -> Evaluation:
     """A comparison whose differences these are."""
-    runs = {
-        "reward": {i: d + reward for i, d in items.items()},
-        "reward_against": dict.fromkeys(items, reward),
-        "mean_difference": items,
-    }
-    return compare.result(
-        [runs], STAGE, "t", {"prompts": len(items)}, rows=[], settings={}, digests={}, lengths=[]
-    )
+    runs = {"reward": items, "reward_against": dict.fromkeys(items, 0.0), "mean_difference": items}
+    about = {"rows": [], "settings": {}, "digests": {}, "lengths": []}
+    return compare.result([runs], STAGE, "t", {"prompts": len(items)}, **about)
 
 
-def test_the_other_way_round_wins_are_losses():
+def test_the_other_way_round_wins_are_losses_and_several_runs_are_pooled():
     differences = dict(enumerate(np.random.default_rng(0).normal(0.3, 1, 40).round(1)))
     ours, theirs = (
         evaluation({str(i): sign * float(d) for i, d in differences.items()}).values for sign in (1, -1)
@@ -104,14 +91,11 @@ def test_the_other_way_round_wins_are_losses():
         assert ours[p] == pytest.approx(theirs[p])
     high, low = theirs["mean_difference_ci"]
     assert ours["mean_difference_ci"] == pytest.approx([-low, -high])
-
-
-def test_several_runs_are_pooled_over_runs_and_prompts():
     parts = [evaluation({"a": 1.0, "b": 0.0, "c": -1.0}), evaluation({"a": 1.0, "b": 1.0, "c": 1.0})]
-    pooled = compare.pool(parts, STAGE).values
-    assert pooled["mean_difference"] == pytest.approx(0.5) and pooled["win"] == pytest.approx(4 / 6)
-    assert pooled["p_t"] is not None and pooled["counts"] == {"runs": 2, "prompts": 3}
-    assert compare.pool(parts, STAGE).table[0][0] == "mean of 2 pairs"
+    made = compare.pool(parts, STAGE)
+    assert made.values["mean_difference"] == pytest.approx(0.5) and made.values["win"] == pytest.approx(4 / 6)
+    assert made.values["p_t"] is not None and made.values["counts"] == {"runs": 2, "prompts": 3}
+    assert made.table[0][0] == "mean of 2 pairs"
 
 
 def test_limited_prompts_are_a_draw_that_does_not_depend_on_the_order():

@@ -10,7 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from common.errors import ConfigError
+from common.errors import ConfigError, DataError
 from config.load import dump, load
 from config.schema_stages import EvalStage
 from eval import evaluate
@@ -63,66 +63,54 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("line", REFUSED)
-def test_a_wrong_command_line_says_key_value_and_remedy(line, tmp_path, monkeypatch):
+def test_a_wrong_command_line_says_key_value_and_remedy(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    words = [word.replace("out=x", f"out={tmp_path}/out") for word in line.split()]
-    with pytest.raises((ConfigError, ValueError)) as caught:
-        evaluated(*words)
-    assert type(caught.value).__name__ in ("ConfigError", "DataError")
-    assert REFUSED[line] in str(caught.value)
-    assert not (tmp_path / "out").exists()
+    for line, said in REFUSED.items():
+        words = [word.replace("out=x", f"out={tmp_path}/out") for word in line.split()]
+        with pytest.raises((ConfigError, DataError)) as caught:
+            evaluated(*words)
+        assert said in str(caught.value), line
+        assert not (tmp_path / "out").exists()
 
 
-def test_a_checkpoint_that_was_being_written_is_none(tmp_path):
+def test_what_is_no_run_to_evaluate_is_refused(tmp_path):
     run, whole = make_run(tmp_path / "a", finished=False), make_run(tmp_path / "b")
-    part = run / "checkpoints" / "step_00000016.part"
-    part.mkdir()
+    reward = make_run(tmp_path / "c", "loss=bradley_terry")
+    theirs = make_run(tmp_path / "theirs", "model.trust_remote_code=true")
+    (part := run / "checkpoints" / "step_00000016.part").mkdir()
+    (whole / "evals").mkdir()
+    (whole / "evals" / "accuracy-adder.json").write_text("{}")
     for words, said in (
         ((f"run={run}",), r"is not finished.*step=… of 8$"),
+        ((f"run={part}",), r"step_00000016\.part: is no whole checkpoint.*there are 8$"),
         ((f"run={whole}", "model=hub"), "run= says which model"),
         ((f"run=[{whole},{whole}]",), "names a run twice"),
+        ((f"run={whole}", "accuracy.samples=0", "limit=4"), "overwrite_out=true"),
+        ((f"run={reward}",), "is a reward model"),
+        ((f"run={theirs}",), r"model\.trust_remote_code=True: .*theirs/config\.yaml lets the model"),
     ):
         with pytest.raises(ConfigError, match=said):
             evaluated(*words)
-    with pytest.raises(ConfigError, match=r"step_00000016\.part: is no whole checkpoint.*there are 8$"):
-        evaluated(f"run={part}")
-
-
-def test_a_result_that_is_there_is_not_written_over(tmp_path):
-    run = make_run(tmp_path / "a")
-    (run / "evals").mkdir()
-    (run / "evals" / "accuracy-adder.json").write_text("{}")
-    with pytest.raises(ConfigError, match="overwrite_out=true"):
-        evaluated(f"run={run}", "accuracy.samples=0", "limit=4")
-    assert (run / "evals" / "accuracy-adder.json").read_text() == "{}"
-
-
-def test_a_reward_model_answers_nothing(tmp_path):
-    run = make_run(tmp_path / "a", "loss=bradley_terry")
-    with pytest.raises(ConfigError, match="is a reward model"):
-        evaluated(f"run={run}")
+    assert (whole / "evals" / "accuracy-adder.json").read_text() == "{}"
     with initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-        cfg = compose("sample", overrides=[f"run={run}", f"out={tmp_path}/out.jsonl"])
-    with pytest.raises(ConfigError, match=f"run={run}: is a reward model"):
+        cfg = compose("sample", overrides=[f"run={reward}", f"out={tmp_path}/out.jsonl"])
+    with pytest.raises(ConfigError, match=f"run={reward}: is a reward model"):
         sample(cfg, ["run", "out"])
+    small = ["limit=1", "accuracy.samples=0", "wandb.enabled=false"]
+    evaluated(f"run={theirs}", "model.trust_remote_code=true", *small)
 
 
 SAVED = {
     "model": {"name_or_path": "theirs", "max_length": 64},
     "data": {"name": "adder", "path": "a"},
-    "seed": 7,
-    "reward": None,
     "sampler": {"name": "embedded", "temperature": 1.0, "top_p": 0.95, "max_tokens": 48},
-    "lr": 1.0,
+    **{"seed": 7, "reward": None, "lr": 1.0},
 }
 COMPOSED = {
     "model": {"name_or_path": "default", "max_length": 32},
     "data": {"name": "math", "path": "b"},
-    "seed": 1,
-    "reward": {"name": "r"},
     "sampler": {"name": "vllm", "temperature": 0.7, "top_p": 1.0, "max_tokens": 2048},
-    "lr": 2.0,
+    **{"seed": 1, "reward": {"name": "r"}, "lr": 2.0},
 }
 
 
@@ -139,37 +127,24 @@ def test_a_runs_settings_are_its_own_but_for_what_the_command_line_changes():
     assert SAVED["sampler"]["temperature"] == 1.0  # what was given is not written to
 
 
-@pytest.mark.parametrize("word", ["sampler.temperature=0", "sampler.top_p=0.9", "sampler.max_tokens=3"])
-def test_an_online_run_s_model_answers_otherwise_than_it_was_trained(word, tmp_path):
+def targets(stage, *words):
+    with initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+        composed = OmegaConf.to_container(compose("eval", overrides=list(words)), resolve=True)
+    return targets_of(stage, composed, [word.partition("=")[0] for word in words], {})
+
+
+def test_an_online_run_s_model_answers_otherwise_than_it_was_trained(tmp_path):
     """Greedily where eight samples a prompt were drawn, from fewer tokens where the loss divided by
-    log-probabilities of all, shorter than a penalty of length."""
+    log-probabilities of all, shorter than a penalty of length; and both sides of a comparison as long."""
     run = make_run(
         tmp_path / "a",
         *("loss=grpo", "online=true", "reward=adder", "rounds.samples=8", "rounds.overlong=4"),
         *("sampler.temperature=1", "sampler.top_p=1", "model.logit_temperature=1", "correction=truncated"),
     )
-    with initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-        composed = OmegaConf.to_container(compose("eval", overrides=[word]), resolve=True)
-    (target,) = targets_of(EvalStage(run=[str(run)]), composed, [word.partition("=")[0]], {})
-    key, value = word.removeprefix("sampler.").split("=")
-    assert getattr(target.config.sampler, key) == float(value)
-
-
-def test_both_sides_of_a_comparison_may_answer_as_long(tmp_path):
+    for key, value in (("temperature", 0), ("top_p", 0.9), ("max_tokens", 3)):
+        (target,) = targets(EvalStage(run=[str(run)]), f"sampler.{key}={value}")
+        assert getattr(target.config.sampler, key) == value
     longer = ["model=hub", f"model.name_or_path={MODEL}", "model.max_length=3072"]
-    one = make_run(tmp_path / "a", *longer[:2])
-    other = make_run(tmp_path / "b", *longer)
-    with initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-        composed = OmegaConf.to_container(compose("eval"), resolve=True)
-    stage = EvalStage(kind="compare", run=[str(one)], against=[str(other)])
-    (target,) = targets_of(stage, composed, [], {})
+    sides = [str(make_run(tmp_path / f"side {n}", *longer[:n])) for n in (2, 3)]
+    (target,) = targets(EvalStage(kind="compare", run=sides[:1], against=sides[1:]))
     assert target.config.max_tokens == target.other.config.max_tokens == 1024
-
-
-def test_a_run_that_lets_its_model_run_code_has_to_be_trusted_here_too(tmp_path):
-    run = make_run(tmp_path / "theirs", "model.trust_remote_code=true")
-    trust = r"model\.trust_remote_code=True: .*theirs/config\.yaml lets the model"
-    with pytest.raises(ConfigError, match=trust):
-        evaluated(f"run={run}", "limit=1")
-    small = ["limit=1", "accuracy.samples=0", "wandb.enabled=false"]
-    evaluated(f"run={run}", "model.trust_remote_code=true", *small)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from launch import local, sweep
 from launch.grid import Run
 from launch.local import STOPPED, Pool
 from launch.slurm import Job
-from launch.state import CHANGED, FAILED, NEW, PARTIAL, State, Statuses, inspect
+from launch.state import CHANGED, FAILED, NEW, PARTIAL, Composer, State, Statuses, inspect
 from launch.sweep import EstimateError, Size, dry_run, hours_at, hours_of
 from reports.outcome import FINISHED
 from tests.programs import until
@@ -68,24 +69,28 @@ os._exit(0)
 
 @pytest.fixture
 def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "stand_in.py").write_text(STAND_IN)
-    (tmp_path / "ranks.py").write_text(RANKS)
+    for name, code in (("stand_in", STAND_IN), ("ranks", RANKS)):
+        (tmp_path / f"{name}.py").write_text(code)
     base = compose_config([f"runs_dir='{tmp_path}'"])
 
-    def make(*kinds: str, slots: int = 2, gpus: tuple[str, ...] = (), program: str = "stand_in") -> Pool:
-        states = [
-            State(Run("s", f"{kind}{i}", 1, {"kind": kind}, None), base, NEW) for i, kind in enumerate(kinds)
-        ]
-        words = [str(tmp_path / f"{program}.py")]
+    def make(*kinds: str, slots: int = 2, gpus: tuple[str, ...] = ()) -> Pool:
+        runs = [Run("s", f"{kind}{i}", 1, {"kind": kind}, None) for i, kind in enumerate(kinds)]
+        program = str(tmp_path / ("ranks.py" if gpus else "stand_in.py"))
+        words = [program]
         monkeypatch.setattr(
             local, "command", lambda run: [*words, str(tmp_path / run.name), run.settings["kind"]]
         )
-        return Pool(states, tmp_path / "logs", slots, gpus, retries=1)
+        return Pool([State(run, base, NEW) for run in runs], tmp_path / "logs", slots, gpus, retries=1)
 
     return make
 
 
-def test_each_exit_code_is_understood(pool, tmp_path: Path) -> None:
+def kinds_of(tasks) -> list[str]:
+    statuses = Statuses(tasks[0].log.parent)
+    return [statuses.of(task.state.run.name, task.state.folder).kind for task in tasks]
+
+
+def test_each_exit_code_is_understood_and_stopping_starts_no_other(pool, tmp_path: Path) -> None:
     out = io.StringIO()
     tasks = pool("fine", "crash", "flaky", "refused", "requeue").run(out)
     starts = [len((task.state.folder / "starts").read_text().splitlines()) for task in tasks]
@@ -95,37 +100,31 @@ def test_each_exit_code_is_understood(pool, tmp_path: Path) -> None:
     )
     said = local.failures(tasks)
     assert all(part in said for part in ("boom", "crash1-s1: exit code 1", "refused3-s1: exit code 2"))
-    assert "flaky" not in said
-    assert "finished" in out.getvalue() and "failed" in out.getvalue()
+    assert "flaky" not in said and "finished" in out.getvalue() and "failed" in out.getvalue()
+    assert kinds_of(tasks) == ["finished", "failed", "finished", "failed", "finished"]
     statuses = Statuses(tmp_path / "logs")
-    found = [statuses.of(task.state.run.name, task.state.folder) for task in tasks]
-    assert [status.kind for status in found] == ["finished", "failed", "finished", "failed", "finished"]
-    assert (found[1].detail, found[1].log) == ("boom", tasks[1].log)
+    found = statuses.of("crash1-s1", tasks[1].state.folder)
+    assert (found.detail, found.log) == ("boom", tasks[1].log)
     assert statuses.of("other-s1", tmp_path / "other-s1").kind == "not started"
-
-
-def test_stopping_asks_every_run_and_starts_no_other(pool) -> None:
     made = pool("slow", "slow", "fine", slots=2)
     threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
     begun = time.monotonic()
     tasks = made.run(io.StringIO())
     assert [task.status for task in tasks] == [STOPPED] * 3 and time.monotonic() - begun < 10
     assert [task.code for task in tasks] == [75, 75, None]
-    statuses = Statuses(tasks[0].log.parent)
-    kinds = [statuses.of(task.state.run.name, task.state.folder).kind for task in tasks]
-    assert kinds == ["interrupted", "interrupted", "not started"]
+    assert kinds_of(tasks) == ["interrupted", "interrupted", "not started"]
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_the_ranks_of_a_run_end_with_its_code_and_finish_saving(pool, monkeypatch) -> None:
     monkeypatch.setattr(local, "GRACE", 2.0)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS")
-    made = pool("fine", "refused", "crash", slots=2, gpus=("4", "5", "6", "7"), program="ranks")
-    tasks = made.run(io.StringIO())
+    tasks = pool("fine", "refused", "crash", slots=2, gpus=("4", "5", "6", "7")).run(io.StringIO())
     ends = [(task.status, task.code, task.failures) for task in tasks]
     assert ends == [(FINISHED, 0, 0), (FAILED, 2, 1), (FAILED, 7, 2)]
     assert (tasks[0].state.folder / "ranks").read_text().splitlines() == ["0 2 4,5 2", "1 2 4,5 2"]
-    made = pool("slow", slots=1, gpus=("4", "5"), program="ranks")
+    made = pool("slow", slots=1, gpus=("4", "5"))
     folder = made.tasks[0].state.folder
 
     def stop() -> None:
@@ -157,53 +156,41 @@ def test_states_of_runs(tmp_path: Path) -> None:
     settings = {"runs_dir": str(tmp_path / "runs"), "loss": "dpo"}
     run = {cell: Run("s", cell, 1, settings, 1.0) for cell in ("new", "partial", "finished", "changed")}
     record(tmp_path, "partial-s1", ["loss=dpo", "exp_name=other", "wandb.tags=[x]"], finished=False)
-    record(tmp_path, "finished-s1", ["loss=dpo"], finished=True)
+    record(tmp_path, "finished-s1", ["loss=dpo", "n_examples=320"], finished=True)
     record(tmp_path, "changed-s1", ["loss=dpo", "lr=1e-3"], finished=True)
-    states = {cell: inspect(run[cell]) for cell in run}
-    assert [state.kind for state in states.values()] == [NEW, PARTIAL, FINISHED, CHANGED]
+    often = {"n_examples": 320, "eval_every": 4, "n_eval_prompts": "all", "patience": False}
+    run |= {"often": replace(run["finished"], settings=settings | often)}
+    run |= {f"{n}": replace(run["finished"], settings=settings | {"n_examples": n}) for n in (160, 640)}
+    run["finished"] = replace(run["finished"], settings=settings | {"n_examples": 320})
+    composer = Composer()
+    states = {cell: inspect(run[cell], composer) for cell in run}
+    kinds = [NEW, PARTIAL, FINISHED, CHANGED, FINISHED, CHANGED, CHANGED]
+    assert [state.kind for state in states.values()] == kinds, "a run may be measured more often"
     assert states["partial"].detail == "step 3", "a half-written line is no line"
     assert states["changed"].detail == "lr: 0.001 there, 0.0001 here"
+    assert states["640"].detail == "n_examples: 320 there, 640 here"
     second = State(Run("s", "finished", 2, settings, 1.0), states["new"].config, NEW)
-    hours = hours_of([*states.values(), second])
+    hours = hours_of([*list(states.values())[:4], second])
     assert (hours["finished-s2"], hours["new-s1"]) == (2.0, 1.0), (
         "measured if a seed is, else as the file says"
     )
 
 
-@pytest.mark.parametrize(
-    ("now", "kind", "detail"),
-    [
-        ({"n_examples": 160}, CHANGED, "n_examples: 320 there, 160 here"),
-        ({"n_examples": 640}, CHANGED, "n_examples: 320 there, 640 here"),
-        ({"n_examples": 320, "eval_every": 4, "n_eval_prompts": "all", "patience": False}, FINISHED, ""),
-    ],
-)
-def test_a_finished_run_may_be_measured_more_often(tmp_path, now, kind, detail):
-    record(tmp_path, "a-s1", ["loss=dpo", "n_examples=320"], finished=True)
-    settings = {"runs_dir": str(tmp_path / "runs"), "loss": "dpo", **now}
-    state = inspect(Run("s", "a", 1, settings, 1.0))
-    assert (state.kind, state.detail) == (kind, detail)
-
-
-def test_a_plan_names_every_command_and_acts_on_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_names_every_command_and_acts_on_nothing(tmp_path, capsys) -> None:
     path = made(tmp_path, grid={"loss": ["dpo", "kto"]}, hours=3)
     assert sweep.main([path, "--set", "gpus_per_node=4", "lr=1e-4"]) == 0
     said = capsys.readouterr().out
     for part in (
         "s-dpo-s1",
         "RUN='torchrun --nproc-per-node 4 train.py ",
-        "    $RUN loss=kto exp_name=s-kto-s1 ",
+        "  $RUN loss=kto exp_name=s-kto-s1 ",
     ):
         assert part in said
     assert said.count("lr=0.0001") == 1, "what all runs share is said once"
     assert "6.0 hours to go, 24.0 GPU hours" in said and not (tmp_path / "runs").exists()
 
 
-def test_changed_settings_are_refused_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_changed_settings_are_refused_before_anything_starts(tmp_path, capsys) -> None:
     file = made(tmp_path)
     record(tmp_path, "s-s1", ["lr=1e-3"], finished=True)
     assert sweep.main([file]) == 0, "looking is allowed"
@@ -217,33 +204,27 @@ def test_changed_settings_are_refused_before_anything_starts(
     assert "nothing to do" in capsys.readouterr().out, "a finished sweep"
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    {
-        "--gpus 0": "--gpus=0: is a part of --local N",
-        "--local 2 --gpus 0,1,2": "--gpus=0,1,2: cannot be shared out to 2",
-        "--local 1 --retries -1": "--retries=-1: must be at least 0",
-        "--local 1 --set nodes=2": "is of a Slurm job",
-        "--rate -1": "--rate=-1.0: must be above 0",
-        "--name=": "name=: becomes",
-        "learning_rate=1": "s-s1: learning_rate=1: is TRL's name",
-        "loss=sft humanline=true": "s-s1: ",
-        "lr=-1": "s-s1: lr=-1.0: must be above 0",
-    }.items(),
-)
-def test_an_option_that_nothing_would_read_is_refused_before_the_plan(tmp_path, capsys, words, said):
-    assert sweep.main([made(tmp_path), *words.split()]) == 2
-    assert said in (told := capsys.readouterr()).err and not told.out
+REFUSED = {
+    "--gpus 0": "--gpus=0: is a part of --local N",
+    "--local 2 --gpus 0,1,2": "--gpus=0,1,2: cannot be shared out to 2",
+    "--local 1 --retries -1": "--retries=-1: must be at least 0",
+    "--local 1 --set nodes=2": "is of a Slurm job",
+    "--rate -1": "--rate=-1.0: must be above 0",
+    "--rate": "--rate R",
+    "--name=": "name=: becomes",
+    "learning_rate=1": "s-s1: learning_rate=1: is TRL's name",
+    "lr=-1": "s-s1: lr=-1.0: must be above 0",
+    "model.batch_size=32 model.microbatches=2 --set nodes=4 --set gpus_per_node=8 --script": "-s1: "
+    "model.batch_size=32: must be a multiple of ranks x model.microbatches = 32 x 2",
+}
 
 
-def test_batches_that_do_not_divide_over_the_ranks_are_refused_before_the_cluster_is_asked(tmp_path, capsys):
-    base = {"model.batch_size": 32, "model.microbatches": 2, "runs_dir": str(tmp_path)}
-    path = made(tmp_path, base=base)
-    assert sweep.main([path, "--set", "nodes=2", "--set", "gpus_per_node=8", "--script"]) == 0
-    assert sweep.main([path, "--set", "nodes=4", "--set", "gpus_per_node=8", "--script"]) == 2
-    assert "-s1: model.batch_size=32: must be a multiple of ranks x model.microbatches = 32 x 2" in (
-        capsys.readouterr().err
-    )
+def test_what_nothing_would_read_or_cannot_run_is_refused_before_the_plan(tmp_path, capsys) -> None:
+    for words, said in REFUSED.items():
+        assert sweep.main([made(tmp_path), *words.split()]) == 2
+        assert said in (told := capsys.readouterr()).err and not told.out, words
+    fits = ["model.batch_size=32", "model.microbatches=2", "--set", "nodes=2", "--set", "gpus_per_node=8"]
+    assert sweep.main([made(tmp_path), *fits, "--script"]) == 0
 
 
 @pytest.mark.usefixtures("quick_python")
@@ -259,15 +240,10 @@ def test_a_dry_run_counts_what_will_be_trained_on(tmp_path: Path) -> None:
         dry_run(broken)
 
 
-def test_a_rate_follows_from_the_model_and_the_card(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_rate_follows_from_the_model_and_the_card(tmp_path, monkeypatch, capsys) -> None:
     """An H100 at 30 % of 989e12 operations a second, 8 a token for each of 8e9 weights: 4,636 tokens/s."""
     monkeypatch.setattr(sweep, "dry_run", lambda state: Size(16_689_375, 8e9))
     file = made(tmp_path, grid={"loss": ["dpo"]}, slurm={"gpus_per_node": 1})
-    assert sweep.main([file, "--set", "card=H100", "--rate"]) == 0
-    assert "1.00 h" in capsys.readouterr().out
-    assert sweep.main([file, "--rate", "9271.875"]) == 0
-    assert "0.50 h" in capsys.readouterr().out
-    assert sweep.main([file, "--rate"]) == 2
-    assert "--rate R" in capsys.readouterr().err
+    for words, hours in ((["--set", "card=H100", "--rate"], "1.00 h"), (["--rate", "9271.875"], "0.50 h")):
+        assert sweep.main([file, *words]) == 0
+        assert hours in capsys.readouterr().out

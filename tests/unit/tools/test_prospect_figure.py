@@ -18,6 +18,8 @@ def line(figure, label):
 
 
 def test_the_policys_own_tokens_are_the_diagonal_and_perception_an_inverted_s():
+    """Of gains alone it is the capacity function of doing as well or better (equation 4): what is left above
+    a surprisal is the capacity of its objective share."""
     at = np.sort(OWN)
     across, up = cumulative(OWN, at), perceived(OWN, at)
     np.testing.assert_allclose(across, np.arange(1, 2001) / 2000)
@@ -25,11 +27,6 @@ def test_the_policys_own_tokens_are_the_diagonal_and_perception_an_inverted_s():
     assert up[100] > across[100] and up[-100] < across[-100], (
         "extremes of either side weigh more than they are likely"
     )
-
-
-def test_perception_of_gains_alone_is_the_capacity_function():
-    """Of doing as well or better (equation 4): what is left above a surprisal is the capacity of its
-    objective share."""
     gains = np.abs(OWN)
     at = np.sort(gains)[:-1]
     np.testing.assert_allclose(1 - perceived(gains, at), GAINS(1 - cumulative(gains, at)), atol=1e-9)
