@@ -49,21 +49,48 @@ def _see_working_directory() -> None:
 def import_function(key: str, path: str) -> Any:
     """Return the function or class that the setting ``key`` names as ``module.name``. Raises ConfigError."""
     _see_working_directory()
-    module, _, name = path.rpartition(".")
-    if module.startswith("."):
-        raise ConfigError(
-            key,
-            path,
-            "is a place among folders; give it as module.function, of a module that is in the working "
-            "directory or on PYTHONPATH",
-        )
+    module, name = module_and_name(path)
+    if module.startswith(".") and not module.endswith(".py"):
+        raise ConfigError(key, path, "is a place among folders; write module.function or FILE.py:function")
     try:
-        function = getattr(importlib.import_module(module), name)
+        function = getattr(_imported_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(key, path, f"cannot be imported ({error}); give it as module.function") from error
     if not callable(function):
         raise ConfigError(key, path, "is not a function")
     return function
+
+
+def module_and_name(path: str) -> tuple[str, str]:
+    """Return the two parts of an import path: ``module.name``, or ``FILE.py:name`` for a file of any name."""
+    module, _, name = path.replace(".py:", ".py.").rpartition(".")
+    return module, name
+
+
+def _own_file(module: str) -> Path | None:
+    """Return the file where ``module`` is the path of one, or is in the working directory and Python would
+    find another of this name, such as one of its own; None for any other."""
+    if module.endswith(".py"):
+        return Path(module).resolve() if os.path.isfile(module) else None
+    beside = Path(f"{module}.py").resolve()
+    if "." in module or not beside.is_file():
+        return None
+    spec = importlib.util.find_spec(module)
+    return None if spec is not None and Path(spec.origin or "").resolve() == beside else beside
+
+
+def _imported_module(module: str) -> Any:
+    file = _own_file(module)
+    if file is None:
+        return importlib.import_module(module)
+    name = str(file)
+    if name not in sys.modules and (spec := importlib.util.spec_from_file_location(name, file)) is not None:
+        if str(file.parent) not in sys.path:
+            sys.path.append(str(file.parent))
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        assert spec.loader is not None
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
 
 
 def check_keys(key: str, tree: Mapping[str, Any], takes: Mapping[str, inspect.Parameter]) -> None:
@@ -81,7 +108,7 @@ def check_keys(key: str, tree: Mapping[str, Any], takes: Mapping[str, inspect.Pa
 def check_importable(key: str, path: str) -> None:
     """Raise ConfigError where ``import_function`` would because the module is not there or does not mention
     the name. The module itself is not imported."""
-    module, _, name = path.rpartition(".")
+    module, name = module_and_name(path)
     file = module_file(module)
     mentions = rf"\b({re.escape(name)}|__getattr__|import \*)"
     if file is None or (file.suffix == ".py" and not re.search(mentions, file.read_text("utf-8"))):
@@ -92,6 +119,8 @@ def module_file(module: str) -> Path | None:
     """Return the file of a module, which is not imported; None if it is not found."""
     _see_working_directory()
     try:
+        if (file := _own_file(module)) is not None:
+            return file
         spec = importlib.util.find_spec(module)
     except (ImportError, AttributeError, ValueError):
         return None
@@ -106,7 +135,8 @@ def modules_beside(module: str) -> dict[str, Path]:
     if file is None or file.suffix != ".py" or not file.is_file():
         return {}
     folder = file.parent
-    package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
+    package = [] if module.endswith(".py") else module.split(".")
+    package = package if file.name == "__init__.py" else package[:-1]
     top = folder if not package else folder.parents[len(package) - 1]
     found: dict[str, Path] = {}
     left = [file]
@@ -149,7 +179,7 @@ def _place(module: str, name: str) -> str:
 def written_type(path: str) -> str | None:
     """Return the import path of the class that annotates the first parameter of the function ``path`` in the
     source of its module, which is not imported; None where there is none."""
-    module, _, name = path.rpartition(".")
+    module, name = module_and_name(path)
     for part in _source(module):
         if isinstance(part, ast.FunctionDef) and part.name == name and part.args.args:
             annotation = part.args.args[0].annotation
@@ -160,7 +190,7 @@ def written_type(path: str) -> str | None:
 def written_attributes(path: str) -> dict[str, Any]:
     """Return name -> value of the literals that the class ``path`` and the classes that it extends have as
     attributes, as the source of their modules has them, without an import."""
-    module, _, name = path.rpartition(".")
+    module, name = module_and_name(path)
     body = _source(module)
     attributes: dict[str, Any] = {}
     for part in body:

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from common.errors import ConfigError, require
-from config.files import FOLDER
+from config.files import FOLDER, has_aliases
 from config.unknown_keys import no_file
 
 HYDRAS = {name: action.nargs is None for name, action in get_args_parser()._option_string_actions.items()}
@@ -177,6 +179,10 @@ def further_folders(arguments: Sequence[str]) -> list[Path]:
     folder = parser.parse_known_args(list(arguments))[0].config_dir
     says = "is no folder; give one with folders such as experiment or loss in it"
     require(folder is None or folder.is_dir(), "--config-dir", folder, says)
+    for path in sorted(folder.glob("*/*.yaml")) if folder is not None else ():
+        with suppress(OSError, UnicodeDecodeError, YAMLError):  # which Hydra will say
+            aliases = has_aliases(path.read_text(encoding="utf-8"))
+            require(not aliases, "--config-dir", path, "has aliases: write out what they stand for")
     return [] if folder is None else [folder]
 
 
@@ -194,7 +200,7 @@ def _if_path(key: str, value: str) -> str | None:
         "reward": ("classifier", "reward.classifier.name_or_path"),
     }.get(key)
     if key == "reward" and value.endswith(".py"):
-        instead, value = ("function", "reward.function.path"), f"{Path(value).stem}.NAME_OF_THE_FUNCTION"
+        instead, value = ("function", "reward.function.path"), f"{value}:NAME_OF_THE_FUNCTION"
     if not here and (instead is None or re.fullmatch(r"[\w.-]+/[\w.-]+", value) is None):
         return None
     typed = f"{key}={Path(value).stem}, with that file in this folder"

@@ -328,6 +328,10 @@ def refuse_foreign(overrides: Sequence[str]) -> None:
         own = "settings begin with config.yaml; a file of your own is config/experiment/mine.yaml, chosen by"
         require(name not in PAST, name, value, f"{own} experiment=mine (elsewhere: --config-dir FOLDER)")
     refuse_removed(_typed_settings(overrides))
+    for key in (word[1:].partition("=")[0] for word in overrides if word.startswith("~")):
+        instead = "wandb.enabled=false" if key == "wandb" else f"{key}=VALUE"
+        gone = f"takes away no setting, its default would count; type {instead}"
+        require(key.split(".")[0] in OPEN, f"~{key}", "", gone)
     if wrong := wrong_choices(overrides):
         right = [word for word in overrides if word not in wrong]
         unknown = _unknown(right, [*OPEN, *(error.key for error in wrong.values())])

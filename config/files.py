@@ -47,12 +47,19 @@ class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mis
 _ALIAS = re.compile(r"(^|[\s\[{,:?-])\*[^\s]")
 
 
+def has_aliases(text: str) -> bool:
+    """Return whether a yaml text has aliases. Raises YAMLError."""
+    return bool(_ALIAS.search(text)) and any(
+        isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader)
+    )
+
+
 def parsed(text: str) -> Any:
     """Return the content of a yaml text as plain data. Raises YAMLError, also for aliases (a few of them
     can stand for a tree without end) and endless nesting, and ValueError or TypeError for a malformed number
     or key."""
     try:
-        if _ALIAS.search(text) and any(isinstance(e, yaml.AliasEvent) for e in yaml.parse(text, Loader)):
+        if has_aliases(text):
             raise yaml.YAMLError("it has aliases")
         return yaml.load(text, Loader)
     except RecursionError as error:

@@ -23,6 +23,8 @@ MARK = "TORCHELASTIC_RUN_ID"
 WANDB = {key: f"WANDB_{key.upper()}" for key in ("project", "entity", "name", "tags", "dir")}
 WANDB["group"] = "WANDB_RUN_GROUP"
 """Setting of ``wandb`` -> the variable that counts where the setting was not given."""
+NOT_READ = ("WANDB_RUN_ID", "WANDB_RESUME")
+"""Variables of wandb that would join runs: a run has an id of its own, with which ``resume`` goes on."""
 DECIDES = {
     "WANDB_MODE": "whether wandb uploads",
     "HF_ENDPOINT": "the hub that models and data come from",
@@ -69,8 +71,13 @@ def with_environment(config: Config, env: Mapping[str, str]) -> tuple[Config, li
         for key, name in WANDB.items()
         if env.get(name) and not getattr(config.wandb, key) and (key != "name" or config.exp_name is None)
     }
+    if env.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes", "on") and config.wandb.enabled:
+        notes.append(f"WANDB_DISABLED={env['WANDB_DISABLED']} turns wandb off")
+        return replace(config, wandb=replace(config.wandb, enabled=False)), notes
     if not config.wandb.enabled:
         return config, [sentence for sentence in notes if not sentence.startswith("WANDB")]
+    own = "is not read: this run has an id of its own in wandb, with which resume=true goes on"
+    notes += [f"{name}={env[name]} {own}" for name in NOT_READ if env.get(name)]
     notes += [f"wandb.{key}={value}, from {WANDB[key]}" for key, value in found.items()]
     values: dict[str, Any] = {
         key: value.split(",") if key == "tags" else value for key, value in found.items()

@@ -60,13 +60,13 @@ def check_idle(
     idle = [
         (key, value, requires)
         for key, value in typed.items()
-        if (requires := _in_words(facts, key, program)) is not None
+        if (requires := unread(facts, key, program)) is not None
     ]
     carried = section("reads.yaml")["programs"].get(program, {}).get("carries", ())
     refused = [one for one in idle if not any(_within(one[0], place) for place in carried)]
     if crossed or config.idle_settings == NOTE:
         refused = []
-    recipes = ((key, None, _in_words(facts, key)) for key in _recipes(overrides) if stage is None)
+    recipes = ((key, None, unread(facts, key)) for key in _recipes(overrides) if stage is None)
     notes = [
         f"{key} has no effect: {requires}"
         for key, _, requires in idle
@@ -92,7 +92,7 @@ def say(notes: Iterable[str]) -> None:
         print(f"note: {scrub_text(note)}", file=sys.stderr, flush=True)
 
 
-def _in_words(config: Settings, key: str, program: str = "train") -> str | None:
+def unread(config: Settings, key: str, program: str = "train") -> str | None:
     """Return what a setting that nothing reads would need, and what is there instead; None if it is read."""
     condition = why_idle(config, key, program)
     if condition is None:
@@ -145,10 +145,11 @@ def _typed(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yield (setting, value) for what the command line sets, except values that ask for nothing."""
     for override in filter(None, map(override_in, overrides)):
         if not override.is_delete() and override.key_or_group != "experiment":
-            yield from _leaves(override.key_or_group.replace("/", "."), override.value())
+            yield from leaves(override.key_or_group.replace("/", "."), override.value())
 
 
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+def leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (setting, value) of a setting, or of what is in it, but for values that ask for nothing."""
     for name, item in walk({key: value}):
         if not isinstance(item, dict) and item not in (None, word_of(Config, name), []) and item is not False:
             yield name, item
@@ -166,4 +167,4 @@ def _recipes(overrides: Sequence[str]) -> Iterator[str]:
             continue
         names += [part for part in tree.pop("defaults", []) if isinstance(part, str) and part != "_self_"]
         for key, value in tree.items():
-            yield from (leaf for leaf, _ in _leaves(key, value))
+            yield from (leaf for leaf, _ in leaves(key, value))

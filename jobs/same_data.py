@@ -15,7 +15,7 @@ from huggingface_hub.file_download import repo_folder_name
 
 from common.errors import ConfigError, require
 from common.files import FileDigests, resolve_model_path
-from common.imports import module_file, modules_beside
+from common.imports import module_and_name, module_file, modules_beside
 from config.load import MARKER, flat, texts
 from config.schema import Config
 from config.schema_data import evaluation_sets
@@ -74,7 +74,7 @@ def file_inputs(config: Config) -> Inputs:
     digests = FileDigests(Path(config.cache_dir) / "digests.json")
     inputs: Inputs = {key: _of_folder(key, folder, digests) for key, folder in _folders(config)}
     for key, name in _code(config).items():
-        if files := modules_beside(name.rpartition(".")[0]):
+        if files := modules_beside(module_and_name(name)[0]):
             inputs[key] = {place: digests.of(file) for place, file in sorted(files.items())}
     digests.save()
     return inputs
@@ -115,7 +115,7 @@ def _of_folder(key: str, folder: Path, digests: FileDigests) -> dict[str, str]:
 
 def reward_code(config: Config) -> list[str]:
     """Return the settings that name code which gives rewards and is not the project's."""
-    code = {key: name for key, name in _code(config).items() if module_file(name.rpartition(".")[0])}
+    code = {key: name for key, name in _code(config).items() if module_file(module_and_name(name)[0])}
     custom = [
         key for key, name in code.items() if key.startswith("reward.") and not name.startswith(_REWARDS)
     ]

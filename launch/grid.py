@@ -46,7 +46,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from common.errors import ConfigError, require
 from common.files import check_name
 from common.secrets import IN_FILES, REMOVED, scrub
-from config.files import FOLDER
+from config.files import FOLDER, parsed
 from config.removed import refuse_removed, why_removed
 from config.sections import dataclass as section
 from config.sections import must, typed
@@ -277,8 +277,8 @@ def read_yaml(key: str, path: Path, missing: str) -> Settings:
     """Return the mapping in a yaml file, {} for an empty one. Raises ConfigError."""
     require(path.is_file(), key, path, missing)
     try:
-        raw = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raw = OmegaConf.to_container(OmegaConf.create(parsed(path.read_text("utf-8")) or {}), resolve=True)
+    except (YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
         raise ConfigError(key, path, f"is not a yaml file: {' '.join(str(error).split())}") from error
     require(isinstance(raw, dict), key, path, "must be a mapping of settings to values")
     return _mapping(key, raw)

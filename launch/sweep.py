@@ -33,6 +33,7 @@ from common.options import options_of
 from common.progress import SOON, progress, pulse
 from config.cli import answered
 from config.schema import CARDS
+from config.unread import leaves, unread
 from launch.collect import read_json
 from launch.grid import Run, Sweep, parse_overrides, read_sweep
 from launch.local import STOPPED, Pool, failures
@@ -159,6 +160,7 @@ def act(options: argparse.Namespace) -> int:
     runs = [run for run in sweep.runs() if fnmatch.fnmatch(run.name, options.only)]
     require(bool(runs), "--only", options.only, "fits the name of no run")
     states = [inspect(run, composer) for run in progress(runs, "settings", unit="run", delay=SOON)]
+    refuse_unread(sweep, states)
     of_slurm = job if options.local is None else None
     for state in states if of_slurm is not None else ():
         with named(state.run):
@@ -179,6 +181,16 @@ def act(options: argparse.Namespace) -> int:
     elif options.submit:
         hand_over(sweep, todo, job, logs)
     return 0
+
+
+def refuse_unread(sweep: Sweep, states: Sequence[State]) -> None:
+    """Raise ConfigError for a key of the grid or the cells that no run reads: the runs would be the same."""
+    for key in sorted(sweep.varied):
+        asks = [state for state in states if any(leaves(key, state.run.settings.get(key)))]
+        needs = [unread(state.config, key) for state in asks]
+        if needs and None not in needs:
+            values = list(dict.fromkeys(str(state.run.settings[key]) for state in asks))
+            raise ConfigError(key, values, f"nothing would read it in any run: {needs[0]}; leave it out")
 
 
 def dry_hours(states: Sequence[State], rate: float | None, job: Job) -> dict[str, float]:

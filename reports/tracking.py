@@ -203,6 +203,8 @@ class Wandb:
         mode = _mode(wandb.setup().settings)
         if mode == "disabled":
             return None
+        if mode == "offline" and os.environ.get("WANDB_MODE") == "online":
+            warn("wandb", "WANDB_MODE=online without a key (`wandb login`, WANDB_API_KEY): it stays offline")
         config, settings = scrub(config), replace(settings, **scrub(vars(settings)))
         self.id = self.id or secrets.token_hex(4)
         if settings.dir is not None:

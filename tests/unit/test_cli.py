@@ -197,13 +197,15 @@ READING = {
     "its spaces; type it in quotes: 'data.columns={prompt: q, chosen: a}'",
     "data=local data.columns=prompt:q": "data.columns=prompt:q: is a mapping; in quotes, as in 'data",
     "data.columns={prompt:q} data.columns.chosen=a": "data.columns.chosen=a: is not a setting",
+    "~wandb": "~wandb=: takes away no setting, its default would count; type wandb.enabled=false",
+    "~model.peft.lora_r": "~model.peft.lora_r=: takes away no setting, its default would count; type model",
     "-loss=dpo": "-loss=dpo: is no option; type loss=dpo",
     "--config-name=mine": "--config-name=mine: settings begin with config.yaml; a file of",
     "wandb=false": "wandb=False: is a section, not a setting; type wandb.enabled=false",
     "data.path=mine.csv": "data.path=mine.csv: would be read as sums of the embedded task; type data=local",
     "data.path=org/set": "data.path=org/set: would be read as sums of the embedded task; type data=hub",
     "reward=my_rewards.py": "reward=my_rewards.py: is a path, and reward= names a file of config/reward; "
-    "type reward=function reward.function.path=my_rewards.NAME",
+    "type reward=function reward.function.path=my_rewards.py:NAME",
     "base_model=x micro_batch_size=2 lora_r=8": "lora_r=8: is not a setting, nothing would read it; here it "
     "is model.peft.lora_r=8\n       base_model, micro_batch_size: no settings here, nor names of TRL",
     "+lr=1e-4": "+lr: is a setting already; write lr=value, without the +",

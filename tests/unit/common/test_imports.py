@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from common.errors import ConfigError
+from common.imports import check_importable, import_function, module_and_name, modules_beside
 from tests.tiny import ROOT
 
 MINE = "class Settings: ...\ndef score(prompt: Settings, completion: str) -> float: ...\n"
@@ -34,3 +36,28 @@ def test_a_module_of_the_working_directory_is_found_behind_the_projects_own(tmp_
     words = [sys.executable, str(asked), str(ROOT), what]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines() == [said, "importing", "True"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "path"),
+    [
+        ("statistics.py", "statistics.score"),
+        ("my-reward.py", "my-reward.score"),
+        ("my reward.py", "my reward.score"),
+        ("second.try.py", "second.try.py:score"),
+        ("rewards/json.py", "./rewards/json.py:score"),
+        ("rewards/json.py", "rewards/json.py.score"),
+    ],
+)
+def test_a_file_may_have_any_name(tmp_path, monkeypatch, file, path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (place := tmp_path / file).parent.mkdir(exist_ok=True)
+    place.write_text("from beside import WORTH\n\ndef score(): return WORTH\n")
+    (place.parent / "beside.py").write_text(f"WORTH = {file!r}\n")
+    monkeypatch.delitem(sys.modules, "beside", raising=False)
+    check_importable("reward.function.path", path)
+    assert import_function("reward.function.path", path)() == file
+    assert set(modules_beside(module_and_name(path)[0]).values()) == {place, place.parent / "beside.py"}
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        check_importable("reward.function.path", path.replace("score", "scores"))

@@ -49,5 +49,10 @@ def test_wandbs_variables_count_where_a_setting_was_not_given_and_are_said():
     assert with_environment(config, dict.fromkeys(WANDB.values(), "other"))[0] == config
     named, said = with_environment(make_config("wandb.enabled=true", "exp_name=mine"), env)
     assert named.wandb.name is None and not any("WANDB_NAME" in sentence for sentence in said)
+    one, said = with_environment(config, {"WANDB_RUN_ID": "abc", "WANDB_RESUME": "allow"})
+    assert one == config and ["WANDB_RUN_ID=abc is not read" in said[0], len(said)] == [True, 2]
+    for value, enabled in {"true": False, "1": False, "false": True, "": True}.items():
+        said_off, said = with_environment(config, {"WANDB_DISABLED": value})
+        assert said_off.wandb.enabled == enabled == (not said)
     off = make_config("wandb.enabled=false")
     assert with_environment(off, env) == (off, [])

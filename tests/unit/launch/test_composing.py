@@ -37,7 +37,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"loss": "nope"},
     {"loss": "sft", "humanline": True},
     {"hydra.run.dir": "elsewhere"},
-    {"~wandb": None},
+    {"~reward": None},
 ]
 
 
