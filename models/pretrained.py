@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -47,8 +47,11 @@ from models.rope import check_longrope
 from models.routing import check_routing
 from models.stored import KEY, check_finite, stored_tensors
 from models.weight_files import (
+    CONFIG,
+    DamagedError,
     check_positions,
     named,
+    read_object,
     refuse_adapter,
     refuse_other_tensors,
     refuse_quantised,
@@ -128,7 +131,7 @@ def check_model(config: ModelConfig) -> PretrainedConfig:
         # A classifier pools at the last token that is not padding. If the padding token were also the
         # end-of-turn token, it would pool before that token.
         text.pad_token_id = None
-    check_positions(config, getattr(text, "max_position_embeddings", None))
+    check_positions(config, text.to_dict())
     check_quantization(config, hf_config)
     return (
         with_rows(hf_config, rows_for(hf_config, load_tokenizer(config))) if config.new_tokens else hf_config
@@ -544,9 +547,41 @@ def reachable(key: str, name: str, revision: str | None) -> str:
     return path
 
 
+def wrong_field(file: Path) -> str | None:
+    """Return the field of a config.json, with its value, with transformers' default in place of which a model
+    of one layer can be built; None where all is well or no single field is to blame."""
+    try:
+        fields = read_object(file)
+    except (OSError, DamagedError):
+        return None
+    part = fields.get("text_config") if isinstance(fields.get("text_config"), dict) else fields
+    assert isinstance(part, dict)
+
+    def builds(without: str, layers: Mapping[str, int]) -> bool:
+        left = {key: value for key, value in part.items() if key not in (without, "layer_types")} | layers
+        try:
+            hf_config = AutoConfig.for_model(**(left if part is fields else fields | {"text_config": left}))
+            with init_empty_weights():
+                AutoModelForCausalLM.from_config(hf_config)
+        except Exception:
+            return False
+        return True
+
+    one = {"num_hidden_layers": 1}
+    if builds("", one):
+        names = ["num_hidden_layers"] * (not builds("", {}))
+    else:
+        names = [name for name in part if name != "model_type" and builds(name, one)]
+    return f"{names[0]}={part.get(names[0])!r}" if names else None
+
+
 def not_found(key: str, value: str, error: Exception) -> ConfigError:
     """Return the ConfigError that says what a user can do about a model that could not be loaded."""
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if (file := Path(resolve_model_path(value), CONFIG)).is_file() and (field := wrong_field(file)):
+        return ConfigError(
+            key, value, f"its config.json says {field}, and no model can be built so: {reason}"
+        )
     if value.startswith((".", "/", "~")) or Path(value).exists():
         return ConfigError(
             key, value, f"is not the folder of a model (config.json, *.safetensors) or of a run: {reason}"

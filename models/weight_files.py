@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from common.errors import ConfigError, require
 from common.files import read_json, regular_file, resolve_model_path
+from config.files import walk
 from config.schema_model import ModelConfig
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -21,6 +22,11 @@ FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float3
 """Dtype in a header -> name of the dtype in which a model with such weights is exported."""
 _PACKED = re.compile(r"\.(qweight|qzeros|weight_packed|weight_scale(_inv)?|absmax|SCB|quant_state\..*)$")
 """Names of the tensors in which GPTQ, AWQ, compressed-tensors, fp8 and bitsandbytes keep a weight."""
+
+
+_SIZES = re.compile(r"(layers?|heads?|experts|_size|_dim|embd|inner)$")
+_ANY_SIZE = 1_000_000
+"""A size up to which a model is built at once, whatever its files hold."""
 
 
 class DamagedError(ValueError):
@@ -61,14 +67,21 @@ def check_named(config: ModelConfig) -> None:
         tensors = check_files("model.name_or_path", config.name_or_path, folder)
         if tensors is not None:
             fields = read_object(folder / CONFIG)
-            check_positions(
-                config, {**fields, **(fields.get("text_config") or {})}.get("max_position_embeddings")
-            )
+            check_positions(config, {**fields, **(fields.get("text_config") or {})})
             check_targets(config, tensors)
 
 
-def check_positions(config: ModelConfig, positions: object) -> None:
-    """Raise ConfigError for a ``model.max_length`` that the model has no ``positions`` for."""
+def check_positions(config: ModelConfig, fields: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a ``model.max_length`` that the model has no positions for. ``fields``: of its
+    config.json. Scaled rotary embeddings have their factor times as many as the model was made with."""
+    positions = fields.get("max_position_embeddings")
+    rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    if isinstance(positions, int) and (rope.get("rope_type") or rope.get("type")) in ("yarn", "linear"):
+        key, factor = "rope_scaling.factor of config.json", rope.get("factor")
+        number = isinstance(factor, int | float) and factor >= 1
+        require(number, key, factor, "must be a number of at least 1; copy or download the model again")
+        first = rope.get("original_max_position_embeddings") or positions
+        positions = max(positions, int(first * factor))
     require(
         not isinstance(positions, int) or config.max_length <= positions,
         "model.max_length",
@@ -105,10 +118,11 @@ def check_files(key: str, name: str, folder: Path) -> dict[str, Stored] | None:
             refuse_adapter(key, name, folder)
         if not (folder / CONFIG).exists():
             return None
-        refuse_quantised(key, name, read_object(folder / CONFIG))
+        refuse_quantised(key, name, fields := read_object(folder / CONFIG))
         tensors = read_tensors(folder)
     except (OSError, DamagedError) as error:
         raise ConfigError(key, name, f"{error}; copy or download the model again") from error
+    refuse_sizes(key, name, fields, tensors)
     packed = next((stored.name for stored in tensors.values() if stored.packed), None)
     require(packed is None, key, name, _quantised(f"its files hold {packed}"))
     return tensors
@@ -196,6 +210,18 @@ def stored_dtype(tensors: dict[str, Stored]) -> str | None:
         if stored.dtype in FLOATS:
             counts[FLOATS[stored.dtype]] = counts.get(FLOATS[stored.dtype], 0) + stored.size
     return max(counts, key=lambda name: counts[name]) if counts else None
+
+
+def refuse_sizes(key: str, name: str, fields: dict[str, Any], tensors: dict[str, Stored]) -> None:
+    """Raise ConfigError for a number in config.json that the files do not have room for, more layers than
+    tensors or a size beyond that of the largest: to build such a model would take for ever."""
+    largest = max((stored.size for stored in tensors.values()), default=0)
+    for field, value in walk(fields):
+        if type(value) is int and _SIZES.search(field):
+            most = max(len(tensors), 100) if "layer" in field else max(largest, _ANY_SIZE)
+            there = f"its files hold {len(tensors)} tensors of at most {largest:,} values"
+            remedy = "copy the config.json that was written with them"
+            require(value <= most, key, name, f"its config.json says {field}={value}, and {there}: {remedy}")
 
 
 def refuse_quantised(key: str, name: str, config: dict[str, Any]) -> None:

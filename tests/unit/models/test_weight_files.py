@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from common.errors import ConfigError
 from models.export import export, full_state
 from models.policy import causal_lm
 from models.pretrained import check_model, check_weights, export_dtype, load_policy
-from models.weight_files import check_named
+from models.weight_files import check_named, check_positions
 from tests.tiny import tiny_llama
 from tests.unit.models.test_families import FAMILIES, tiny
 from tests.unit.models.test_policy import CPU, settings, tokenizer
@@ -141,7 +142,50 @@ def test_a_config_of_quantised_weights_is_refused(tmp_path, about):
             check_named(settings(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("rope", "positions"),
+    [
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}, 64),
+        ({"rope_type": "linear", "factor": 2}, 128),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32}, 64),
+        (None, 64),
+    ],
+)
+def test_positions_are_those_of_the_scaled_rotary_embeddings(rope, positions):
+    fields = {"max_position_embeddings": 64, "rope_scaling": rope}
+    check_positions(settings("m", max_length=positions, max_prompt_length=8), fields)
+    with pytest.raises(ConfigError, match=f"has {positions} positions"):
+        check_positions(settings("m", max_length=positions + 1, max_prompt_length=8), fields)
+    for factor in (-1.0, None, "4"):
+        with pytest.raises(ConfigError, match=r"rope_scaling\.factor"):
+            check_positions(settings("m"), fields | {"rope_scaling": {"type": "yarn", "factor": factor}})
+
+
 SIZES = '{"model_type": "llama", "hidden_size": "many"}', '{"model_type": "llama", "hidden_size": 0}'
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_act", "nope"),
+        ("num_attention_heads", 0),
+        ("num_hidden_layers", "x"),
+        ("hidden_size", "many"),
+        ("rms_norm_eps", [1]),
+    ],
+)
+def test_the_field_of_a_config_that_no_model_can_be_built_with_is_named(tmp_path, field, value):
+    config = settings(model(tmp_path, **{field: value}))
+    with pytest.raises(ConfigError, match=re.escape(f"its config.json says {field}={value!r}, and no model")):
+        check_weights(config, check_model(config))
+
+
+@pytest.mark.parametrize("field", ["num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads"])
+def test_a_size_that_the_files_have_no_room_for_is_refused_at_once(tmp_path, field):
+    model(tmp_path, **{field: 10_000_000})
+    with pytest.raises(ConfigError, match=f"config.json says {field}=10000000, and its files hold"):
+        check_named(settings(tmp_path))
 
 
 @pytest.mark.parametrize("content", ["{", "7", "[" * 100_000, *SIZES])
