@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -359,13 +360,17 @@ class Renderer:
     def _shortened(self, opened: _Opened) -> _Opened:
         """Return the prompt without its oldest turns, then without the beginning of its last user turn."""
         system, rest = split_system(turns := opened.prompt.turns)
-        while len(opened.ids) > self.max_prompt_length:
-            later = [i for i, turn in enumerate(rest) if i > 0 and turn.role == "user"]
-            if not later:
-                break
-            rest = rest[later[0] :]
-            opened = self._open(replace(opened.prompt, turns=system + rest))
-        self.cuts["oldest turns"] += len(system + rest) < len(turns)
+        starts = [i for i, turn in enumerate(rest) if i > 0 and turn.role == "user"]
+        shorter = {}
+
+        def fits(start: int) -> bool:
+            shorter[start] = self._open(replace(opened.prompt, turns=system + rest[start:]))
+            return len(shorter[start].ids) <= self.max_prompt_length
+
+        if starts:
+            start = starts[min(bisect_left(starts, True, key=fits), len(starts) - 1)]
+            opened = shorter[start]
+        self.cuts["oldest turns"] += len(opened.prompt.turns) < len(turns)
         return opened if len(opened.ids) <= self.max_prompt_length else self._cut_user_turn(opened)
 
     def _cut_user_turn(self, opened: _Opened) -> _Opened:

@@ -13,10 +13,11 @@ import datetime
 import json
 import os.path
 import re
+import resource
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,8 +42,8 @@ DATE: Mapping[str, Any] = {"date_string": f"{_DAY:%d %b %Y}", "strftime_now": _D
 """What every rendering gets as today: the day that Llama 3's own template falls back to."""
 _GIVEN = {"messages", "tools", "add_generation_prompt", "strftime_now"}
 """What a template reads that is no setting: it comes with the row, or is fixed."""
-SECONDS = 20
-"""CPU seconds after which a rendering is stopped."""
+SECONDS, GIB = 20, 1
+"""CPU seconds, and GiB of further memory, beyond which a rendering is stopped."""
 _THINKS = re.compile(r"<[^<>\s]*(?:think|thought|reason)[^<>\s]*>|\[/?THINK\]", re.IGNORECASE)
 """The tags between which models think."""
 
@@ -131,7 +132,8 @@ def _listed(source: str) -> str:
 
 @contextmanager
 def _bounded() -> Iterator[None]:
-    """Stop what runs within by a TimeoutError after ``SECONDS``, on the thread that can be interrupted."""
+    """Stop what runs within by a TimeoutError after ``SECONDS`` and by a MemoryError beyond ``GIB``, on the
+    thread that can be interrupted."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -139,13 +141,20 @@ def _bounded() -> Iterator[None]:
     def stop(*_: object) -> None:
         raise TimeoutError(f"it does not end within {SECONDS} seconds")
 
-    before = signal.signal(signal.SIGVTALRM, stop)
+    before, limits = signal.signal(signal.SIGVTALRM, stop), resource.getrlimit(resource.RLIMIT_AS)
+    with suppress(OSError, ValueError):  # Linux says how much a process has
+        with open("/proc/self/statm", "rb") as statm:
+            now = int(statm.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now + (GIB << 30), limits[1]))
     signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
     try:
         yield
+    except MemoryError as error:
+        raise MemoryError(f"it takes more than {GIB} GiB") from error
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 class RenderError(Exception):

@@ -281,6 +281,16 @@ def test_any_conversation_fits_or_is_named(
     assert ended or len(made) == 2 * limit
 
 
+def test_the_oldest_turns_are_left_out_in_few_renderings(monkeypatch) -> None:
+    make, prompt, opened = renderer("qwen2", 96, 64), conversation(*["turn"] * 201), Renderer._open
+    calls: list[Prompt] = []
+    monkeypatch.setattr(Renderer, "_open", lambda self, one: calls.append(one) or opened(self, one))
+    ids = make.prompt_ids(prompt)
+    assert 0 < len(calls) < 10 and make.cuts == {"oldest turns": 1}
+    sizes = (opened(make, Prompt(prompt.turns[first:])).ids for first in range(0, 201, 2))
+    assert ids.tolist() == next(one for one in sizes if len(one) <= 64).tolist()
+
+
 def test_a_batch_is_its_rows() -> None:
     lengths = ["turn the " * (i + 1) for i in range(12)]
     prompts = [conversation(*[t] * (2 * (i % 3) + 1), system="s" * (i % 2)) for i, t in enumerate(lengths)]

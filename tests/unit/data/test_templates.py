@@ -278,6 +278,7 @@ SPOILT = {
     "no loader for this environment": PLAIN + "{% include 'other.jinja' %}",
     "RecursionError": PLAIN + "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     "not end": PLAIN + "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "MemoryError: it takes more than 1 GiB": PLAIN + "{{ 'a' * 9999999999 }}",
     "cannot render": PLAIN + "{% for %}",
 }
 
