@@ -158,6 +158,7 @@ class JudgeConfig(EndpointConfig):
     max_score: float
     temperature: NotNegative
     max_tokens: Count
+    max_tokens_field: Text
     max_calls: Count
     max_total_tokens: Count
     base_url: Annotated[Text, address("/chat/completions is found")]

@@ -96,7 +96,7 @@ def _local_copy(config: DataConfig) -> DataConfig:
     evaluation split is the hub's and does not apply to a file."""
     return (
         replace(config, source=LOCAL, eval_split=config.eval_split if _is_folder(config.path) else None)
-        if config.source == HUB and _is_local(config.path)
+        if config.source == HUB and _is_local(config.path, config.data_dir)
         else config
     )
 
@@ -261,8 +261,13 @@ def _not_of_the_hub(path: str, split: str, subset: str | None, message: str) -> 
     )
 
 
-def _is_local(path: str | None) -> bool:
-    return path is not None and (os.path.isfile(path) or path.endswith(SUFFIXES) or is_saved(Path(path)))
+def _is_local(path: str | None, data_dir: str | None = None) -> bool:
+    """Return whether a path is read here: a file, or a folder that is no clone of a repository of the hub.
+    A clone has a README.md, or the ``data_dir``, and ``datasets`` knows its subsets and splits."""
+    if path is None or os.path.isfile(path) or path.endswith(SUFFIXES) or is_saved(Path(path)):
+        return path is not None
+    clone = any(os.path.exists(os.path.join(path, name)) for name in ("README.md", data_dir) if name)
+    return os.path.isdir(path) and not clone
 
 
 def _is_folder(path: str | None) -> bool:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import jinja2
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from common.errors import ConfigError, StoppedError, require
 from common.files import lines_of, write_whole
@@ -51,7 +51,8 @@ def _check_shell(text: str) -> str:
 
 
 ONE_LINE = must(lambda text: "\n" not in text, "must be one line")
-Line = Annotated[str, ONE_LINE]
+Line = Annotated[str, BeforeValidator(lambda text: str(text) if type(text) is int else text), ONE_LINE]
+"""One line, which yaml may have read as a number (``mem: 0``)."""
 Lines = list[Annotated[Text, ONE_LINE]]
 
 

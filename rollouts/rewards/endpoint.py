@@ -300,9 +300,18 @@ class Endpoint:
                 f"HTTP {code} {message[:300]}; fix the address, the model or the key"
             )
         again = code in (408, 409, 425, 429) or code >= 500
-        return FailedError(
-            f"HTTP {code} from the endpoint", again, _seconds(reply.headers.get("Retry-After"))
-        )
+        why = "" if again else f": {' '.join(_words(message).split())}"  # its words differ from try to try
+        wait = _seconds(reply.headers.get("Retry-After"))
+        return FailedError(f"HTTP {code} from the endpoint{why}", again, wait)
+
+
+def _words(message: str) -> str:
+    """Return what an endpoint says of a refused call: the message in the JSON of OpenAI's form, else all."""
+    try:
+        error = json.loads(message)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)[:300]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return message[:300]
 
 
 def _seconds(text: str | None) -> float:

@@ -71,7 +71,7 @@ class JudgeReward(Scorer):
                 "model": self.config.model,
                 "messages": [*system, {"role": "user", "content": filled}],
                 "temperature": self.config.temperature,
-                "max_tokens": self.config.max_tokens,
+                self.config.max_tokens_field: self.config.max_tokens,
             }
         ).encode()
 

@@ -46,16 +46,16 @@ MOST_BRANCHES = 20
 BRANCHES_OF = {"_remedy": 28, "remedy": 26, "proposal": 26}
 # Lines that a room may have; only a reviewed change raises one.
 BUDGETS = {
-    "common": 1_564,
-    "config": 3_468,
-    "data": 6_900,
-    "models": 4_980,
+    "common": 1_584,
+    "config": 3_490,
+    "data": 6_919,
+    "models": 5_033,
     "trainers": 2_695,
-    "reports": 2_190,
+    "reports": 2_192,
     "rollouts": 6_402,
     "jobs": 4_969,
     "evals": 1_691,
-    "launch": 3_193,
+    "launch": 3_229,
     "benchmarks": 1_338,
     "tools": 920,
     "tests": 34_400,

@@ -250,7 +250,17 @@ def test_a_source_may_be_anybodys_function() -> None:
 def hub_folder(tmp_path) -> Path:
     for split, part in (("train", RECORDS[:30]), ("test", RECORDS[30:])):
         datasets.Dataset.from_list(part).to_parquet(tmp_path / "set" / f"{split}.parquet")
+    (tmp_path / "set" / "README.md").touch()
     return tmp_path / "set"
+
+
+def test_a_folder_that_is_no_clone_is_read_as_any_folder(hub_folder) -> None:
+    (hub_folder / "README.md").unlink()
+    settings = config(hub_folder, source="data.sources.hub_table", subset="main", eval_split="test")
+    assert [len(load_groups(settings, split).groups) for split in ("train", "eval")] == [30, 10]
+    (hub_folder / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"^data.path=.*empty: has no file that can be read"):
+        load_groups(replace(settings, path=str(hub_folder / "empty")), "train")
 
 
 def test_a_hub_set_is_read_by_split(hub_folder, tmp_path, monkeypatch) -> None:
@@ -266,6 +276,7 @@ def test_of_a_hub_set_too_the_rows_that_name_another_split_are_not_trained_on(tm
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     rows = [{**row, "split": ("train", "test")[i % 2]} for i, row in enumerate(RECORDS)]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "set" / "train.parquet")
+    (tmp_path / "set" / "README.md").touch()
     settings = config(tmp_path / "set", source="data.sources.hub_table", eval_fraction=0)
     loaded = load_groups(settings, "train")
     assert len(loaded.groups) == len(loaded.dropped) == len(RECORDS) / 2 and "split" not in loaded.unused

@@ -44,6 +44,7 @@ def test_eight_nodes_of_eight_gpus(tmp_path: Path) -> None:
     places = {"partition": "gpu", "account": "lab", "constraint": "h100", "modules": ["cuda/12.8"]}
     places |= {"container": "apptainer exec --nv a.sif", "offline": True, "hf_home": "/cache dir"}
     job = make_job(sizes | places | {"environment": {"NCCL_DEBUG": "WARN"}})
+    assert "#SBATCH --mem=0\n" in script(make_job({"mem": 0}), "s", RUNS, tmp_path)  # all of a node's
     fewer = make_job({"nodes": 2, "ranks_per_node": 6, "gpus_per_node": 8})  # the others are a sampler's
     assert (job.world_size, fewer.world_size) == (64, 12)
     text = script(job, "s", RUNS, tmp_path)

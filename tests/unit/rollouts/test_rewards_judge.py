@@ -103,12 +103,13 @@ def texts(n):
 def test_scores_in_order_and_at_once(endpoint):
     """What a completion says is not a placeholder."""
     endpoint.behave = lambda handler, text: time.sleep(0.02)
-    asked, written = judge(endpoint, system="Strict. {prompt}"), [*texts(40), "{prompt}"]
+    asked = judge(endpoint, system="Strict. {prompt}", max_tokens_field="max_completion_tokens")
+    written = [*texts(40), "{prompt}"]
     assert asked.score([PROMPT] * 41, written) == [*map(len, texts(40)), 8]
     assert 2 <= endpoint.most_at_once <= 8
     assert {h["Authorization"] for h in endpoint.headers} == {f"Bearer {KEY}"}
     body = next(body for body in endpoint.bodies if "A:{prompt}" in body["messages"][1]["content"])
-    assert (body["model"], body["temperature"], body["max_tokens"]) == ("m", 0.0, 20)
+    assert (body["model"], body["temperature"], body["max_completion_tokens"]) == ("m", 0.0, 20)
     assert body["messages"] == [
         {"role": "system", "content": "Strict. {prompt}"},
         {"role": "user", "content": "Q:2+2 {completion}? R:4 A:{prompt}"},
@@ -281,12 +282,12 @@ def test_a_dead_endpoint_is_given_up(endpoint):
 def test_what_an_answer_alone_brings_about_says_nothing_about_the_endpoint(endpoint):
     def behave(handler, text):
         if text == "bad":
-            return handler.send(400, "too long")
+            return handler.send(400, {"error": {"message": f"too\nlong, {KEY}"}})
         return "[[" in text and handler.reply(f"[[2]], it says {text}")
 
     endpoint.behave = behave
     verdicts = judge(endpoint, retries=1).score([PROMPT] * 161, ["[[10]]"] * 80 + ["bad"] * 80 + ["abc"])
-    assert verdicts == [SEVERAL] * 80 + [Missing("HTTP 400 from the endpoint")] * 80 + [3]
+    assert verdicts == [SEVERAL] * 80 + [Missing("HTTP 400 from the endpoint: too long, ***")] * 80 + [3]
     assert (endpoint.seen["[[10]]"], endpoint.seen["bad"]) == (160, 80), "a refused one is not sent again"
 
 
