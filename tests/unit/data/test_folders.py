@@ -212,31 +212,27 @@ def test_messages_in_a_cell_texts_that_begin_like_a_list_and_bad_lines(tmp_path)
     assert [(d.row, d.reason) for d in loaded.dropped] == [(4, "2 cells, but 3 columns"), (5, "no 'chosen'")]
 
 
-@pytest.mark.parametrize(
-    ("row", "known"),
-    [
+def test_lists_of_a_known_format_are_read_from_cells(tmp_path) -> None:
+    for row, known in (
         ({"instruction": "q", "generations": ["a", "b"], "ratings": [4.0, 3.0]}, ("q", "a", "b")),
         ({"instruction": "q", "output": "a", "history": [["Hi", "Hello"]]}, ("q", "a")),
-    ],
-)
-def test_lists_of_a_known_format_are_read_from_cells(tmp_path, row, known) -> None:
-    cells = {key: json.dumps(value) if isinstance(value, list) else value for key, value in row.items()}
-    ours, same = load(table(tmp_path / "a.csv", [cells])), load(lines(tmp_path / "a.jsonl", [row]))
-    assert texts(ours) == [known] and ours.groups == same.groups
+    ):
+        cells = {key: json.dumps(value) if isinstance(value, list) else value for key, value in row.items()}
+        ours, same = load(table(tmp_path / "a.csv", [cells])), load(lines(tmp_path / "a.jsonl", [row]))
+        assert texts(ours) == [known] and ours.groups == same.groups
 
 
-@pytest.mark.parametrize(
-    ("content", "line", "begins"),
-    [
-        ('prompt,chosen,rejected\nq,"a\nb",c\nq,"a,b\nr,c,d\ns,e,f\n', 6, 4),
-        ('prompt,chosen,rejected\nq,"a,b\nr,c,"d"\ns,e,f\n', 3, 2),
-        ('"prompt,chosen,rejected\nq,a,b\n', 2, 1),
-        ('prompt,chosen,rejected\nq,a,"b', 2, 2),
-    ],
-    ids=["to the end of the file", "to another quote", "in the first line", "in the last cell"],
-)
-def test_a_quote_that_is_not_closed_is_refused_with_its_line(tmp_path, content, line, begins) -> None:
+OPEN = {  # to the end of the file, to another quote, in the first line, in the last cell
+    'prompt,chosen,rejected\nq,"a\nb",c\nq,"a,b\nr,c,d\ns,e,f\n': (6, 4),
+    'prompt,chosen,rejected\nq,"a,b\nr,c,"d"\ns,e,f\n': (3, 2),
+    '"prompt,chosen,rejected\nq,a,b\n': (2, 1),
+    'prompt,chosen,rejected\nq,a,"b': (2, 2),
+}
+
+
+def test_a_quote_that_is_not_closed_is_refused_with_its_line(tmp_path) -> None:
     path = tmp_path / "a.csv"
-    path.write_text(content)
-    with pytest.raises(DataError, match=rf"a\.csv: line {line} is not CSV .* begins at line {begins};"):
-        load(path)
+    for content, (line, begins) in OPEN.items():
+        path.write_text(content)
+        with pytest.raises(DataError, match=rf"a\.csv: line {line} is not CSV .* begins at line {begins};"):
+            load(path)

@@ -42,25 +42,22 @@ def test_a_file_says_whose_ids_it_holds_and_one_that_does_not_is_as_it_was(tmp_p
         assert [g.place for g in read(path)] == ["groups.jsonl, row 1", "groups.jsonl, row 2"]
 
 
-@pytest.mark.parametrize(
-    ("ids", "tokenizer", "says"),
-    [
+def test_the_first_ids_that_are_not_the_models_are_named_with_the_remedy(tmp_path):
+    path = tmp_path / "groups.jsonl"
+    for ids, tokenizer, says in [
         ((0, 18), OURS, None),
         ((0, 18), None, None),
         ((0, 18), "fedcba9876543210", "another tokenizer"),
         ((4, 19), OURS, "token id 19, and the model's vocabulary has 19"),
         ((10**30,), None, "token id 1000000"),
-    ],
-)
-def test_the_first_ids_that_are_not_the_models_are_named_with_the_remedy(tmp_path, ids, tokenizer, says):
-    path = tmp_path / "groups.jsonl"
-    write_groups(path, [group(1), group(*ids, tokenizer=tokenizer, question="r")])
-    for made in (load(path), keep_shares(load(path), 1, 0)):
-        if says is None:
-            check_token_ids(made, OURS, 19)
-            continue
-        with pytest.raises(DataError, match=f"groups.jsonl, row 2: .*{says}.*take token_ids out of the file"):
-            check_token_ids(made, OURS, 19)
+    ]:
+        write_groups(path, [group(1), group(*ids, tokenizer=tokenizer, question="r")])
+        for made in (load(path), keep_shares(load(path), 1, 0)):
+            if says is None:
+                check_token_ids(made, OURS, 19)
+                continue
+            with pytest.raises(DataError, match=f"groups.jsonl, row 2: .*{says}.*take token_ids out of the "):
+                check_token_ids(made, OURS, 19)
 
 
 WRONG = [

@@ -88,15 +88,8 @@ def test_what_a_prompt_may_mean(prompts: list[str], read: list | str | None) -> 
     assert len(load(*records, apply_chat_template=False).groups) == 2
 
 
-def test_a_script_without_spaces_is_cut_behind_a_sentence_or_refused() -> None:
-    pair = {"chosen": "天空是什么颜色？天空是蓝色。", "rejected": "天空是什么颜色？天空是红色。"}
-    (group,) = load(pair).groups
-    assert said(group) == ["天空是什么颜色？"] and group.completions[1].text == "天空是红色。"
-    short = {key: text.partition("？")[2] for key, text in pair.items()}
-    assert load(short).groups == [] and "empty" in load(short).dropped[0].reason
-
-
 def test_a_prompt_at_the_head_of_every_answer_is_taken_off_and_counted():
+    """And a script without spaces is cut behind a sentence, or refused."""
     ends = ("It is a number.", "I do not know.")
     asked = [one(f"What is {i}?", *(f"What is {i}? {end}" for end in ends)) for i in range(70)]
     reader = Reader(CONFIG)
@@ -109,6 +102,11 @@ def test_a_prompt_at_the_head_of_every_answer_is_taken_off_and_counted():
     (line,) = reader.lines
     assert line.startswith("9 rows whose answers begin with the prompt, as not all do: left so")
     assert not repeats_prompt(one("1", "10"))
+    pair = {"chosen": "天空是什么颜色？天空是蓝色。", "rejected": "天空是什么颜色？天空是红色。"}
+    (group,) = load(pair).groups
+    assert said(group) == ["天空是什么颜色？"] and group.completions[1].text == "天空是红色。"
+    short = {key: text.partition("？")[2] for key, text in pair.items()}
+    assert load(short).groups == [] and "empty" in load(short).dropped[0].reason
 
 
 BEHIND = {

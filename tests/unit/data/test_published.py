@@ -79,16 +79,22 @@ def test_hh() -> None:
 
 
 def test_alpacaeval_judgements_and_outputs() -> None:
-    judged = {"instruction": "q", "output_1": "one", "output_2": "two"}
-    judged |= {"generator_1": "g", "generator_2": "h"}
+    judged = {"instruction": "q", "output_1": "one", "output_2": "two", "generator_1": "g"}
     preferences = (1.0, 1.49, 1.51, 2, 1.5, float("nan"), None, 0.2)
     loaded = load("alpacaeval", *({**judged, "preference": p} for p in preferences))
     assert [c for _, c, _ in words(loaded)] == [["one", "two"]] * 2 + [["two", "one"]] * 2
-    assert loaded.dropped[0].reason == "a tie"
-    assert len(loaded.dropped) == 4
+    assert loaded.dropped[0].reason == "a tie" and len(loaded.dropped) == 4
     output = {"instruction": "q", "output": "a", "generator": "g", "dataset": "koala"}
-    outputs = load("alpacaeval", output, format="auto")
-    assert words(outputs) == [(["q"], ["a"], (1.0,))]
+    assert words(load("alpacaeval", output, format="auto")) == [(["q"], ["a"], (1.0,))]
+
+
+@pytest.mark.parametrize("name", ["shp", "local"])
+def test_shp_wants_twice_the_votes_and_at_most_five_pairs(name: str) -> None:
+    row = {"history": "q", "human_ref_A": "a", "human_ref_B": "b", "score_A": 9, "score_B": 3, "labels": 1}
+    other = row | {"labels": 0, "score_A": 3, "score_B": 9}
+    assert [answers for _, answers, _ in words(load(name, row, other))] == [["a", "b"], ["b", "a"]]
+    loaded = load(name, row | {"score_B": 5}, *[row] * 7, row | {"history": "r"})
+    assert len(loaded.groups) == 6 and [d.row for d in loaded.dropped] == [1, 7, 8]
 
 
 def test_checkable_maths_has_the_asked_form_and_what_lacks_it_is_dropped() -> None:
@@ -100,19 +106,6 @@ def test_checkable_maths_has_the_asked_form_and_what_lacks_it_is_dropped() -> No
     row = sets["gsm8k_solutions"]
     missing = load("gsm8k_solutions", row | {"6b_verification": "x"}, row)
     assert [d.reason for d in missing.dropped] == ["'6b_verification' is a str, not an object"]
-
-
-@pytest.mark.parametrize("name", ["shp", "local"])
-def test_shp_wants_twice_the_votes_and_at_most_five_pairs(name: str) -> None:
-    row = {"history": "q", "human_ref_A": "a", "human_ref_B": "b", "score_A": 9, "score_B": 3, "labels": 1}
-    row["score_ratio"] = 3.0
-    assert words(load(name, row, {**row, "labels": 0, "score_A": 3, "score_B": 9})) == [
-        (["q"], ["a", "b"], (1.0, -1.0)),
-        (["q"], ["b", "a"], (1.0, -1.0)),
-    ]
-    loaded = load(name, {**row, "score_B": 5}, *[row] * 7, {**row, "history": "r"})
-    assert len(loaded.groups) == 6
-    assert [d.row for d in loaded.dropped] == [1, 7, 8]
 
 
 OASST = """

@@ -26,12 +26,11 @@ from tests.tiny_tokenizers import tiny_tokenizer
 
 TOKENIZERS = {name: tiny_tokenizer("llama3") for name in ("llama3", "one token more")}
 TOKENIZERS["one token more"].add_tokens("question")
-LENGTHS = {"max_length": 70, "max_prompt_length": 50}
 
 
 def renderer(name: str = "llama3", template: str | None = None, **lengths: int) -> Renderer:
-    tokenizer = TOKENIZERS[name]
-    return Renderer(tokenizer, **(LENGTHS | lengths), template=template or load_template(tokenizer))
+    tokenizer, limits = TOKENIZERS[name], {"max_length": 70, "max_prompt_length": 50} | lengths
+    return Renderer(tokenizer, **limits, template=template or load_template(tokenizer))
 
 
 def groups(n: int = 30) -> list[Group]:
@@ -106,6 +105,7 @@ def test_the_second_start_makes_the_same_examples_and_the_same_report_without_th
 
 
 def test_losses_that_want_the_same_rows_share_an_entry_and_a_few_rows_have_none(tmp_path, cache, entry):
+    """An entry may be of reasons alone."""
     of = renderer()
     of.sequences = never
     assert make_examples(groups(), views.labelled, of, cache).count == 2 * start(cache)[0].count
@@ -115,6 +115,10 @@ def test_losses_that_want_the_same_rows_share_an_entry_and_a_few_rows_have_none(
     assert not (tmp_path / "new").exists()
     start(TokenCache(tmp_path / "new", worth=60))
     assert len(list((tmp_path / "new" / "tokens").iterdir())) == 1
+    hopeless = [(Prompt((Turn("system", "endless " * 80), Turn("user", "a"))), Completion("b"))]
+    for _ in range(2):
+        found, dropped = made(renderer(), hopeless, cache)
+        assert found == [] and "max_prompt_length" in next(iter(dropped))
 
 
 Rows = list[tuple[Prompt, Completion]]
@@ -228,10 +232,3 @@ def test_many_starts_at_once_leave_one_sound_entry(cache, tmp_path, capsys):
     (tmp_path / "full" / "tokens").write_text("a file in the way")
     assert plain(start(TokenCache(tmp_path / "full", worth=1))[0]) == plain(every[0])
     assert "cache_dir" in capsys.readouterr().out
-
-
-def test_an_entry_of_reasons_alone(cache):
-    hopeless = [(Prompt((Turn("system", "endless " * 80), Turn("user", "a"))), Completion("b"))]
-    for _ in range(2):
-        found, dropped = made(renderer(), hopeless, cache)
-        assert found == [] and "max_prompt_length" in next(iter(dropped))

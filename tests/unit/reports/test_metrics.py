@@ -31,14 +31,12 @@ def filled(path: Path, count: int) -> LineFile:
 
 @given(st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
 @settings(max_examples=50)
-def test_plain_data_are_always_json(value):
+def test_plain_data_are_always_json_and_a_broken_line_is_named(tmp_path_factory, value):
     json.dumps(plain(value), allow_nan=False)
-
-
-def test_a_broken_line_inside_the_file_is_named(tmp_path):
-    (tmp_path / METRICS).write_text('{"step": 0}\n{"loss": 1}\n{"step": 2}\n')
+    path = tmp_path_factory.mktemp("run") / METRICS
+    path.write_text('{"step": 0}\n{"loss": 1}\n{"step": 2}\n')
     with pytest.raises(DataError, match=r"metrics\.jsonl, line 2"):
-        read_metrics(tmp_path / METRICS)
+        read_metrics(path)
 
 
 # -- room ------------------------------------------------------------------------------------------
