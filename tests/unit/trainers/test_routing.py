@@ -63,16 +63,9 @@ def test_however_the_batch_is_cut_it_is_transformers_loss_of_the_whole(family, c
 
 
 def trained(folder, accumulation: int, coefficient: float | None, recompute: bool = False):
-    config = engine_config(
-        folder,
-        "dpo",
-        "humanline=true",
-        "model.batch_size=4",
-        "n_epochs=2",
-        f"model.microbatches={accumulation}",
-        f"model.router_aux_loss_coef={coefficient or 'null'}",
-    )
-    policy = tiny("mixtral")
+    words = ["humanline=true", "model.batch_size=4", f"model.microbatches={accumulation}"]
+    words.append(f"model.router_aux_loss_coef={coefficient or 'null'}")
+    config, policy = engine_config(folder, "dpo", *words), tiny("mixtral")
     if recompute:
         checkpoint_activations(decoder_blocks(policy))
     trainer, lines = run(config, make_segment(config, 12), make_trainer(config, policy))
@@ -81,38 +74,34 @@ def trained(folder, accumulation: int, coefficient: float | None, recompute: boo
 
 def test_a_run_with_it_is_the_same_however_a_step_is_done(tmp_path):
     """In one microbatch or two, activations kept or recomputed; and it is another run than one without."""
-    one, first = trained(tmp_path, 1, 0.5)
+    (one, first), (without, plain) = trained(tmp_path, 1, 0.5), trained(tmp_path, 1, None)
     for accumulation, recompute in ((2, False), (1, True)):
         other, second = trained(tmp_path, accumulation, 0.5, recompute)
         for key in ("loss", "grad_norm", "router_aux_loss"):
-            assert [line[key] for line in other] == pytest.approx(
-                [line[key] for line in one], rel=1e-2, abs=1e-3
-            )
+            found, wanted = ([line[key] for line in lines] for lines in (other, one))
+            assert found == pytest.approx(wanted, rel=1e-2, abs=1e-3)
         assert one[0]["router_aux_loss"] == pytest.approx(other[0]["router_aux_loss"], rel=1e-5)
-        assert (second - first).norm() < 0.02 * (trained(tmp_path, 1, None)[1] - first).norm()
-    without, _ = trained(tmp_path, 1, None)
+        assert (second - first).norm() < 0.02 * (plain - first).norm()
     assert "router_aux_loss" not in without[0] and without[0]["loss"] == one[0]["loss"]
     assert without[0]["grad_norm"] != one[0]["grad_norm"]
-
-
-def settings(folder, **more) -> ModelConfig:
-    return ModelConfig(name="m", name_or_path=str(folder), max_length=64, max_prompt_length=32, **more)
 
 
 def test_a_start_says_whether_a_mixture_is_balanced_and_refuses_what_cannot_be(tmp_path):
     MIXTURES["qwen3_moe"].save_pretrained(tmp_path / "mixture")
     FAMILIES["llama"].save_pretrained(tmp_path / "dense")
-    plain = settings(tmp_path / "mixture")
-    balanced = replace(plain, router_aux_loss_coef=0.001)
+    plain, dense = (
+        ModelConfig(name="m", name_or_path=str(tmp_path / name), max_length=64, max_prompt_length=32)
+        for name in ("mixture", "dense")
+    )
     notice = routing_notice(plain, check_model(plain))
     assert notice is not None and "without an auxiliary loss" in notice and "says 0.01" in notice
+    balanced = replace(plain, router_aux_loss_coef=0.001)
     assert "times 0.001" in str(routing_notice(balanced, check_model(balanced)))
-    dense = settings(tmp_path / "dense")
     assert routing_notice(dense, check_model(dense)) is None
-    with pytest.raises(ConfigError, match=r"model.router_aux_loss_coef=0.1: a llama has no router"):
-        check_model(replace(dense, router_aux_loss_coef=0.1))
-    with pytest.raises(ConfigError, match=r"model.router_aux_loss_coef=0.1: needs model.compile=false"):
-        check_model(replace(plain, router_aux_loss_coef=0.1, compile=True))
-    for value in (0.0, -1.0, float("inf")):
-        with pytest.raises(ConfigError, match=r"model.router_aux_loss_coef=.*: must be above 0"):
-            settings(tmp_path, router_aux_loss_coef=value)
+    for config, coefficient, more, said in (
+        (dense, 0.1, {}, "a llama has no router"),
+        (plain, 0.1, {"compile": True}, "needs model.compile=false"),
+        *((plain, value, {}, "must be above 0") for value in (0.0, -1.0, float("inf"))),
+    ):
+        with pytest.raises(ConfigError, match=rf"model.router_aux_loss_coef={coefficient}: {said}"):
+            check_model(replace(config, router_aux_loss_coef=coefficient, **more))

@@ -75,30 +75,28 @@ def by_hand(model, example: Example, loss: str) -> torch.Tensor:
     return -sum(example.label * (v - v.detach()).exp() for v in parts[0])
 
 
-SETTINGS = {
-    "sft": ("sft", ()),
-    "dpo": ("dpo", ("loss.beta=0.1",)),
-    "ipo": ("ipo", ("loss.tau=0.1",)),
-    "grpo": ("grpo", ("loss.beta=0",)),
-}
+SETTINGS = {"sft": "seed=1", "dpo": "loss.beta=0.1", "ipo": "loss.tau=0.1", "grpo": "loss.beta=0"}
 KINDS |= {"ipo": "pairs"}
 
 
-@pytest.mark.parametrize("what", SETTINGS)
+@pytest.mark.parametrize("loss", SETTINGS)
 @pytest.mark.parametrize("packing", ["true", "false"])
-def test_the_first_step_is_that_of_the_other_tokens_alone(tmp_path, what, packing):
+def test_the_first_step_is_that_of_the_other_tokens_alone(tmp_path, loss, packing):
     """Loss and gradient, against whole logits in float64, token by token; however the batch is cut."""
-    loss, words = SETTINGS[what]
-    name, model = f"model.packing={packing}", tiny_policy().model.double()
-    lines = []
+    model, lines = tiny_policy().model.double(), []
     for cut in (1, 4):
-        more = (name, "model.batch_size=8", f"model.microbatches={cut}", *words)
-        config = engine_config(tmp_path, loss, *more)
-        segment = masked_segment(config)
+        words = (
+            f"model.packing={packing}",
+            "model.batch_size=8",
+            f"model.microbatches={cut}",
+            SETTINGS[loss],
+        )
+        config = engine_config(tmp_path, loss, *words)
+        segment = masked_segment(config, pairs=8)
         lines.append(run(config, segment, make_trainer(config))[1])
     batch = segment.batch(0)
     units = len(batch) if loss in ("dpo", "ipo") else sum(int(e.rows[0].loss_mask.sum()) for e in batch)
-    total = sum(by_hand(model, example, what) for example in batch) / units
+    total = sum(by_hand(model, example, loss) for example in batch) / units
     total.backward()
     norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
     assert lines[0][0]["loss"] == pytest.approx(total.item(), rel=1e-4, abs=1e-6)
@@ -111,11 +109,10 @@ def test_the_first_step_is_that_of_the_other_tokens_alone(tmp_path, what, packin
 @pytest.mark.parametrize("loss", ["kto", "grpo"])
 def test_with_humanline_it_does_not_depend_on_the_cut_either(tmp_path, loss):
     """The reference's scores, KTO's mismatched rows and corrections are of the tokens that count."""
-    found = []
+    found, words = [], ["model.batch_size=8", "humanline=true", "sync_freq=2"]
+    words += ["correction=sequence_masked"] if loss == "grpo" else []
     for cut in (1, 4):
-        more = (f"model.microbatches={cut}", "model.batch_size=8", "humanline=true")
-        more += ("sync_freq=2",) + (("correction=sequence_masked",) if loss == "grpo" else ())
-        config = engine_config(tmp_path, loss, *more)
+        config = engine_config(tmp_path, loss, f"model.microbatches={cut}", *words)
         found.append(run(config, masked_segment(config))[1])
     for one, other in zip(*found, strict=True):
         for key in ("loss", "grad_norm", "kl", "behavior_kl"):
@@ -169,15 +166,13 @@ def test_those_of_other_tokens_are_refused(change, said):
 
 def test_an_added_end_token_counts_and_one_that_is_cut_off_does_not():
     row = Sequence(np.arange(2, dtype=np.int32), np.arange(3, dtype=np.int32))
-    made = with_tokens(row, Completion(None, (0, 1), loss_mask=(True, False)))
-    assert isinstance(made, Sequence) and made.loss_mask is not None
-    assert made.loss_mask.tolist() == [True, False, True]
-    drawn = with_tokens(row, Completion(None, (0, 1), behavior_logprobs=(-0.5, 0.0)))
-    assert isinstance(drawn, Sequence) and drawn.behavior_logprobs is not None
-    assert np.isnan(drawn.behavior_logprobs).tolist() == [False, False, True], "nobody drew it"
-    cut = with_tokens(row, Completion(None, (0,) * 5, loss_mask=(True, False, True, False, True)))
-    assert isinstance(cut, Sequence) and cut.counted.tolist() == [0, 2]
-    none = with_tokens(row, Completion(None, (0,) * 5, loss_mask=(False,) * 4 + (True,)))
-    assert none == "its loss_mask leaves no token to train on"
-    whole = with_tokens(row, Completion(None, (0, 1, 2), loss_mask=(True,) * 3))
-    assert isinstance(whole, Sequence) and whole.key == row.key
+
+    def made(ids: int, **beside) -> Sequence | str:
+        return with_tokens(row, Completion(None, (0, 1, 2, 0, 0)[:ids], **beside))
+
+    assert made(2, loss_mask=(True, False)).loss_mask.tolist() == [True, False, True]
+    drawn = made(2, behavior_logprobs=(-0.5, 0.0)).behavior_logprobs
+    assert np.isnan(drawn).tolist() == [False, False, True], "nobody drew it"
+    assert made(5, loss_mask=(True, False, True, False, True)).counted.tolist() == [0, 2]
+    assert made(5, loss_mask=(False,) * 4 + (True,)) == "its loss_mask leaves no token to train on"
+    assert made(3, loss_mask=(True,) * 3).key == row.key

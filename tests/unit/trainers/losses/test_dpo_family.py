@@ -41,26 +41,19 @@ def f_prime(u: float, divergence: str, alpha: float) -> float:
     }[divergence]
 
 
-@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl", "js", "alpha"])
 @pytest.mark.parametrize(("normalized", "nll"), [(False, 0.0), (True, 0.3)])
-def test_dpo_and_its_relatives(divergence, normalized, nll, seed):
-    chosen, rejected, rows = pairs(seed)
-    wanted = 0.0
-    for (pw, qw), (pl, ql) in rows:
-        ratios = [(p - q).mean() if normalized else (p - q).sum() for p, q in ((pw, qw), (pl, ql))]
-        w, lose = (f_prime(math.exp(s), divergence, 0.3) for s in ratios)
-        wanted += math.log1p(math.exp(-0.2 * (w - lose))) - nll * pw.mean()
-    total = dpo(
-        chosen,
-        rejected,
-        beta=0.2,
-        length_normalized=normalized,
-        nll_weight=nll,
-        divergence=divergence,
-        divergence_alpha=0.3,
-    ).total
-    assert total.item() == pytest.approx(wanted, rel=1e-12)
+def test_dpo_and_its_relatives(divergence, normalized, nll):
+    numbers = {"beta": 0.2, "length_normalized": normalized, "nll_weight": nll}
+    for seed in range(4):
+        chosen, rejected, rows = pairs(seed)
+        wanted = 0.0
+        for (pw, qw), (pl, ql) in rows:
+            ratios = [(p - q).mean() if normalized else (p - q).sum() for p, q in ((pw, qw), (pl, ql))]
+            w, lose = (f_prime(math.exp(s), divergence, 0.3) for s in ratios)
+            wanted += math.log1p(math.exp(-0.2 * (w - lose))) - nll * pw.mean()
+        total = dpo(chosen, rejected, divergence=divergence, divergence_alpha=0.3, **numbers).total
+        assert total.item() == pytest.approx(wanted, rel=1e-12)
 
 
 def test_divergences_meet_where_they_should():
@@ -87,12 +80,9 @@ def test_an_unknown_divergence_is_an_error(divergence, alpha):
 
 def test_sppo():
     chosen, rejected, rows = pairs(7)
-    eta = 3.0
-    wanted = sum(
-        ((pw - qw).sum() - eta * (1 - 0.5)) ** 2 + ((pl - ql).sum() - eta * (0 - 0.5)) ** 2
-        for (pw, qw), (pl, ql) in rows
-    )
-    assert sppo(chosen, rejected, eta=eta).total.item() == pytest.approx(wanted, rel=1e-12)
+    gains = [((pw - qw).sum(), (pl - ql).sum()) for (pw, qw), (pl, ql) in rows]
+    wanted = sum((w - 3.0 * (1 - 0.5)) ** 2 + (lose - 3.0 * (0 - 0.5)) ** 2 for w, lose in gains)
+    assert sppo(chosen, rejected, eta=3.0).total.item() == pytest.approx(wanted, rel=1e-12)
 
 
 def test_the_chosen_and_the_rejected_rows_keep_all_that_was_scored():

@@ -44,10 +44,6 @@ def means(result):
     }
 
 
-def test_the_files_are_found():
-    assert {"dpo", "kto", "grpo", "sft"} <= {path.stem for path in FILES}
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_the_yaml_names_the_file_and_numbers_that_the_function_takes(path):
     loss = OmegaConf.load(path).loss
@@ -66,19 +62,17 @@ def test_the_yaml_names_the_file_and_numbers_that_the_function_takes(path):
 def test_finite_where_policy_and_reference_are_equal(loss, humanline):
     batch = random_batch(spread=0.0)
     result, gradient = batch.run(loss, humanline)
-    assert torch.isfinite(result.total)
-    assert torch.isfinite(gradient).all()
+    assert torch.isfinite(result.total) and torch.isfinite(gradient).all()
     assert gradient[batch.mask].any(), "nothing would ever be learned from the first step"
     assert not gradient[~batch.mask].any()
 
 
 @every_loss
 @pytest.mark.parametrize("humanline", CUTS, ids=["off", "on"])
-@pytest.mark.parametrize("garbage", GARBAGE)
-def test_padding_changes_nothing(loss, humanline, garbage):
+def test_padding_changes_nothing(loss, humanline):
     """More masked columns and more rows without a token, whatever lies in them: labels and log-probabilities
     alike."""
-    batch, bad = random_batch(), float(garbage)
+    batch = random_batch()
     half, width = len(batch.labels) // 2, batch.mask.shape[1]
 
     def padded(x, fill):
@@ -86,18 +80,17 @@ def test_padding_changes_nothing(loss, humanline, garbage):
         empty = torch.full((2, width + 3), fill, dtype=x.dtype)
         return torch.cat([wide[:half], empty, wide[half:], empty])
 
-    labels = torch.cat(
-        [batch.labels[:half], torch.full((2,), bad), batch.labels[half:], torch.full((2,), bad)]
-    )
-    mask = padded(batch.mask, False)
-    policy, reference = padded(batch.policy, bad), padded(batch.reference, -bad)
-    policy, reference = policy.masked_fill(~mask, bad), reference.masked_fill(~mask, -bad)
-    expected, gradient = batch.run(loss, humanline)
-    found, padded_gradient = Batch(policy, reference, mask, labels).run(loss, humanline)
-    same(found.total, expected.total)
-    same(padded_gradient[mask], gradient[batch.mask])
-    assert not padded_gradient[~mask].any(), "gradient off the mask"
-    assert means(found) == pytest.approx(means(expected))
+    mask, (expected, gradient) = padded(batch.mask, False), batch.run(loss, humanline)
+    for bad in GARBAGE:
+        bads = torch.full((2,), bad)
+        labels = torch.cat([batch.labels[:half], bads, batch.labels[half:], bads])
+        policy, reference = padded(batch.policy, bad), padded(batch.reference, -bad)
+        policy, reference = policy.masked_fill(~mask, bad), reference.masked_fill(~mask, -bad)
+        found, padded_gradient = Batch(policy, reference, mask, labels).run(loss, humanline)
+        same(found.total, expected.total)
+        same(padded_gradient[mask], gradient[batch.mask])
+        assert not padded_gradient[~mask].any(), "gradient off the mask"
+        assert means(found) == pytest.approx(means(expected))
 
 
 @every_loss
@@ -105,13 +98,12 @@ def test_a_batch_without_a_token_adds_nothing(loss):
     batch = random_batch()
     batch.mask = torch.zeros_like(batch.mask)
     result, gradient = batch.run(loss)
-    assert result.total == 0
-    assert not gradient.any()
+    assert result.total == 0 and not gradient.any()
     assert all(x.sum == 0 and x.count == 0 for x in result.metrics.values())
 
 
 @every_loss
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 10_000), cuts=st.sets(st.integers(1, 5), max_size=3), humanline=st.sampled_from(CUTS)
 )
@@ -130,7 +122,7 @@ def test_the_parts_of_a_batch_add_up_to_it(loss, seed, cuts, humanline):
 
 
 @with_reference
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 10_000), spread=st.sampled_from([2.0, 10.0, 80.0]))
 def test_no_gradient_passes_outside_the_clip_range(loss, seed, spread):
     """Through the log-ratios, that is: a KL term that reads the raw log-probabilities is held still."""
@@ -157,8 +149,9 @@ def test_a_loss_with_a_reference_learns_inside_the_clip_range_and_reads_the_clip
 def test_a_loss_without_a_reference_does_not_read_one(loss):
     batch = random_batch()
     other = Batch(batch.policy, batch.reference * float("nan"), batch.mask, batch.labels)
-    same(other.run(loss)[0].total, batch.run(loss)[0].total)
-    same(other.run(loss)[1], batch.run(loss)[1])
+    (found, gradient), (wanted, expected) = other.run(loss), batch.run(loss)
+    same(found.total, wanted.total)
+    same(gradient, expected)
 
 
 @every_loss
