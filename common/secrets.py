@@ -18,14 +18,12 @@ _ROOT = Path(__file__).parents[1]
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _STEMS = "key|token|secret|pass|pw|credential|auth|bearer|cookie|jwt|sig|pat|pin|otp|login|header"
 _SECRET_NAME = re.compile(
+    r"(?!(?:.*_)?(?:pad|eos|bos|unk|sep|cls|mask|stop|end|start|special|control|image|per|next|first|last"
+    r"|sort|cache|primary|foreign|row|group|prompt|public|full)_(?:token|key)$)"
     r"(?:.*_)?(?:key(?:_id)?|(?:api|access|secret|private|account|auth)_?keys?|(?:client)?secrets?|otp|pin|jwt"
     r"|token|(?:access|api|auth|bearer|hf|hub|id|refresh|session)_?tokens?|(?:db|http|mail|proxy|smtp|user)?pass"
     r"|pass(?:w(?:or)?ds?|phrases?|codes?)|pwd?|pat|login|credentials?|auth(?:orization)?|bearer|headers?"
     r"|cookies?|sig(?:nature)?)(?:_\d+)?"
-)
-_ORDINARY = re.compile(
-    r"(?:.*_)?(?:pad|eos|bos|unk|sep|cls|mask|stop|end|start|special|control|image|per|next|first|last"
-    r"|sort|cache|primary|foreign|row|group|prompt|public|full)_(?:token|key)"
 )
 _FORMATS = re.compile(r"\b(?:hf_|sk[-_]|gh[pousr]_|github_pat_|glpat-|xox[a-z]-|wandb_v1_|eyJ)[\w.\-]{16,}")
 _URL = re.compile(r"(?P<host>[a-zA-Z][\w+.\-]*://)(?:(?P<user>[^/\s'\"@]*)@)?(?P<at>[^/\s?#@]*)(?P<rest>\S*)")
@@ -45,22 +43,21 @@ _remembered: set[str] = set()
 def is_secret_name(key: str) -> bool:
     """Return whether the last part of a dotted key names a secret: ``x.api_key`` does, ``pad_token`` not."""
     name = "_".join(_WORDS.findall(key.rstrip("]'\"").rsplit(".", 1)[-1].rsplit("[", 1)[-1])).lower()
-    return _SECRET_NAME.fullmatch(name) is not None and _ORDINARY.fullmatch(name) is None
+    return _SECRET_NAME.fullmatch(name) is not None
 
 
 def is_secret(key: str, value: Any) -> bool:
     """Return whether the name of the key marks the value as a secret. ``api_key_env`` holds the name of a
     variable; what does not look like one may be the key itself. ``${…}`` is none."""
-    if not isinstance(value, str | int | float) or _NOTHING.fullmatch(str(value)):
-        return False
+    something = isinstance(value, str | int | float) and not _NOTHING.fullmatch(str(value))
     variable = key.lower().endswith("_env") and _VARIABLE.fullmatch(str(value))
-    return not variable and is_secret_name(re.sub("(?i)_env$", "", key))
+    return something and not variable and is_secret_name(re.sub("(?i)_env$", "", key))
 
 
 def scrub(tree: Any, key: str = "", show: bool = True, hidden: bool = False) -> Any:
-    """Return a copy of nested plain data with secrets replaced, which are removed from texts from then on.
-    ``key``: their name. ``show``: for people, who need no URL beyond its host, nor the texts that a user's
-    function gets. ``hidden``: whether it is what callbacks and trackers get."""
+    """Return a copy of plain data with secrets replaced, which are removed from texts from then on. ``key``:
+    its name. ``show``: for people, who need no URL beyond its host, nor texts that a user's function gets.
+    ``hidden``: whether callbacks or trackers get it."""
     if isinstance(tree, dict):
         path = str(tree.get("_target_") or tree.get("path") or "")
         users = hidden or (show and "." in path and not (_ROOT / path.partition(".")[0]).is_dir())
@@ -102,24 +99,22 @@ def scrub_text(text: str) -> str:
         text = text.replace(value, REMOVED)
     text, kept, at = _USER.sub(REMOVED, _FORMATS.sub(REMOVED, text)), "", 0
     while named := _NAMED.search(text, at):
-        which = "value" if named["mark"] is None else "text"
-        start, end = named.span(which)
+        start, end = named.span("value" if named["mark"] is None else "text")
         colon = ":" in named["sign"] and not named["quote"]
-        sentence = colon and re.fullmatch("(?i)key|token|secret", named["name"])  # token: 12 of 40
-        secret = not sentence and is_secret(named["name"], named[which])
-        kept += text[at:start] + (REMOVED if secret else text[start:end] if not sentence else "")
-        at = start if sentence else end
+        if colon and re.fullmatch("(?i)key|token|secret|pass|pat|pin|login|headers?", named["name"]):
+            end = start  # a sentence, as in token: 12 of 40
+        secret = is_secret(named["name"], text[start:end])
+        kept, at = kept + text[at:start] + (REMOVED if secret else text[start:end]), end
     return kept + text[at:]
 
 
 def scrub_words(words: list[str], show: bool = True) -> list[str]:
     """Return the arguments of a command line without secrets. ``show``: as in ``scrub``."""
-
-    def shown(word: str) -> str:
+    shown = []
+    for word in words:
         key, sign, value = word.partition("=")
-        if not sign or re.search(r"[\s'\"]", key):
-            return scrub_text(word)
-        users = show and re.match(r"[+~]*(callbacks|trackers)\.(?!.*_target_$)", key) is not None
-        return f"{key}={scrub(value, key.lstrip('+~-').replace('-', '_'), show, users)}"
-
-    return [shown(word) for word in words]
+        if sign and not re.search(r"[\s'\"]", key):
+            users = show and re.match(r"[+~]*(callbacks|trackers)\.(?!.*_target_$)", key) is not None
+            word = f"{key}={scrub(value, key.lstrip('+~-').replace('-', '_'), show, users)}"
+        shown.append(scrub_text(word))
+    return shown

@@ -44,6 +44,7 @@ def test_a_secret_is_known_by_its_name(name, form):
     "text",
     [
         *("token: 12 of 40", "the secret: love", "full_key: wandb.tags", "The key: word of this"),
+        *("pass: 3 of 4", "PIN: 4 is set", "login: by key"),
         *(
             "api_key_env=OPENAI_API_KEY max_tokens=3 api_key: null",
             "x.api_key_env=OPENAI_API_KEY: is not set",
