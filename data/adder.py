@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from common.errors import ConfigError, require
+from common.errors import ConfigError, one_of
 from config.schema_data import DataConfig
 from data.groups import read_groups
 from data.rows import Loaded
@@ -45,12 +45,8 @@ def addition(a: int, b: int) -> Prompt:
 def prompts(split: str) -> tuple[Prompt, ...]:
     """Return the prompts of one split, ``train`` or ``eval``, in a fixed order that differs from that of the
     numbers. There are 10,000 in all, split by prompt id, so that no prompt is in both."""
-    return tuple(p for p in _every() if (int(p.id, 16) % HELD_OUT == 0) == (split == "eval"))
-
-
-@cache
-def _every() -> tuple[Prompt, ...]:
-    return tuple(sorted((addition(a, b) for a in range(100) for b in range(100)), key=lambda p: p.id))
+    every = sorted((addition(a, b) for a in range(100) for b in range(100)), key=lambda p: p.id)
+    return tuple(p for p in every if (int(p.id, 16) % HELD_OUT == 0) == (split == "eval"))
 
 
 def half(prompt: Prompt) -> str:
@@ -177,11 +173,6 @@ def adder_pairs(config: DataConfig, split: str) -> Loaded:
     if split == "eval":
         paired = {prompt.id for prompt in prompts_of(groups)}
         groups += [Group(prompt) for prompt in prompts("eval") if prompt.id not in paired]
-        require(
-            config.eval_split in (None, *HALVES),
-            "data.eval_split",
-            config.eval_split,
-            f"must be {' or '.join(HALVES)}, or null",
-        )
+        one_of("data.eval_split", config.eval_split or "null", (*HALVES, "null"))
         groups = [group for group in groups if config.eval_split in (None, half(group.prompt))]
     return Loaded(groups, len(groups), origin=path)

@@ -242,14 +242,6 @@ def dealing(packed: bool, shared: bool = False, work: Work = TOKENS) -> str:
     return f"by {work}{', examples of a prompt together' * shared}"
 
 
-def widest(
-    batch: Seq[Example], ranks: int, size: Size, rows: int, packed: bool, shared: bool, work: Work
-) -> int:
-    """Return the tokens of the widest share that a batch is dealt into. ``rows``: those of an example."""
-    slots = deal(batch, ranks, size, rows, packed, shared, work)
-    return max(share_tokens(share, packed, shared) for slot in slots for share in slot)
-
-
 def collate(rows: Seq[Sequence], device: torch.device, pack: bool = False, share: bool = False) -> Sequences:
     """Return rows on the device: a right-padded grid as wide as the longest row, or all rows end to end with
     restarting positions. With ``share`` (only for packed rows), a prompt that several rows have is included

@@ -1,96 +1,81 @@
-"""The names that people give to a row's columns: what each one means here, which of them were read, and what
-to type for the others."""
+"""The names that people give to a row's columns: what each one means here, and which of them were read."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import reprlib
+import statistics
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from common.errors import ConfigError
 from config.schema_data import DataConfig
-from data.rows import Dropped, Loaded, Row
+from data.json_values import ALIKE, NO_TEXT, Said, choices, holds, is_empty, pieces, unpacked, words
+from data.rows import Dropped, Row
 from data.types import Group
 
 Values = Mapping[str, Any]
 
-READ: dict[str, tuple[str, ...]] = {
-    "system": ("system", "system_prompt"),
-    "question": ("prompt", "question", "instruction", "messages", "conversations", "conversation"),
-    "conversation": ("messages", "conversations", "conversation"),
-    "answer": ("completion", "output"),
-    "label": ("label", "kto_tag", "desirable"),
-    "reward": ("reward",),
-    "better": (
-        "winner",
-        "preference",
-        "preferred",
-        "better",
-        "better_response",
-        "better_response_id",
-        "label",
-    ),
+READ: dict[str, list[str]] = {
+    part: names.split()
+    for part, names in {
+        "system": "system system_prompt",
+        "prompt": "prompt question instruction messages conversations conversation",
+        "conversation": "messages conversations conversation",
+        "chosen": "chosen chosen_response",
+        "rejected": "rejected rejected_response",
+        "completion": "completion output",
+        "completions": "completions generations",
+        "rewards": "rewards ratings",
+        "label": "label kto_tag desirable",
+        "reward": "reward",
+        "winner": "winner preference preferred better better_response better_response_id label",
+    }.items()
 }
 """The part of a row -> the columns that may have it; the first one that a row has is read."""
 
-MEANT: dict[str, tuple[str, ...]] = {
-    "system": ("system", "system_prompt", "system_message"),
-    "input": ("input", "context", "passage"),
-    "prompt": (*READ["question"], "query", "problem", "input", "dialogue", "dialog", "history"),
-    "chosen": ("chosen", "chosen_response"),
-    "rejected": ("rejected", "rejected_response"),
-    "completion": ("completion", "output", "response", "answer", "solution", "reply"),
-    "completions": ("completions", "responses", "generations", "outputs", "candidates", "answers"),
-    "rewards": ("rewards", "scores", "ratings"),
-    "label": ("label", "labels", "kto_tag", "desirable", "is_desirable"),
-    "reward": ("reward", "score", "rating"),
-    "winner": READ["better"],
-    "reference": ("reference", "ground_truth", "reference_answer", "final_answer", "answer", "solution"),
-    "tools": ("tools",),
+WORDS: dict[str, str] = {
+    "label": "label labels kto desirable | is was thumbs liked upvoted",
+    "chosen": "chosen | j good better best preferred accepted positive winning win",
+    "rejected": "rejected | k bad worse worst dispreferred negative losing loser lose",
+    "prompt": "prompt question query problem instruction input dialogue dialog history messages conversation "
+    "conversations | user ask",
+    "history": "history",
+    "system": "system",
+    "input": "input context passage",
+    "completion": "completion output response answer solution reply | target assistant generated",
+    "completions": "completions responses generations outputs candidates answers",
+    "reward": "reward score rating | stars points grade votes",
+    "rewards": "rewards scores ratings",
+    "winner": "winner preference preferred better",
+    "reference": "reference ground truth final answer solution | gold expected correct",
+    "tools": "tools functions",
 }
-"""The name here -> the names that such a column has elsewhere. A column that has one of them decides what is
-trained on, so that it is never left out silently."""
-SEEN = ("images", "image", "videos", "video", "audios", "audio")
+"""The name here -> the words in the names that such a column has elsewhere. A column whose name has none but
+those before the bar decides what is trained on, so that it is never left out silently, however short its
+texts are; by the others it is guessed, for a proposal alone."""
+SEEN = re.compile(r"(image|video|audio)s?")
 """Columns with what no text model reads."""
 OF_TEMPLATE = "chat_template_kwargs"
 """Column in which TRL's data give the chat template settings of their own, row by row."""
-NUMBERS = ("margin", "weight", "loss_weight", "sample_weight", "importance", "importance_weight")
+NUMBERS = re.compile(r"margin|(\w+_)?weight|importance")
 """Columns of numbers that decide in losses elsewhere (the margin in TRL's reward trainer). Here they reach a
 loss that asks for them (``data.numbers``)."""
-MADE = (
-    *("input_ids", "attention_mask", "completion_mask", "assistant_masks"),
-    *("ref_chosen_logps", "ref_rejected_logps", "reference_chosen_logps", "reference_rejected_logps"),
-)
+MADE = re.compile(r"input_ids|\w+_masks?|ref(erence)?_\w+_logps")
 """Columns that TRL's trainers take in place of texts and of a reference's scores."""
-_KNOWN = {OF_TEMPLATE, *NUMBERS, *MADE, *SEEN} | {name for names in MEANT.values() for name in names}
-
-_WORDS = {
-    "label": "is was thumbs liked upvoted",
-    "chosen": "chosen j good better best preferred accepted positive winning",
-    "rejected": "rejected k bad worse worst dispreferred negative losing loser",
-    "prompt": "prompt question query problem instruction input user ask",
-    "completion": "completion answer response output solution reply target assistant generated",
-    "reward": "stars score rating points grade votes",
-}
-"""Words by which a column of another name is guessed, for a proposal alone."""
-
-NO_TEXT = "\0"
-"""A character that no text has. Two numbers that are alike do not say the same."""
-_ONE_OF_TWO = re.compile(
+REST = "rest"
+"""``data.ignore_columns=[rest]``: every column that nothing reads."""
+_NOTED, _STOPS = 1, 2
+FEW = 0.02
+"""Share of the rows from which on a column that they fill is looked at."""
+ONE_OF_TWO = re.compile(
     r"(.*?(?:response|answer|output|completion|conversation|candidate|reply|summary|text)[ _-]?)([ab012])",
     re.I,
 )
-
-
-def is_empty(value: Any) -> bool:
-    """Return whether a value says nothing: null, NaN (pandas writes it for null), or an empty text, list or
-    object."""
-    if isinstance(value, float):
-        return value != value
-    return value is None or (isinstance(value, str | list | dict) and len(value) == 0)
 
 
 def named(values: Values, part: str) -> str | None:
@@ -101,17 +86,21 @@ def named(values: Values, part: str) -> str | None:
 def two_answers(has: Iterable[str]) -> tuple[tuple[str, str], tuple[str, str]] | None:
     """Return the two columns whose names differ in a or b, 1 or 2, 0 or 1 at their end, each with that
     letter; None if there are none, or more."""
-    ends: dict[str, dict[str, str]] = {}
-    for name in has:
-        if match := _ONE_OF_TWO.fullmatch(name):
-            ends.setdefault(match[1].lower(), {})[match[2].lower()] = name
-    two = [
-        sorted(letters.items()) for letters in ends.values() if "".join(sorted(letters)) in ("ab", "12", "01")
-    ]
-    if len(two) != 1 or len(ends) != 1:
+    found = _series(filter(ONE_OF_TWO.fullmatch, has))
+    if len(found) != 1 or len(found[0]) != 2:
         return None
-    (a, first), (b, second) = two[0]
+    (a, first), (b, second) = sorted(found[0].items())
     return (first, a), (second, b)
+
+
+def _series(has: Iterable[str]) -> list[dict[str, str]]:
+    """Return the columns whose names differ in their last sign alone (opa, opb, opc; option1, option2): the
+    sign -> the column."""
+    series: dict[str, dict[str, str]] = {}
+    for name in has:
+        series.setdefault(name[:-1].lower(), {})[name[-1:].lower()] = name
+    in_order = [sign[:n] for sign in ("abcde", "12345", "01234") for n in range(2, 6)]
+    return [marks for marks in series.values() if "".join(sorted(marks)) in in_order]
 
 
 # data.columns
@@ -125,17 +114,17 @@ def renamed(values: Values, config: DataConfig) -> Values:
         return values
     mapped = {ours: at(values, theirs) for ours, theirs in (config.columns or {}).items()}
     gone = {*(config.columns or {}).values(), *(config.ignore_columns or ())}
-    rest = {name: value for name, value in values.items() if name not in gone}
-    return rest | {ours: value for ours, (value, there) in mapped.items() if there}
+    placed: dict[str, Any] = {}
+    for name, value in values.items():  # ours stand where theirs stood
+        here = [ours for ours, theirs in (config.columns or {}).items() if name in (theirs, _column(theirs))]
+        placed |= {ours: mapped[ours][0] for ours in here if mapped[ours][1]}
+        placed |= {} if name in gone or name in mapped else {name: value}
+    return placed
 
 
 def at(values: Any, path: str) -> tuple[Any, bool]:
     """Return (the value at a path, whether it is there). A column whose name has dots itself comes first."""
-    if isinstance(values, str) and values.lstrip().startswith(("{", "[")):
-        try:
-            values = json.loads(values)
-        except ValueError:
-            return None, False
+    values = unpacked(values)
     if isinstance(values, Mapping) and path in values:
         return values[path], True
     key, dot, rest = path.partition(".")
@@ -150,270 +139,232 @@ def check_named(config: DataConfig, rows: list[Row]) -> None:
     rows has."""
     named = [(f"data.columns.{ours}", theirs) for ours, theirs in (config.columns or {}).items()]
     for key, theirs in [*named, *(("data.ignore_columns", name) for name in config.ignore_columns or ())]:
-        if not any(at(row.values, theirs)[1] for row in rows):
+        if theirs != REST and not any(at(row.values, theirs)[1] for row in rows):
             inside = theirs.partition(".")[0]
             there = next((row.values[inside] for row in rows if inside in row.values), None)
             has = f"; {inside} has {', '.join(there)}" if isinstance(there, Mapping) else ""
-            why = f"{rows[0].file} has no such column; it has {', '.join(_all(rows))}{has}"
-            raise ConfigError(key, theirs, why)
-
-
-def _all(rows: Iterable[Row]) -> dict[str, None]:
-    return {name: None for row in rows for name in row.values}
-
-
-_EXCLUDE = (("chosen", "rejected"), ("completion", "label", "reward"), ("completions", "rewards"))
-"""Names of three kinds of answers; a row has those of one kind."""
-
-
-def proposal(has: Collection[str], unread: Collection[str], columns: Mapping[str, str] | None) -> str:
-    """Return the ``data.columns`` to type for rows that have the columns ``has``, of which nothing reads
-    ``unread``; "" if none would read more of them."""
-    read = [name for name in has if name not in unread]
-    asks = next((name for name in READ["question"] if name in read), None)
-    taken = {ours for ours, names in MEANT.items() if set(names) & set(read) and ours != "reference"}
-    way: dict[str, str] = {}
-    for name in unread:
-        there = taken | way.keys()
-        fits = (ours for ours in _meanings(name) if ours not in there and not _excluded(ours, there))
-        if (ours := next(fits, None)) is not None:
-            way[ours] = name
-    if "input" in way and asks is None and "prompt" not in way and "instruction" not in has:
-        way["prompt"] = way.pop("input")
-    if "input" in way and "instruction" not in read:  # it follows an instruction alone
-        way["instruction"], asks = way.pop("prompt", asks or "…"), None
-    if any(map(_ONE_OF_TWO.fullmatch, unread)) and not way.keys() & {"chosen", "rejected"}:
-        way["winner"] = "…"
-    for one, other in (("chosen", "rejected"), ("rejected", "chosen")):
-        if one in way and other not in taken:
-            way.setdefault(other, "…")
-    if way and asks == "question":
-        way.setdefault("prompt", asks)
-    way = dict(columns or {}) | {ours: theirs for ours, theirs in way.items() if ours != theirs}
-    order = ["system", "instruction", "input", "prompt", "chosen", "rejected"]
-    in_order = dict(sorted(way.items(), key=lambda item: [*order, item[0]].index(item[0])))
-    return typed(in_order) if way and way != columns else ""
-
-
-def question_proposal(loaded: Loaded, columns: Mapping[str, str] | None) -> str:
-    """Return the ``data.columns`` to type for rows of which no column was read as the prompt, although one
-    that was not read may be it; "" if there is none."""
-    asks = [name for name in loaded.unused if "prompt" in _meanings(name)]
-    there = set(READ["question"]) & set(loaded.columns)
-    return "" if there else proposal([*loaded.columns, *asks], asks, columns)
-
-
-def _meanings(name: str) -> list[str]:
-    name = name.lower().rpartition(".")[2]
-    exact = [ours for ours, names in MEANT.items() if name in names and ours != "winner"]
-    if _ONE_OF_TWO.fullmatch(name):
-        return exact
-    words = set(re.split(r"[\W_]+", name))
-    if words & {"non", "not", "un"} and words & set(_WORDS["chosen"].split()):
-        return ["rejected"]
-    return exact or [ours for ours, heard in _WORDS.items() if words & set(heard.split())][:1]
-
-
-def _excluded(ours: str, there: Collection[str]) -> bool:
-    others = {name for kind in _EXCLUDE if ours not in kind for name in kind}
-    return any(ours in kind for kind in _EXCLUDE) and not others.isdisjoint(there)
-
-
-def no_format(rows: list[Row], columns: Mapping[str, str] | None) -> ConfigError:
-    """Return the refusal of rows whose columns are those of no format."""
-    has = list(_all(rows))
-    for i, inner in enumerate(map(rows[0].values.get, has)):
-        has[i] += ".messages" * (isinstance(inner, Mapping) and "messages" in inner)
-    kinds = ("prompt", "chosen", "rejected"), ("prompt", "completion")
-    empty = " or ".join(typed(dict.fromkeys(names, "…")) for names in kinds)
-    return ConfigError(
-        "data.columns",
-        columns,
-        f"the columns of {rows[0].file} ({', '.join(_all(rows))}) are those of no known format; say which "
-        f"are which, as in {proposal(has, list(has), columns) or empty}",
-    )
+            every = dict.fromkeys(name for row in rows for name in row.values)
+            raise ConfigError(
+                key, theirs, f"{rows[0].file} has no such column; it has {', '.join(every)}{has}"
+            )
 
 
 def typed(columns: Mapping[str, str]) -> str:
     """Return the setting as one types it."""
-    pairs = ", ".join(f"{ours}: {_quoted(theirs)}" for ours, theirs in columns.items())
+    pairs = ", ".join(f"{ours}: {quoted(theirs)}" for ours, theirs in columns.items())
     return f'"data.columns={{{pairs}}}"'
 
 
-def _quoted(name: str) -> str:
+def _column(path: str) -> str:
+    return path.partition(".")[0]
+
+
+def ignoring(names: Iterable[str]) -> str:
+    """Return the setting by which columns are left out, as one types it."""
+    return f'"data.ignore_columns=[{", ".join(map(quoted, names))}]"'
+
+
+def quoted(name: str) -> str:
     return name if re.fullmatch(r"[\w.… -]+", name) else "'" + name.replace("'", r"\'") + "'"
 
 
 # What was read
 
 
-@dataclass
-class _Shape:
-    """The rows that fill the same columns: a table gives every row all columns."""
+class UnreadError(ConfigError):
+    """Columns that may decide what is trained on, and that nothing reads."""
 
-    rows: int = 0
-    kept: list[Row] = field(default_factory=list)
-    read: set[str] = field(default_factory=set)
+    names: Sequence[str] = ()
+    read: Sequence[str] = ()
+
+
+Propose = Callable[[Sequence[str]], str]
+"""What to type so that more of these columns are read; "" where nothing works."""
+
+
+def no_proposal(names: Sequence[str]) -> str:
+    """Propose nothing: what is tried is a proposal itself."""
+    return ""
 
 
 class Columns:
-    """Record of the columns that a format reads in the first rows of each set of columns that rows fill."""
+    """Record of the columns that a format reads, in the first rows that fill each column."""
 
     MOST = 64
-    """Number of rows that are watched of each set of columns."""
-    SHAPES = 256
-    """Number of sets of columns that are watched."""
+    """Number of rows that are watched of each column."""
 
-    def __init__(self, config: DataConfig, strict: bool, answers: bool) -> None:
+    def __init__(self, config: DataConfig, strict: bool, answers: bool, propose: Propose) -> None:
         """``strict``: whether a column that decides must be read. The function of a published set knows what
         it leaves out. ``answers``: whether the format reads any."""
-        self.config, self.strict, self.answers = config, strict, answers
-        self.refusal: ConfigError | None = None
+        self.config, self.strict, self.answers, self.propose = config, strict, answers, propose
+        self.tries = propose is no_proposal
+        self.refusal: UnreadError | None = None
         """Of rows without answers, the refusal unless a reward function gets their columns"""
+        self.notes: tuple[str, ...] = ()
+        """The first words of further texts that nothing reads"""
         self.row: Row | None = None
         """The row that is being converted"""
-        self._shape = _Shape()
-        """Its shape, if it is watched"""
-        self.shapes: dict[tuple[str, ...], _Shape] = {}
-        """The columns that rows fill -> the rows"""
+        self.rows = 0
+        self._filled, self._watches = Counter[str](), Counter[str]()
+        """Column -> number of rows that fill it, of all and of the watched ones"""
+        self._kept: list[tuple[Row, set[str]]] = []
+        """The watched rows, and the columns that were read in each"""
         self._names: dict[str, None] = {}
         """The columns that rows have, in their order"""
 
     def watched(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """Yield the rows as ``_watched`` returns them."""
+        """Yield the rows; those of the first that fill a column as mappings that record which columns are
+        read. Raises ConfigError once the first rows show that a column that decides is not."""
         for row in rows:
             self.row = row
-            yield self._watched(row)
+            filled = [name for name, cell in row.values.items() if not is_empty(cell)]
+            self.rows += 1
+            self._filled.update(filled)
+            if all(self._watches[name] >= self.MOST for name in filled):
+                if self.rows == self.MOST + 1 and set(self._filled.values()) == {self.rows}:
+                    self.check()  # all rows so far have the same columns
+                yield row
+                continue
+            self._watches.update(filled)
+            self._names |= dict.fromkeys(row.values)
+            self._kept.append((row, read := set(self.config.numbers or ())))
+            yield replace(row, values=_Watched(row.values, read))
         self.row = None
 
     def noted(self, result: Group | Dropped) -> tuple[Group | Dropped, Row | None]:
         """Return what a row became, with the row; None for one made of several. A row that was dropped is not
         counted, because not all of it was read."""
-        kept = self._shape.kept
-        if isinstance(result, Dropped) and kept and kept[-1] is self.row:
-            kept.pop()
+        if isinstance(result, Dropped) and self._kept and self._kept[-1][0] is self.row:
+            self._kept.pop()
         return result, self.row
 
-    def _watched(self, row: Row) -> Row:
-        """Return the row; one of the first rows is returned as a mapping that records which columns are
-        read. Raises ConfigError once the first rows show that a column that decides is not."""
-        filled = tuple([name for name, cell in row.values.items() if not is_empty(cell)])
-        shape = self.shapes.get(filled)
-        if shape is None:
-            if len(self.shapes) == self.SHAPES:
-                return row
-            shape = self.shapes[filled] = _Shape(read=set(self.config.numbers or ()))
-            self._names |= dict.fromkeys(row.values)
-        self._shape = shape
-        shape.rows += 1
-        if shape.rows > self.MOST:
-            if shape.rows == self.MOST + 1 and len(self._names) == len(row.values):
-                self.check()  # all rows so far have the same columns
-            return row
-        shape.kept.append(row)
-        return replace(row, values=_Watched(row.values, shape.read))
-
-    @property
-    def used(self) -> tuple[str, ...]:
-        """The columns that were read, in their order."""
-        return tuple(c for c in self._names if any(c in shape.read for shape in self.shapes.values()))
-
-    @property
-    def unused(self) -> tuple[str, ...]:
-        """The columns that were never read, in their order."""
-        used = set(self.used)
-        return tuple(c for c in self._names if c not in used)
+    def columns(self, used: bool) -> tuple[str, ...]:
+        """Return the columns that were read, or those that never were, in their order."""
+        every = set[str]().union(*(read for _, read in self._kept))
+        return tuple(name for name in self._names if (name in every) == used)
 
     def check(self) -> None:
-        """Raise ConfigError if a tenth of the rows have a column that decides what is trained on and that
-        nothing reads, and the words are in no other column."""
-        lost, rows = Counter[str](), sum(shape.rows for shape in self.shapes.values())
-        first: dict[str, tuple[Row, _Shape]] = {}
-        for shape in self.shapes.values():
-            for row in shape.kept:
-                for name in _lost(row.values, shape.read, self.strict, self.answers):
-                    lost[name] += shape.rows / len(shape.kept)  # type: ignore[assignment]
-                    first.setdefault(name, (row, shape))
-        names = [name for name in first if lost[name] >= 0.1 * rows or name == OF_TEMPLATE]
-        if not names:
+        """Raise UnreadError for columns that nothing reads and that may decide what is trained on: at least
+        FEW of the rows fill them, and most of these say there what no column says that is read."""
+        if REST in (self.config.ignore_columns or ()):
             return
-        row, shape = first[names[0]]
-        columns = self.config.columns
-        without = [*(self.config.ignore_columns or ()), *(name.partition(".")[0] for name in names)]
-        ignore = f'"data.ignore_columns=[{", ".join(map(_quoted, without))}]"'
-        where = f"{row.file} row {row.number}"
-        for kind, why in (SEEN, "which no text model reads"), (MADE, "made elsewhere; here a run makes them"):
-            if read := [name for name in names if name.lower() in kind]:
+        found: dict[str, list[tuple[int, bool, Row, Any]]] = {}
+        for row, read in self._kept:
+            said = Said(row.values[name] for name in row.values.keys() & read)
+            for name, cell in self._parts(row.values, read):
+                verdict = self._verdict(name, cell, row.values, read)
+                found.setdefault(name, []).append((verdict, verdict > 0 and not said.has(cell), row, cell))
+        kinds: dict[int, list[str]] = {_STOPS: [], _NOTED: [], 0: []}
+        for name, seen in found.items():
+            column = name if name in self._filled else name.partition(".")[0]
+            filled = sum(not is_empty(row.values.get(column)) for row, _ in self._kept)
+            verdict = statistics.median_low(one[0] for one in seen)
+            lost = sum(one[0] == verdict and one[1] for one in seen) / filled
+            if lost > 1 - ALIKE and lost * self._filled[column] >= FEW * self.rows:
+                kinds[verdict].append(name)
+        self.notes = tuple(f"nothing of {name!r}: {shortened(found[name][0][-1])}" for name in kinds[_NOTED])
+        if names := kinds[_STOPS]:
+            self._refuse(names, *next(one[2:] for one in found[names[0]] if one[1]))
+
+    def _parts(self, values: Values, read: set[str]) -> Iterator[tuple[str, Any]]:
+        """Yield (name, value) of the columns of a row that nothing reads; of a column of which
+        ``data.columns`` names a path, and of a verifier's ``{ground_truth: …}``, the other keys inside."""
+        paths = [path for path in (self.config.columns or {}).values() if path not in values]
+        for name, cell in values.items():
+            if name in read or is_empty(cell):
+                continue
+            inner = cell if isinstance(cell, Mapping) else {}
+            keys = {f"{name}.{key}": one for key, one in inner.items() if not is_empty(one)}
+            if any(path.startswith(f"{name}.") for path in paths):
+                yield from (item for item in keys.items() if not any(p.startswith(item[0]) for p in paths))
+            else:
+                yield name, cell
+                yield from (
+                    item for item in keys.items() if item[0].endswith(".ground_truth") and self.strict
+                )
+
+    def _verdict(self, name: str, cell: Any, values: Values, read: set[str]) -> int:
+        """Return _STOPS for a column that may decide what is trained on, by its name or by what it holds;
+        _NOTED for a text that stands behind the answers, or beside columns or a format that somebody typed;
+        0 for others."""
+        bare, column = name.lower().rpartition(".")[2], name if name in values else name.partition(".")[0]
+        if SEEN.fullmatch(bare) or not self.strict:
+            return _STOPS if SEEN.fullmatch(bare) else 0
+        sounds = {"chosen", "rejected", "completion"}.intersection(sounds_as(split_name(bare)[-1:]))
+        patterns = (NUMBERS, MADE, ONE_OF_TWO, re.compile(OF_TEMPLATE))
+        if known_as(bare) or any(pattern.fullmatch(bare) for pattern in patterns):
+            return _STOPS
+        others = [one for name, one in values.items() if known_as(name) or not str(one).isdecimal()]
+        if (sounds and not self.answers) or column in families(values, others):
+            return _STOPS
+        kind = holds(cell, others)
+        if kind != "text":
+            return _STOPS if kind else 0
+        answer = next((one for one in values if one in read and _is_answer(one)), None)
+        before = next(one for one in values if one in (column, answer)) == column
+        typed = self.config.format != "auto" or (self.config.columns and not self.tries)
+        return _STOPS if before and not typed else _NOTED
+
+    def _refuse(self, names: list[str], row: Row, cell: Any) -> None:
+        columns, where = self.config.columns, f"{row.file} row {row.number}"
+        ignore = ignoring([*(self.config.ignore_columns or ()), *dict.fromkeys(map(_column, names))])
+        whys = (SEEN, "which no text model reads"), (MADE, "made elsewhere; here a run makes them")
+        for pattern, why in whys:
+            if read := [name for name in names if pattern.fullmatch(name.lower())]:
                 text = f"{where} has {', '.join(read)}, {why}: type {ignore} to train on the texts alone"
                 raise ConfigError("data.path", row.file, text)
-        if OF_TEMPLATE in names:
-            text = json.dumps(row.values[OF_TEMPLATE], ensure_ascii=False).replace('"', "")
-            raise ConfigError(
-                "data.columns",
-                columns,
-                f"{where} has {OF_TEMPLATE}, which are settings here: for all rows alike they are "
-                f"'model.{OF_TEMPLATE}={text}'; with it, or without any, type {ignore}",
-            )
         they, them = ("it", "it") if len(names) == 1 else ("they", "them")
-        others = () if self.answers else (c for c in row.values if c not in {*names, *shape.read})
-        ways = list(filter(None, [proposal(row.values, [*names, *others], columns)]))
-        if numbers := [name for name in names if name.lower() in NUMBERS]:
+        ways = list(filter(None, [self.propose(names)]))
+        if numbers := [name for name in names if NUMBERS.fullmatch(name)]:
             every = [*(self.config.numbers or ()), *numbers]
-            ways.append(f'"data.numbers=[{", ".join(map(_quoted, every))}]" for a loss that reads it')
-        self.refusal = ConfigError(
+            ways.append(f'"data.numbers=[{", ".join(map(quoted, every))}]" for a loss that reads it')
+        if settings := row.values.get(OF_TEMPLATE) if OF_TEMPLATE in names else None:
+            text = json.dumps(settings, ensure_ascii=False).replace('"', "")
+            ways.append(f"'model.{OF_TEMPLATE}={text}' {ignore} for all rows alike")
+        self.refusal = UnreadError(
             "data.columns",
             columns,
-            f"nothing reads {', '.join(map(repr, names))} of {where}, and {they} may decide what is trained "
-            f"on; type {', or '.join([*ways, f'{ignore} to train without {them}'])}",
+            f"nothing reads {', '.join(map(repr, names))} of {where} ({shortened(cell)}), and {they} may "
+            f"decide what is trained on; type {', or '.join([*ways, f'{ignore} to train without {them}'])} "
+            f'("data.ignore_columns=[{REST}]": without all that nothing reads)',
         )
+        self.refusal.names, self.refusal.read = names, self.columns(used=True)
         if self.answers:
             raise self.refusal
 
 
-def _lost(values: Values, read: set[str], strict: bool, answers: bool) -> list[str]:
-    """Return the columns of a row, or paths into one, that say what no column says that is read."""
-    unread = {name: value for name, value in values.items() if name not in read and not is_empty(value)}
-    if strict:
-        for name, value in list(unread.items()):
-            if isinstance(value, Mapping) and (inner := value.get("ground_truth")) is not None:
-                unread[f"{name}.ground_truth"] = inner
-    names = [name for name in unread if name.lower() in SEEN or (strict and _decides(name, answers))]
-    if not names:
-        return []
-    snippets = {piece for name in read if name in values for piece in _pieces(values[name])} - {NO_TEXT}
-    text = "\n".join(snippets)
-
-    def repeated(piece: str) -> bool:  # a short text may be part of a longer one by chance
-        return piece in snippets or (len(piece) > 20 and piece in text)
-
-    return [name for name in names if not all(map(repeated, _pieces(unread[name])))]
+def known_as(name: str) -> list[str]:
+    """Return the parts of a row whose words, and no others, make up the name of a column."""
+    words = set(split_name(name))
+    bare = words - {"response", "is", "tag", "message", "key"} or words
+    return [ours for ours, heard in WORDS.items() if bare <= set(heard.partition("|")[0].split())]
 
 
-def _decides(name: str, answers: bool) -> bool:
-    """Return whether a column of this name says what is trained on; where no answer is read, any that sounds
-    like one does."""
-    name = name.lower().rpartition(".")[2]
-    heard = re.split(r"[\W_]+", name)[-1]
-    sounds = not answers and any(
-        heard in _WORDS[ours].split() for ours in ("chosen", "rejected", "completion")
-    )
-    return name in _KNOWN or _ONE_OF_TWO.fullmatch(name) is not None or sounds
+def sounds_as(words: Iterable[str]) -> list[str]:
+    """Return the parts of a row that have one of these words."""
+    return [ours for ours, heard in WORDS.items() if not set(heard.split()).isdisjoint(words)]
 
 
-def _pieces(value: Any) -> Iterator[str]:
-    """Yield the texts of a value: of messages what they say, not who says it. A number is no text: it yields
-    NO_TEXT."""
-    if isinstance(value, str):
-        yield value.strip()
-    elif isinstance(value, Mapping):
-        contents = [value[key] for key in ("content", "value") if key in value]
-        for inner in contents or value.values():
-            yield from _pieces(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _pieces(inner)
-    elif value is not None:
-        yield NO_TEXT
+def split_name(name: str) -> list[str]:
+    """Return the words of a column's name, in small letters."""
+    return re.split(r"[\W_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
+
+
+def families(values: Values, others: Iterable[Any]) -> set[str]:
+    """Return the columns whose texts are choices: a ``_series`` of which one of the ``others`` names one."""
+    series = _series(name for name, cell in values.items() if isinstance(cell, str))
+    of_choices = [marks for marks in series if choices([values[name] for name in marks.values()], others)]
+    return {name for marks in of_choices for name in marks.values()}
+
+
+def _is_answer(name: str) -> bool:
+    parts = "chosen", "rejected", "completions", "completion", "conversation"
+    return any(name in READ[part] for part in parts) or ONE_OF_TWO.fullmatch(name) is not None
+
+
+def shortened(value: Any) -> str:
+    """Return the first words of a value."""
+    return reprlib.repr(" ".join(piece for piece in pieces(unpacked(value)) if piece != NO_TEXT) or value)
 
 
 class _Watched(dict[str, Any]):
@@ -434,3 +385,100 @@ class _Watched(dict[str, Any]):
     def get(self, key: str, default: Any = None) -> Any:
         self._read.add(key)
         return super().get(key, default)
+
+
+# What to type: found by names and by what columns hold, and tried on the first rows before it is shown
+
+
+Trial = Callable[[Mapping[str, str]], Sequence[str] | None]
+NAMED, GUESSED, HELD = -2, -1, 2
+"""What it costs that a place is a part by its name, by a word of its name, or by what it holds alone."""
+_MOST, _PLACES, _PARTS = 150, 16, 4
+"""Ways that are tried, places that these may name, and parts that one names at the most."""
+_ORDER = ("system", "instruction", "input", "prompt", "chosen", "rejected")
+
+
+def proposal(rows: Sequence[Row], config: DataConfig, names: Sequence[str], unread: Trial) -> str:
+    """Return the settings to type so that the columns ``names``, which nothing reads, are read; "" where
+    nothing works. ``unread`` gives the columns that decide and are not read with other ``data.columns``; None
+    where the rows cannot be read so."""
+    best: tuple[Sequence[str], dict[str, str]] | None = None
+    for _, way in sorted(_ways(rows, config, names), key=lambda way: way[0])[:_MOST]:
+        left = unread(way)
+        texts = any({*pieces(at(row.values, name)[0])} - {NO_TEXT} for row in rows for name in left or ())
+        if left is not None and not texts and (best is None or len(left) < len(best[0])):
+            best = left, way
+            if not left:
+                break
+    if best is None:
+        return ""
+    line = typed(dict(sorted(best[1].items(), key=lambda item: [*_ORDER, item[0]].index(item[0]))))
+    without = [*(config.ignore_columns or ()), *dict.fromkeys(map(_column, best[0]))]
+    return f"{line} {ignoring(without)}" if best[0] else line
+
+
+def _ways(
+    rows: Sequence[Row], config: DataConfig, names: Sequence[str]
+) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield (cost, data.columns) that may read the rows: parts of a row at the places that may be them."""
+    has = {name: cell for row in rows for name, cell in row.values.items() if not is_empty(cell)}
+    ours = config.columns or {}
+    asks = next((n for n in READ["prompt"] if isinstance(has.get(n), str | list)), ours.get("prompt", ""))
+    native = {part for part in WORDS if has.keys() & {part, *READ.get(part, ())}} | ours.keys()
+    native -= set() if asks else {"prompt"}
+    found: list[tuple[int, str, int, str]] = []
+    lost = {ours.get(column, column) for column in names}
+    for name, cell in has.items():
+        for place, value in () if name in ours.values() else _places(name, cell):
+            for part, cost in _parts_of(place, value, has.values() if name in lost else None):
+                if part not in native:
+                    found.append((cost, part, -len(str(value)), place))
+    found.sort(key=lambda one: (one[0], [*WORDS].index(one[1]), one[2]))
+    for size in range(1, _PARTS + 1):
+        for picked in itertools.combinations(found[:_PLACES], size):
+            way = {part: place for _, part, _, place in picked}
+            apart = len(way) == size == len({*map(_column, way.values())})
+            if "input" in way and "instruction" not in has:  # it follows an instruction alone
+                way["instruction"] = way.pop("prompt", asks)
+            if apart and "" not in way.values() and sum(cost > GUESSED for cost, *_ in picked) < 2:
+                way = {part: place for part, place in way.items() if part != place}
+                yield sum(cost for cost, *_ in picked), ours | way
+
+
+def _places(path: str, value: Any, depth: int = 2) -> Iterator[tuple[str, Any]]:
+    """Yield (path, value) of a column and of what lies inside it, at keys of objects and in a list of one."""
+    inner = unpacked(value)
+    if isinstance(inner, list) and inner and all(entry == inner[0] for entry in inner):
+        inner = {"0": inner[0]}
+    if depth == 2 or not isinstance(inner, Mapping) or holds(inner):
+        yield path, value
+    if depth and isinstance(inner, Mapping) and holds(value) not in ("turns", "tools"):
+        for key, one in inner.items():
+            yield from () if is_empty(one) else _places(f"{path}.{key}", one, depth - 1)
+
+
+def _parts_of(place: str, value: Any, others: Iterable[Any] | None) -> Iterator[tuple[str, int]]:
+    """Yield the parts of a row that a value may be, each with its cost: by its name and, where nothing reads
+    it, by what it holds beside ``others`` (None: it is read)."""
+    names = place.split(".")
+    heard = {word for name in names for word in split_name(name)}
+    if ONE_OF_TWO.fullmatch(names[0]):
+        return
+    yield "winner", GUESSED
+    if heard & {"id", "idx", "index", "uuid", "hash"}:
+        return
+    by_name = [part for name in names for part in known_as(name) if part != "winner"]
+    guessed = sounds_as(heard)[:1]
+    if heard & {"non", "not", "un"} and guessed == ["chosen"]:
+        by_name, guessed = [], ["rejected"]
+    yield from ((part, NAMED) for part in by_name)
+    yield from ((part, GUESSED) for part in guessed if not by_name)
+    kind, unread = holds(value, others or ()), others is not None
+    if kind == "turns":
+        yield from (("prompt", HELD), ("chosen", HELD), ("rejected", HELD), ("history", HELD + 1))
+    elif kind in ("choices", "tools") and unread:
+        yield ("input" if kind == "choices" else "tools"), HELD
+    elif unread and not by_name and not guessed:
+        several = isinstance(value, str) and len(words(value)) > 1
+        texts = ("prompt", "input", "completion", "chosen", "rejected", "system") if several else ("input",)
+        yield from ((part, HELD + (part != "prompt")) for part in texts)

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from common.errors import require
+from common.errors import one_of
 from config.schema_data import DataConfig
 from data.groups import read_groups
 from data.rows import Loaded
@@ -182,9 +182,7 @@ def constrained(config: DataConfig, split: str) -> Loaded:
     """
     path = config.path if split == "train" else config.eval_path
     part = config.eval_split
-    require(
-        part in (None, "validation", "test"), "data.eval_split", part, "must be validation or test, or null"
-    )
+    one_of("data.eval_split", part or "null", ("validation", "test", "null"))
     splits = ["train"] if split == "train" else [part] if part else ["validation", "test"]
     split_prompts = [one for name in splits for one in prompts(name)]
     if path is None:

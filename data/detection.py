@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from common.errors import ConfigError
+from common.errors import ConfigError, require
 from common.imports import import_function
 from config.schema_data import DataConfig
 from data import formats, published
-from data.columns import READ, Values, named, no_format, two_answers
+from data.columns import READ, Propose, Values, named, two_answers
 from data.formats import Format
 from data.groups import groups as groups_format
+from data.json_values import unpacked
 from data.rows import Row
 
 GENERIC: dict[str, Format] = {
@@ -27,25 +28,25 @@ GENERIC: dict[str, Format] = {
 """The formats of people's own rows. What they read of a row is all that decides (``data.columns``)."""
 FORMATS: dict[str, Format] = GENERIC | {
     "feedback": formats.feedback,
-    "hh": published.hh,
-    "alpacaeval": published.alpacaeval,
+    "hh": formats.preference,
     "gsm8k": published.gsm8k,
     "gsm8k_solutions": published.gsm8k_solutions,
     "math": published.math,
     "s1k": published.s1k,
-    "safe_rlhf": published.safe_rlhf,
+    "safe_rlhf": formats.compared,
     "wildbench": published.wildbench,
     "shp": published.shp,
     "oasst": published.oasst,
 }
 """The formats that ``data.format`` may name. Any other format is given by its import path."""
-_OF_COLUMNS = ("auto", "alpaca", "sharegpt")
+OF_COLUMNS = ("auto", "alpaca", "sharegpt", "ultrafeedback", "alpacaeval")
 """Formats of which the columns say everything."""
 
 
-def format_of(config: DataConfig, first: Sequence[Row]) -> tuple[str, Format]:
-    """Return (the name of the format, the format) of the rows that begin with ``first``."""
-    name = detect(first, config.columns) if config.format in _OF_COLUMNS else config.format
+def format_of(config: DataConfig, first: Sequence[Row], propose: Propose) -> tuple[str, Format]:
+    """Return (the name of the format, the format) of the rows that begin with ``first``. ``propose`` says
+    what to type for columns that are those of no format."""
+    name = detect(first, config.columns, propose) if config.format in OF_COLUMNS else config.format
     if name in FORMATS:
         return name, FORMATS[name]
     if "." not in name:
@@ -58,42 +59,40 @@ def format_of(config: DataConfig, first: Sequence[Row]) -> tuple[str, Format]:
 
 FORMS: tuple[tuple[str, set[str]], ...] = (
     ("feedback", {"<feedback>"}),
-    ("ultrafeedback", {"instruction", "<rated answers>"}),
-    ("ultrafeedback", {"instruction", "generations", "ratings"}),
-    ("ultrafeedback", {"instruction", "chosen_response", "rejected_response"}),
-    ("groups", {"completions", "rewards"}),
-    ("alpacaeval", {"instruction", "output_1", "output_2", "preference"}),
-    ("alpacaeval", {"instruction", "output", "generator"}),
+    ("ultrafeedback", {"<prompt>", "<rated answers>"}),
+    ("groups", {"<completions>", "<rewards>"}),
     ("oasst", {"message_id", "parent_id", "role", "text", "lang", "rank"}),
     ("shp", {"history", "human_ref_A", "human_ref_B", "labels", "score_A", "score_B"}),
-    ("hh", {"chosen", "rejected", "<transcripts>"}),
-    ("preference", {"chosen", "rejected"}),
-    ("compared", {"<two answers>", "<better>"}),
-    ("unpaired", {"<question>", "<answer>", "<label>"}),
-    ("scored", {"<question>", "<answer>", "<reward>"}),
-    ("prompt_completion", {"<question>", "<answer>"}),
-    ("prompt_only", {"<question>"}),
+    ("preference", {"<chosen>", "<rejected>"}),
+    ("compared", {"<two answers>", "<winner>"}),
+    ("unpaired", {"<prompt>", "<completion>", "<label>"}),
+    ("scored", {"<prompt>", "<completion>", "<reward>"}),
+    ("prompt_completion", {"<prompt>", "<completion>"}),
+    ("prompt_only", {"<prompt>"}),
     ("language_modelling", {"text"}),
 )
 """Format, and what its rows have: columns by name, and <parts of a row>, which several columns may be (READ).
 The first form of which the rows have everything is theirs."""
 
 
-def detect(first: Sequence[Row], columns: dict[str, str] | None = None) -> str:
+def detect(first: Sequence[Row], columns: dict[str, str] | None, propose: Propose) -> str:
     """Return the name of the format whose columns the first rows have together. Raises ConfigError if there
     is none."""
     has = _parts([row.values for row in first])
-    if {"prompt", "completions", "labels"} <= has and "rewards" not in has:
-        raise ConfigError(
-            "data.path",
-            first[0].file,
-            "rows are labelled steps (TRL's stepwise supervision), which no loss here trains on; give one "
-            "answer a row: prompt, completion, label",
-        )
+    require(
+        not {"prompt", "completions", "labels"} <= has or "rewards" in has,
+        "data.path",
+        first[0].file,
+        "rows are labelled steps (TRL's stepwise supervision), which no loss here trains on; give one answer "
+        "a row: prompt, completion, label",
+    )
     for name, needed in FORMS:
         if needed <= has:
             return name
-    raise no_format(list(first), columns)
+    names = list(dict.fromkeys(name for row in first for name in row.values))
+    way = f", as in {way}" if (way := propose(names)) else " with data.columns={name here: name there}"
+    why = f"the columns of {first[0].file} ({', '.join(names)}) are those of no known format"
+    raise ConfigError("data.columns", columns, f"{why}; say which are which{way}")
 
 
 def _parts(rows: Sequence[Values]) -> set[str]:
@@ -103,26 +102,17 @@ def _parts(rows: Sequence[Values]) -> set[str]:
     of_values: dict[str, Callable[[Values], bool]] = {
         "<feedback>": lambda values: str(values.get("type")).endswith("_feedback"),
         "<rated answers>": _has_responses,
-        "<transcripts>": _is_transcript,
-        "<answer>": _ends_with_an_answer,
+        "<completion>": _ends_with_an_answer,
     }
     parts |= {part for part, holds in of_values.items() if 2 * sum(map(holds, rows)) >= len(rows)}
     return parts | ({"<two answers>"} if two_answers(has) else set())
 
 
-def _is_transcript(values: Values) -> bool:
-    alone = named(values, "question") is None
-    return alone and str(values.get("chosen")).lstrip().startswith("Human:")
-
-
 def _has_responses(values: Values) -> bool:
-    try:
-        completions = formats.unpacked(values.get("completions"))
-    except formats.RowError:
-        return False
-    return isinstance(completions, list) and all(
-        isinstance(one, dict) and "response" in one for one in completions
-    )
+    completions = unpacked(values.get("completions"))
+    listed = completions if isinstance(completions, list) else []
+    keys = [set(one) if isinstance(one, dict) else set() for one in listed]
+    return bool(keys) and all(those & {*published.ANSWERS} and those & {*published.RATINGS} for those in keys)
 
 
 def _ends_with_an_answer(values: Values) -> bool:

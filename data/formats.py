@@ -8,7 +8,6 @@ decorate it with ``each_row``. Rows are read, never changed.
 
 from __future__ import annotations
 
-import ast
 import functools
 import json
 import math
@@ -19,30 +18,22 @@ from dataclasses import replace
 from typing import Any
 
 from config.schema_data import DataConfig
-from data.columns import READ, Values, is_empty, named, two_answers
-from data.json_values import are_finite, parsed
+from data.columns import READ, Values, named, two_answers
+from data.json_values import are_finite, choices, is_empty, parsed, unpacked
 from data.markup import answer_at, common_beginning
 from data.rows import Dropped, LeftOutError, Row, RowError
-from data.tool_calls import of_message, tools_of
-from data.types import Completion, Group, Prompt, Turn
+from data.types import Completion, Group, Prompt, Turn, of_message, tools_of
 
 Format = Callable[[Iterable[Row], DataConfig], Iterator[Group | Dropped]]
 
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "ipython": "tool",
+_NAMES = {
+    "system": "system developer",
+    "user": "user human prompter",
+    "assistant": "assistant gpt chatgpt model",
+    "tool": "tool ipython",
 }
-_LEARNED = ("weight", "train", "training", "loss")
-"""Keys by which a message says whether it is learned (OpenAI's, axolotl's, ms-swift's)."""
+ROLES = {name: role for role, names in _NAMES.items() for name in names.split()}
+"""Who says a message -> the role here."""
 PAIR = (1.0, -1.0)
 """The rewards of a pair without scores, chosen first."""
 
@@ -71,13 +62,9 @@ def placed(group: Group, row: Row) -> Group:
 def with_tools(group: Group, values: Values) -> Group:
     """Return the group with the ``tools`` of the row or of its conversation, which the chat template
     describes to the model."""
-    tools = values.get("tools")
-    objects = (conversation_object(cell) for cell in dict(values).values())  # dict() marks nothing as read
-    tools = (
-        next((one["tools"] for one in objects if one and one.get("tools")), None)
-        if is_empty(tools)
-        else tools
-    )
+    if is_empty(tools := values.get("tools")):
+        objects = map(conversation_object, dict(values).values())  # dict() marks nothing as read
+        tools = next((one["tools"] for one in objects if one and one.get("tools")), None)
     try:
         tools = tools_of(tools)
     except ValueError as error:
@@ -117,10 +104,8 @@ def number(values: Values, column: str) -> float:
     return float(converted)
 
 
-def shown(raw_value: Any) -> str:
-    """Return a value as an error message quotes it, shortened because a file's value may be of any length."""
-    return reprlib.repr(raw_value)
-
+shown = reprlib.repr
+"""A value as an error message quotes it, shortened because a file's value may be of any length."""
 
 _TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False, "-1": False}
 
@@ -145,38 +130,26 @@ def listed(values: Values, column: str) -> list[Any]:
 _IS_MESSAGE = re.compile(r"""\s*\[?\s*\{\s*["'](role|from|content|value)["']\s*:""")
 
 
-def unpacked(cell: Any, column: str = "") -> Any:
-    """Return the list or object that a whole text is as JSON, or as Python writes it (pandas does); another
-    value as it is. Raises RowError for messages written in another way, which nobody said to a model."""
-    if not isinstance(cell, str) or not cell.lstrip().startswith(("[", "{")):
-        return cell
-    for read in (str, lambda text: json.dumps(ast.literal_eval(text))):
-        try:
-            text = read(cell.strip())
-            entries, end, fault = parsed(text, 0)
-        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            continue
-        if fault is None:
-            return entries if end == len(text) else cell
-    if _IS_MESSAGE.match(cell):
-        raise RowError(f"{column!r} is the text of messages, but not JSON; write it with json.dumps")
-    return cell
-
-
 def conversation_object(cell: Any) -> Mapping[str, Any] | None:
     """Return the object with ``messages`` that a value is, or holds as JSON; None for another value."""
-    found = unpacked(cell) if isinstance(cell, str) and '"messages"' in cell else cell
+    found = unpacked(cell) if isinstance(cell, str) and "messages" in cell else cell
     return found if isinstance(found, Mapping) and isinstance(found.get("messages"), list) else None
 
 
 def messages_in(cell: Any, column: str) -> Any:
     """Return the messages that a value holds, also as the text of JSON; another value as it is. JSON of
     anything else is a text."""
-    found = unpacked(cell, column)
-    if isinstance(found, Mapping) and isinstance(found.get("messages"), list):
-        return found["messages"]
+    if (whole := conversation_object(cell)) is not None:
+        return whole["messages"]
     if not isinstance(cell, str):
         return cell
+    found = unpacked(cell)
+    if found is cell and _IS_MESSAGE.match(cell):
+        try:
+            parsed(cell.strip(), 0)  # text follows the messages: they are part of a text
+        except ValueError as error:
+            why = f"{column!r} is the text of messages, but not JSON; write it with json.dumps"
+            raise RowError(why) from error
     messages = found if isinstance(found, list) else [found]
     speakers = [_speaker(message) for message in messages]
     if column in READ["conversation"] and all(isinstance(message, str) for message in messages):
@@ -293,12 +266,16 @@ def asked(values: Values, column: str | None = None) -> tuple[Turn, ...]:
     """Return the turns of a row before its answer: its system text, Alpaca's ``history`` and the question.
 
     ``column`` has the question, by default the first of the row's columns that may have it; () if none
-    does. Alpaca's ``input`` follows ``instruction`` after an empty line.
+    does. Alpaca's ``input`` follows ``instruction`` after an empty line, of choices and other lists an entry
+    a line.
     """
-    column = column or named(values, "question")
+    column = column or named(values, "prompt")
     conversation = () if column is None else turns(value(values, column), column)
     if column == "instruction" and len(conversation) == 1 and not is_empty(values.get("input")):
-        conversation = (Turn("user", f"{conversation[0].content}\n\n{text(values, 'input')}"),)
+        cell, others = values["input"], dict(values).values()
+        parts = choices(cell, others) or (cell if isinstance(cell, list) else [cell])
+        below = "\n".join(text({"input": part}, "input") for part in parts)
+        conversation = (Turn("user", f"{conversation[0].content}\n\n{below}"),)
     conversation = (*_history(values), *conversation)
     return led(values, conversation)
 
@@ -319,21 +296,17 @@ def _history(values: Values) -> tuple[Turn, ...]:
     if is_empty(values.get("history")):
         return ()
     entries = listed(values, "history")
-    if all(isinstance(message, Mapping) for message in entries):
-        return turns(entries, "history")
-    history: list[Turn] = []
-    for exchange in entries:
-        pair = isinstance(exchange, list | tuple) and len(exchange) == 2
-        if not pair or not all(isinstance(part, str) for part in exchange):
+    if not all(isinstance(message, Mapping) for message in entries):
+        if any(not isinstance(pair, list | tuple) or [*map(type, pair)] != [str, str] for pair in entries):
             raise RowError("'history' is not a list of pairs, question and answer")
-        history += [Turn("user", exchange[0]), Turn("assistant", exchange[1])]
-    return tuple(history)
+        entries = [said for pair in entries for said in pair]
+    return turns(entries, "history")
 
 
 def question(values: Values) -> tuple[Turn, ...]:
     """Return ``asked``; raises RowError if no column has a question."""
-    if named(values, "question") is None:
-        there = [name for name in READ["question"] if name in values]
+    if named(values, "prompt") is None:
+        there = [name for name in READ["prompt"] if name in values]
         raise RowError(f"no {there[0]!r}" if there else "no column 'prompt'")
     return asked(values)
 
@@ -442,7 +415,7 @@ def exchange(values: Values, config: DataConfig) -> tuple[Prompt, Completion]:
 def answer_column(values: Values, config: DataConfig) -> str | None:
     """Return the column of a row's answer; None if it is the end of the conversation that it asks."""
     mapped = "prompt" in (config.columns or {})  # what is typed as the prompt is asked
-    return named(values, "answer") or (named(values, "conversation") if mapped else None)
+    return named(values, "completion") or (named(values, "conversation") if mapped else None)
 
 
 # The formats: what a row becomes
@@ -453,11 +426,11 @@ def _paired(values: Values, chosen: str, rejected: str, config: DataConfig) -> G
     good, bad = (messages_in(value(values, column), column) for column in (chosen, rejected))
     head = asked(values)
     whole = [cell for cell in (good, bad) if not isinstance(cell, str)]
-    if named(values, "question") is None and len(whole) == 1:
+    if named(values, "prompt") is None and len(whole) == 1:
         head = (*head, *turns(whole[0], chosen)[:-1])  # a conversation, and a text in place of its end
-    if named(values, "question") is None and not whole:
+    if named(values, "prompt") is None and not whole:
         if answer_at(good, text(values, rejected)) is None and (
-            there := [name for name in READ["question"] if name in values]
+            there := [name for name in READ["prompt"] if name in values]
         ):
             raise RowError(f"no {there[0]!r}")
         shared = common_beginning(good, text(values, rejected))
@@ -473,19 +446,22 @@ def _paired(values: Values, chosen: str, rejected: str, config: DataConfig) -> G
 def preference(values: Values, config: DataConfig) -> Group:
     """A question, ``chosen`` and ``rejected``, as strings or messages; without a question, their common
     beginning is the prompt."""
-    return _paired(values, "chosen", "rejected", config)
+    chosen, rejected = (named(values, part) or part for part in ("chosen", "rejected"))
+    return _paired(values, chosen, rejected, config)
 
 
 @each_row
 def compared(values: Values, config: DataConfig) -> Group:
     """A question, two answers such as ``response_a`` and ``response_b``, and the better one's name or letter
-    in ``winner``. A tie is left out."""
+    in ``winner`` (AlpacaEval's judgements: a number from 1 to 2). A tie is left out."""
     two = two_answers(values)
-    column = named(values, "better")
+    column = named(values, "winner")
     if two is None or column is None:
         raise RowError("no two answers such as response_a and response_b" if column else "no column 'winner'")
     winner = value(values, column)
-    word = str(int(winner) if isinstance(winner, float) and winner.is_integer() else winner).strip().lower()
+    if isinstance(winner, float) and (winner.is_integer() or 1 <= winner <= 2):
+        winner = "tie" if winner == 1.5 else round(winner)
+    word = str(winner).strip().lower()
     for (better, letter), (worse, _) in (two, two[::-1]):
         if word in (better.lower(), letter, f"model_{letter}"):
             return _paired(values, better, worse, config)
@@ -556,25 +532,20 @@ def feedback(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Droppe
     output_A, output_B, label: 1 when A is better) or ``scalar_feedback`` (prompt, output, reward), whose rows
     are gathered into one group per prompt. Outputs are strings or messages.
     """
-    return _gathered(rows, _of_feedback)
+    return _gathered(rows, lambda values: _of_feedback(values, config))
 
 
-def _of_feedback(values: Values) -> Group | Sample:
+def _of_feedback(values: Values, config: DataConfig) -> Group | Sample:
     kind = text(values, "type")
-    prompt = prompt_of(question(values), values.get("reference"))
-    if kind == "binary_feedback":
-        reward = 1.0 if truth(values, "label") else -1.0
-        return Group(prompt, (_output(values, "output"),), (reward,))
     if kind == "pairwise_feedback":
-        outputs = _output(values, "output_A"), _output(values, "output_B")
-        return pair(prompt, *(outputs if truth(values, "label") else outputs[::-1]))
+        two = ("output_A", "output_B")
+        return _paired(values, *(two if truth(values, "label") else two[::-1]), config)
+    if kind not in ("binary_feedback", "scalar_feedback"):
+        raise RowError(f"the type {shown(kind)} is not binary_feedback, pairwise_feedback or scalar_feedback")
+    prompt, answer = exchange(values, config)
     if kind == "scalar_feedback":
-        return prompt, _output(values, "output"), number(values, "reward")
-    raise RowError(f"the type {shown(kind)} is not binary_feedback, pairwise_feedback or scalar_feedback")
-
-
-def _output(values: Values, column: str) -> Completion:
-    return answered((), value(values, column), column)[1]
+        return prompt, answer, number(values, "reward")
+    return Group(prompt, (answer,), (1.0 if truth(values, "label") else -1.0,))
 
 
 Sample = tuple[Prompt, Completion, float]

@@ -25,7 +25,7 @@ from typing import Any
 from common.errors import DataError
 from common.files import whole_file
 from config.schema_data import DataConfig
-from data.columns import Values
+from data.columns import Values, named
 from data.formats import (
     answered,
     each_row,
@@ -122,10 +122,8 @@ def _completion_dict(completion: Completion) -> dict[str, Any]:
         "token_ids": None if ids is None else list(ids),
         "finished": completion.finished,
     }
-    if completion.stopped:
-        fields["stopped"] = completion.stopped
-    if completion.tokenizer is not None:
-        fields["tokenizer"] = completion.tokenizer
+    said = {"stopped": completion.stopped, "tokenizer": completion.tokenizer}
+    fields |= {key: value for key, value in said.items() if value}
     if completion.behavior_logprobs is not None:
         values: list[float | None] = list(completion.behavior_logprobs)
         if any(map(math.isnan, completion.behavior_logprobs)):
@@ -146,7 +144,9 @@ def from_dict(values: Values) -> Group:
     prompt = prompt_of(question(values), values.get("reference"))
     if isinstance(others := values.get("columns"), dict) and others:
         prompt = replace(prompt, columns=json.dumps(others, ensure_ascii=False))
-    completions, rewards = listed(values, "completions"), listed(values, "rewards")
+    completions, rewards = (
+        listed(values, named(values, part) or part) for part in ("completions", "rewards")
+    )
     if len(completions) != len(rewards):
         raise RowError("'completions' and 'rewards' are not two lists of one length")
     if not are_finite(rewards):

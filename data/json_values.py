@@ -3,10 +3,14 @@ that is no valid text, a number that Python cannot hold, nesting too deep for re
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
+import string
 import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 MOST_NESTED = 100
@@ -45,6 +49,31 @@ def parsed(text: str, at: int) -> tuple[Any, int, str | None]:
     return value, end, None
 
 
+def whole(text: str) -> Any:
+    """Return the value of a text that is JSON and nothing else. Raises ValueError with the reason why there
+    is none."""
+    text = text.strip(" \t\n\r")
+    try:
+        value, end, fault = parsed(text, 0)
+    except ValueError:
+        end, fault = 0, None
+    if end < len(text) or not text:
+        raise ValueError("it is no JSON")
+    if fault is not None:
+        raise ValueError(fault)
+    return value
+
+
+def unpacked(cell: Any) -> Any:
+    """Return the list or object that a whole text is as JSON, or as Python writes it (pandas does); another
+    value as it is."""
+    if isinstance(cell, str) and cell.lstrip().startswith(("[", "{")):
+        for read in (str, lambda text: json.dumps(ast.literal_eval(text.strip()))):
+            with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+                return whole(read(cell))
+    return cell
+
+
 def _extent(text: str, at: int) -> tuple[int, int]:
     """Return (the end, how deeply lists and objects are nested) of the JSON that begins at ``at``. Raises
     JSONDecodeError if it has no end."""
@@ -77,3 +106,124 @@ def are_finite(numbers: list[Any], most: float = LARGEST) -> bool:
         return False
     inside = not numbers or (min(numbers) >= -LARGEST and max(numbers) <= most)
     return inside and all(map(math.isfinite, numbers))
+
+
+# What values hold, whatever their columns are called, and whether others say the same
+
+LONG = 8
+"""Words of a text that may decide what is trained on, and of a stretch that two texts share."""
+ALIKE = 0.8
+"""Share of the stretches of a text, or of the rows of a column, that are read elsewhere where it counts as
+read."""
+NO_TEXT = "\0"
+"""A character that no text has. Two numbers that are alike do not say the same."""
+_UNSPACED = r"\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff"
+_WORD = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
+"""A word; of a script without spaces between words, a character."""
+_LETTERED = re.compile(r"\W?[A-Za-z0-9][).:]")
+
+
+def is_empty(value: Any) -> bool:
+    """Return whether a value says nothing: null, NaN (pandas writes it for null), or an empty text, list or
+    object."""
+    if isinstance(value, float):
+        return value != value
+    return value is None or (isinstance(value, str | list | dict) and len(value) == 0)
+
+
+def words(text: str) -> list[str]:
+    return _WORD.findall(text)
+
+
+def pieces(value: Any) -> Iterator[str]:
+    """Yield the texts of a value: of messages what they say, not who says it. A number is no text: it yields
+    NO_TEXT."""
+    if isinstance(value, str):
+        yield value.strip()
+    elif isinstance(value, Mapping):
+        contents = [value[key] for key in ("content", "value") if key in value]
+        for inner in contents or value.values():
+            yield from pieces(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from pieces(inner)
+    elif value is not None:
+        yield NO_TEXT
+
+
+def holds(value: Any, others: Iterable[Any] = ()) -> str:
+    """Return what a value is: "turns", "tools" (or a schema), "choices", a "text" of LONG words or more, or
+    "". ``others``: the row's other values (``choices``)."""
+    value = unpacked(value)
+    entries = value if isinstance(value, list) else [value]
+    keys = [set(entry) if isinstance(entry, Mapping) else set() for entry in entries]
+    for kind, marks in (("turns", {"role", "from"}), ("tools", {"function", "parameters", "properties"})):
+        if keys and all(marks & those for those in keys):
+            return kind
+    if len(choices(value, others)) > 1:
+        return "choices"
+    return "text" if sum(len(words(piece)) for piece in pieces(value)) >= LONG else ""
+
+
+def choices(value: Any, others: Iterable[Any] = ()) -> list[str]:
+    """Return the texts among which one is to choose, each with its letter: of ``{text: […], label: […]}``,
+    ``[{text, label}, …]``, ``{A: …, B: …}``, or a list that has letters or of which one of the row's
+    ``others`` names one by letter or number; [] for other values."""
+    letters: list[Any] = []
+    if isinstance(value, Mapping):
+        lists = [inner for inner in value.values() if isinstance(inner, list)]
+        letters = next((one for one in lists if _are_marks(one)), [] if lists else list(value))
+        texts = next((one for one in lists if one is not letters), list(value.values()))
+    else:
+        texts = value if isinstance(value, list) else []
+        letters = [one.get("label") for one in texts if isinstance(one, Mapping)]
+        texts = [one.get("text") if isinstance(one, Mapping) else one for one in texts]
+    if not all(isinstance(text, str) for text in texts):
+        return []
+    if all(map(_LETTERED.match, texts)):
+        return texts
+    if isinstance(value, list) and not letters and _names_one(others, len(texts)):
+        letters = list(string.ascii_uppercase[: len(texts)])
+    lettered = len(letters) == len(texts) and _are_marks(letters)
+    return [f"{mark}) {text}" for mark, text in zip(letters, texts, strict=True)] if lettered else []
+
+
+def _are_marks(values: list[Any]) -> bool:
+    return all(len(str(value)) == 1 for value in values) and len(set(values)) == len(values)
+
+
+def _names_one(others: Iterable[Any], count: int) -> bool:
+    """Return whether one of the values is the letter or the number of one of ``count`` choices."""
+    marks = {*string.ascii_uppercase[:count], *map(str, range(count + 1))}
+    scalars = (one for one in others if isinstance(one, str | int) and not isinstance(one, bool))
+    return any(str(one).strip("() .").upper() in marks for one in scalars)
+
+
+def _stretches(texts: Iterable[str]) -> set[tuple[str, ...]]:
+    every = [words(text) for text in texts]
+    return {tuple(found[i : i + LONG]) for found in every for i in range(len(found) - LONG + 1)}
+
+
+class Said:
+    """What values say."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._pieces = {piece for value in values for piece in pieces(unpacked(value))} - {NO_TEXT, ""}
+        self._text = "\n".join(self._pieces)
+        self._stretches = [_stretches([piece]) for piece in self._pieces]
+        self._all = set[tuple[str, ...]]().union(*self._stretches)
+
+    def has(self, value: Any) -> bool:
+        """Return whether each text of a value stands in one of these, or a long one of these in the value."""
+        parts = list(filter(None, pieces(unpacked(value))))
+        theirs = _stretches(parts)
+        whole = any(own and len(own & theirs) >= ALIKE * len(own) for own in self._stretches)
+        return whole or all(map(self._repeats, parts))
+
+    def _repeats(self, piece: str) -> bool:
+        if piece in self._pieces:
+            return True
+        if len(piece) > 1 and re.search(rf"(?<!\w){re.escape(piece)}(?!\w)", self._text):
+            return True
+        theirs = _stretches([piece])
+        return bool(theirs) and len(theirs & self._all) >= ALIKE * len(theirs)

@@ -35,16 +35,7 @@ _HEADING = re.compile(r"(?:\A|\n|(?<=\s)(?=[A-Z]{4,}:))\s*(?:#+ ?)?(?P<who>[^\W\
 """A short heading with a colon at the beginning of a line, or in capitals."""
 _SYSTEM = ("system",)
 _SPEAKERS = {
-    "user",
-    "human",
-    "prompter",
-    "instruction",
-    "assistant",
-    "chatbot",
-    "model",
-    "response",
-    "gpt",
-    "bot",
+    *("user", "human", "prompter", "instruction", "assistant", "chatbot", "model", "response", "gpt", "bot"),
 }
 """Headings that are a dialogue's even where they come once."""
 _SPACE_BEHIND = re.compile(r"\A(?:[ \t]*\n)+(?: (?! ))?|\A[ \t]+")
@@ -58,8 +49,11 @@ def _who(match: re.Match[str]) -> str:
 
 
 def _alternating(text: str, headings: Headings) -> list[re.Match[str]]:
-    """Return the places of two headings in a text; [] unless they take turns, who asks first."""
+    """Return the places of two headings in a text; [] unless they take turns, who asks first. Behind a blank
+    line or at a line's beginning alone, as the first ones are: an answer may quote others."""
     found = [match for match in _HEADING.finditer(text) if _who(match) in headings]
+    lines = max((match[0].count("\n") for match in found[:2]), default=0)
+    found = [match for i, match in enumerate(found) if i < 2 or match[0].count("\n") >= min(lines, 2)]
     in_turn = all(_who(match) == headings[i % 2] for i, match in enumerate(found))
     return found if in_turn else []
 
@@ -76,12 +70,10 @@ def headings_of(texts: Sequence[str]) -> Headings | None:
     """Return the two headings that alternate in most of the texts; None if there are none."""
     found = {text: list(_HEADING.finditer(text)) for text in texts}
     spoken = {text: [m for m in matches if _who(m) not in _SYSTEM] for text, matches in found.items()}
-    first = Counter(_who(spoken[t][0]) for t in texts if spoken[t] and _begins(t, spoken[t][0])).most_common(
-        1
-    )
-    if not first or first[0][1] < MOST * len(texts):
+    first = Counter(_who(spoken[t][0]) for t in texts if spoken[t] and _begins(t, spoken[t][0]))
+    asks, best = max(first, key=first.__getitem__, default=""), (0, 0, 0)
+    if first[asks] < MOST * len(texts):
         return None
-    asks, best = first[0][0], (0, 0, 0)
     answers = None
     for who in {_who(match) for matches in spoken.values() for match in matches} - {asks}:
         turns = [_alternating(text, (asks, who)) for text in texts]
@@ -115,6 +107,8 @@ def read_dialogue(text: str, headings: Headings) -> list[Turn] | None:
         )
     if len(matches) == 1 and not sure:
         return None
+    if not contents[-1]:
+        raise RowError(f"the last turn of {headings[0]!r} says nothing")
     turns = [Turn(("user", "assistant")[i % 2], content) for i, content in enumerate(contents)]
     return [Turn("system", before), *turns] if before else turns
 
@@ -123,18 +117,12 @@ def answer_at(one: str, other: str) -> int | None:
     """Return where the answers of two whole dialogues begin, behind the last heading that both have; None for
     other texts. Raises RowError for dialogues that differ before."""
     shared = len(os.path.commonprefix([one, other]))
-    opened = [
-        match for match in _HEADING.finditer(one) if match.end() <= shared and _who(match) not in _SYSTEM
-    ]
+    headings = [match for match in _HEADING.finditer(one) if _who(match) not in _SYSTEM]
+    opened = [match for match in headings if match.end() <= shared]
     asks = _who(opened[0]) if opened else ""
-    for match in reversed(opened[1:]):
-        headings = asks, _who(match)
-        turns = _alternating(one, headings), _alternating(other, headings)
-        if (
-            len(turns[0]) == len(turns[1]) > 1
-            and turns[0][-1].end() == match.end()
-            and len(turns[0]) % 2 == 0
-        ):
+    for match in (match for match in reversed(opened[1:]) if _who(match) != asks):
+        turns, theirs = (_alternating(text, (asks, _who(match))) for text in (one, other))
+        if len(turns) == len(theirs) and turns and len(turns) % 2 == 0 and turns[-1].end() == match.end():
             return match.end()
     known = [{_who(m) for m in _HEADING.finditer(text)} & _SPEAKERS for text in (one, other)]
     first = _HEADING.match(one)
@@ -153,9 +141,7 @@ def common_beginning(one: str, other: str) -> str:
     at = answer_at(one, other)
     if at is not None:
         return one[:at]
-    length = next(
-        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-    )
+    length = len(os.path.commonprefix([one, other]))
     ends = min(len(one), len(other))  # a script without spaces is cut behind a sentence
     while length > 0 and not (length == ends or one[length].isspace() or one[length - 1] in "。！？：\n"):
         length -= 1

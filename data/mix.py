@@ -60,9 +60,7 @@ def mixed(config: DataConfig, split: str) -> Loaded:
 def part_config(part: MixPart) -> DataConfig:
     """Return the settings of one set, from its own file. Raises ConfigError."""
     settings = group_file("data", "data.mix.name", part.name)
-    paths = {
-        key: value for key, value in (("path", part.path), ("eval_path", part.eval_path)) if value is not None
-    }
+    paths = {key: path for key in ("path", "eval_path") if (path := getattr(part, key)) is not None}
     if settings["source"] == "data.mix.mixed" or (settings | paths).get("path") == "???":
         raise ConfigError(
             "data.mix.name",

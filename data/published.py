@@ -10,11 +10,13 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from common.errors import ConfigError
 from config.schema_data import DataConfig
 from data.columns import Values
 from data.formats import (
+    answered,
     demonstration,
     each_row,
     listed,
@@ -41,54 +43,6 @@ SYSTEM_PROMPTS = {
 
 SHP_SCORE_RATIO = 2
 SHP_PAIRS_PER_PROMPT = 5
-
-_TRANSCRIPT_TURN = re.compile(r"\n\n(Human|Assistant):")
-
-
-@each_row
-def hh(values: Values, config: DataConfig) -> Group:
-    """Anthropic HH (anthropics/hh-rlhf): ``chosen`` and ``rejected`` are whole transcripts that differ in the
-    last answer."""
-    *conversation, chosen = transcript(text(values, "chosen"))
-    *other, rejected = transcript(text(values, "rejected"))
-    if conversation != other:
-        raise RowError("chosen and rejected answer different conversations")
-    if chosen.role != "assistant" or rejected.role != "assistant":
-        raise RowError("the transcript does not end with the assistant")
-    return pair(prompt_of(tuple(conversation)), chosen.content, rejected.content)
-
-
-def transcript(dialogue: str) -> list[Turn]:
-    """Return the turns of ``\\n\\nHuman: … \\n\\nAssistant: …``, stripped. Raises RowError unless they
-    alternate."""
-    before, *pieces = _TRANSCRIPT_TURN.split("\n\n" + dialogue.lstrip())
-    names, contents = pieces[::2], pieces[1::2]
-    if before.strip() or not names:
-        raise RowError("the transcript does not begin with a human turn")
-    if any(name != ("Human", "Assistant")[i % 2] for i, name in enumerate(names)):
-        raise RowError("the turns of the transcript do not alternate")
-    roles = {"Human": "user", "Assistant": "assistant"}
-    return [Turn(roles[name], content.strip()) for name, content in zip(names, contents, strict=True)]
-
-
-@each_row
-def alpacaeval(values: Values, config: DataConfig) -> Group:
-    """AlpacaEval files: judgements (``output_1, output_2, preference`` in [1, 2], 2 when output_2 wins) or
-    outputs (``output``).
-
-    A judgement becomes a pair, the winner first; a tie is dropped. An output is a demonstration.
-    """
-    prompt = prompt_of((Turn("user", text(values, "instruction")),))
-    if "preference" not in values:
-        return demonstration(prompt, text(values, "output"))
-    preference = number(values, "preference")
-    if not 1 <= preference <= 2:
-        raise RowError(f"the preference {preference} is not within [1, 2]")
-    if preference == 1.5:
-        raise LeftOutError("a tie")
-    outputs = text(values, "output_1"), text(values, "output_2")
-    winner, loser = outputs if preference < 1.5 else outputs[::-1]
-    return pair(prompt, winner, loser)
 
 
 @each_row
@@ -149,15 +103,6 @@ def s1k(values: Values, config: DataConfig) -> Group:
     ``deepseek_attempt``."""
     shown = think_answer(text(values, "deepseek_thinking_trajectory"), text(values, "deepseek_attempt"))
     return demonstration(prompt_of((Turn("user", text(values, "question")),)), shown)
-
-
-@each_row
-def safe_rlhf(values: Values, config: DataConfig) -> Group:
-    """PKU-SafeRLHF (PKU-Alignment/PKU-SafeRLHF-single-dimension): ``response_0``, ``response_1``,
-    ``better_response_id``."""
-    responses = text(values, "response_0"), text(values, "response_1")
-    better, worse = responses[::-1] if truth(values, "better_response_id") else responses
-    return pair(prompt_of((Turn("user", text(values, "prompt")),)), better, worse)
 
 
 @each_row
@@ -227,48 +172,44 @@ def _thread(leaf: str, messages: dict[str, Row]) -> tuple[Turn, ...]:
     """Return the conversation from the root of the tree to the message ``leaf``."""
     thread: list[Turn] = []
     step: str | None = leaf
-    passed: set[str] = set()
     while step is not None:
         if step not in messages:
             raise RowError("a message of the conversation is missing")
-        if step in passed:
+        if len(thread) > len(messages):
             raise RowError("the conversation is a circle: a message answers one that comes after it")
-        passed.add(step)
         values = messages[step].values
         thread += turns([{"role": value(values, "role"), "content": value(values, "text")}], "text")
         step = text(values, "parent_id") if values.get("parent_id") is not None else None
     return tuple(reversed(thread))
 
 
-RATINGS = ("overall_score", "fine-grained_score")
-"""Keys under which an UltraFeedback completion may have its score; the first one found is used."""
+RATINGS = ("overall_score", "fine-grained_score", "score", "rating", "reward", "rank")
+"""Keys under which one of several answers may have its score; the first one found is used. A rank counts from
+the best on."""
+ANSWERS = ("response", "answer", "completion", "output", "text", "content")
+"""Keys under which it may have its text, or messages."""
+
+
+def rated(one: Any) -> tuple[Completion, float] | None:
+    """Return one of several answers with its score; None if it has no score. Raises RowError."""
+    if not isinstance(one, Mapping):
+        raise RowError("'completions' is not a list of objects with a response")
+    key = next((key for key in ANSWERS if isinstance(one.get(key), str | list)), "response")
+    score = next((key for key in RATINGS if one.get(key) is not None), None)
+    if score is None:
+        return None
+    return answered((), value(one, key), key)[1], number(one, score) * (-1 if score == "rank" else 1)
 
 
 @each_row
 def ultrafeedback(values: Values, config: DataConfig) -> Group:
-    """UltraFeedback in three forms: as published (openbmb/UltraFeedback), ``instruction`` and
-    ``completions``, each with its ``response`` and ``overall_score``; as distilabel writes it, ``instruction,
-    generations, ratings``; or as one pair, ``instruction, chosen_response, rejected_response``."""
-    prompt = prompt_of(question(values), values.get("reference"))
-    if "chosen_response" in values:
-        return pair(prompt, text(values, "chosen_response"), text(values, "rejected_response"))
-    if "generations" in values:
-        answers, scores = listed(values, "generations"), listed(values, "ratings")
-        if len(answers) != len(scores):
-            raise RowError("'generations' and 'ratings' are not two lists of one length")
-        rated = [
-            {"response": answer, "overall_score": score}
-            for answer, score in zip(answers, scores, strict=True)
-        ]
-    else:
-        rated = listed(values, "completions")
-    if not all(isinstance(one, Mapping) for one in rated):
-        raise RowError("'completions' is not a list of objects with a response")
-    rated = [one for one in rated if any(one.get(key) is not None for key in RATINGS)]
-    if len(rated) < 2:
+    """Answers that have their scores or ranks themselves (openbmb/UltraFeedback): a question and
+    ``completions`` (``rated``)."""
+    found = [one for one in map(rated, listed(values, "completions")) if one is not None]
+    if len(found) < 2:
         raise LeftOutError("fewer than two of the completions have a score")
-    scores = [number(one, next(key for key in RATINGS if one.get(key) is not None)) for one in rated]
-    return Group(prompt, tuple(Completion(text(one, "response")) for one in rated), tuple(scores))
+    answers, scores = zip(*found, strict=True)
+    return Group(prompt_of(question(values), values.get("reference")), answers, scores)
 
 
 _WORDS = re.compile(r"\s*\S+")

@@ -8,19 +8,26 @@ paper's data with the lowest values trained clearly worse: [0, 0.25] selects it,
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from common.errors import StoppedError
+from common.errors import ConfigError, StoppedError, require
+from config.schema import Config
 from data.chat import CONTROLLED
 from data.examples import Examples, columns_of
 from data.rows import Dropped, Loaded, reasons
-from data.views import prompt_ids
+from data.sources import EARLY
+from data.types import Group
+from data.views import prompt_ids, varies
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PAPER_WORST_QUARTILE = (-1.03, -0.36)
 """Range of mean token log-probabilities (nats) in the paper's lowest quarter of offline completions, under
@@ -180,8 +187,7 @@ class DataReport:
     ) -> DataReport:
         """Return the report before anything is scored. ``cut`` is ``Renderer.cuts``. ``labelled``: whether
         the loss learns from desirable and undesirable answers."""
-        example_columns = columns_of(examples.groups)
-        desirable = example_columns.labels > 0
+        desirable = columns_of(examples.groups).labels > 0
         ids, held_out = prompt_ids(loaded.groups), prompt_ids(evaluation.groups)
         return cls(
             origin=loaded.origin,
@@ -191,7 +197,6 @@ class DataReport:
             prompts=len(np.unique(ids)),
             evaluation_groups=len(evaluation.groups),
             shared_prompts=len(np.intersect1d(ids, held_out)),
-            examples=examples.count,
             dropped=dict(Counter(row.reason for row in loaded.dropped).most_common()),
             named=tuple(loaded.dropped[:_NAMED]),
             untrainable=dict(examples.dropped),
@@ -202,8 +207,7 @@ class DataReport:
             read_back=loaded.read_back,
             labels=(int(desirable.sum()), int((~desirable).sum())) if labelled and desirable.size else None,
             desirable_first=bool(desirable[:1].all()),
-            prompt_tokens=Spread.of(example_columns.prompts),
-            completion_tokens=Spread.of(example_columns.completions),
+            **_sizes(examples),
         )
 
     def with_logprobs(
@@ -267,14 +271,7 @@ class DataReport:
 
     def with_selection(self, selection: Selection, kept: Examples) -> DataReport:
         """Return the report with the examples and lengths of the groups that ``data.logprob_range`` kept."""
-        example_columns = columns_of(kept.groups)
-        return replace(
-            self,
-            selection=selection,
-            examples=kept.count,
-            prompt_tokens=Spread.of(example_columns.prompts),
-            completion_tokens=Spread.of(example_columns.completions),
-        )
+        return replace(self, selection=selection, **_sizes(kept))
 
     def warnings(self) -> list[str]:
         """Return warnings to check before spending GPU hours; empty if nothing stands out."""
@@ -330,6 +327,15 @@ class DataReport:
         return {**asdict(self), "selection": selection, "warnings": self.warnings()}
 
 
+def _sizes(examples: Examples) -> dict[str, Any]:
+    columns = columns_of(examples.groups)
+    lengths = {
+        "prompt_tokens": Spread.of(columns.prompts),
+        "completion_tokens": Spread.of(columns.completions),
+    }
+    return {"examples": examples.count, **lengths}
+
+
 def can_be_clipped(logprobs: np.ndarray, log_epsilon_R: float) -> np.ndarray:
     """Return [tokens] bool: True if the log-ratio against these reference log-probabilities (nats) can exceed
     ``log_epsilon_R``.
@@ -350,3 +356,134 @@ _SHOWN = 300
 def shortened(text: str) -> str:
     """Return the text, without its middle if it is long."""
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} … {text[-_SHOWN // 2 :]}"
+
+
+# The kinds of feedback that groups hold, and the losses that train on each
+
+
+SINGLE = "single answers without labels (demonstrations)"
+ONE_LABEL = (
+    "{}desirable answers alone (no label, kto_tag or reward says otherwise); demonstrations are for "
+    "loss=sft, and data.one_label=true trains on them all the same"
+)
+"""What is said of data whose labelled answers all have one label."""
+FITTING = {
+    "prompts without answers": "online=true with a reward, as in reward=armorm",
+    SINGLE: "loss=sft",
+    "single labelled completions": "loss=kto",
+    "pairs": "loss=dpo, and every loss but those of scored groups of more answers",
+    "scored groups": "loss=grpo, or loss=dpo on the best and the worst",
+    "groups whose scores are all equal": "others: nobody can say which answer is better",
+}
+"""The kind of the rows -> what trains on them."""
+
+
+def kind_of(groups: Sequence[Group]) -> str:
+    """Return the most frequent kind of the groups, a key of FITTING."""
+    labelled = any(len(group.rewards) == 1 and group.rewards[0] <= 0 for group in groups)
+    return Counter(_kind(group, labelled) for group in groups).most_common(1)[0][0]
+
+
+def _kind(group: Group, labelled: bool) -> str:
+    if not group.rewards:
+        return "prompts without answers"
+    if len(group.rewards) == 1:
+        return "single labelled completions" if labelled else SINGLE
+    if not varies(group.rewards):
+        return "groups whose scores are all equal"
+    return "pairs" if group.rewards == (1.0, -1.0) else "scored groups"
+
+
+GATHERED = ("scored", "feedback", "groups")
+"""Formats of which a row alone does not show the kind of its group."""
+
+
+def check_kind(config: Config, path: str, first: Loaded, training: bool = True) -> None:
+    """Raise ConfigError where the ``first`` rows of the file ``path`` already show that offline training has
+    no example in it, or (``training``) answers of one label alone."""
+    whole = first.read < EARLY
+    if not first.groups or not (whole or first.format not in GATHERED):
+        return
+    counts = Counter(len(group.completions) for group in first.groups)
+    singles, takes = counts[1] == len(first.groups), config.accepts
+    labels = {max(group.rewards, default=1) > 0 for group in first.groups} if singles else {True, False}
+    none = max(counts) == 0 or (max(counts) == 1 and not takes.single_answers)
+    certain = whole or first.format != "unpaired"
+    one = training and certain and takes.labelled_examples and not config.data.one_label and len(labels) == 1
+    if none or one:
+        alike = ONE_LABEL.format("" if True in labels else "un")
+        why = f"no example{advice(first.groups)}" if none else alike
+        typing = f"; if a column says more, type {way}" if (way := first.propose(first.unused)) else ""
+        raise ConfigError("data.path", path, f"gives loss={config.loss['name']} {why}{typing}")
+
+
+def advice(groups: Sequence[Group]) -> str:
+    """Return a clause that says which kind the rows are and what trains on them; empty if there are no
+    groups."""
+    if not groups:
+        return ""
+    kind = kind_of(groups)
+    return f"; rows are {kind}: {FITTING[kind]}"
+
+
+# Whether a tokenizer can read the data: what it does not know becomes one and the same token, of which a
+# model learns nothing
+
+
+MOST_UNKNOWN = 0.1
+"""Share of unknown tokens above which data are refused. Texts in a language that the tokenizer was made for
+have almost none."""
+_AT_ONCE = 4096
+"""Rows that are counted at once."""
+
+
+def unknown_share(tokenizer: PreTrainedTokenizerBase, rows: Iterable[np.ndarray]) -> float:
+    """Return the share of the tokens of ``rows`` ([tokens] ids each) that stand for unknown text; 0 if the
+    tokenizer has no separate token for it."""
+    unknown = tokenizer.unk_token_id
+    if unknown in (None, tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id):
+        return 0.0
+    count = total = 0
+    left = iter(rows)
+    while part := list(itertools.islice(left, _AT_ONCE)):
+        ids = np.concatenate(part)
+        count, total = count + int(np.count_nonzero(ids == unknown)), total + ids.size
+    return count / total if total else 0.0
+
+
+def limit_tokens(tokenizer: PreTrainedTokenizerBase, embedding: int, stops: Iterable[int]) -> None:
+    """Let ``check_vocabulary`` refuse data with tokens for which a model whose embedding has ``embedding``
+    rows has none. Some published tokenizers know such tokens, and no text has them. Raises ConfigError if one
+    of ``stops``, which end an answer, is among them."""
+    if max(tokenizer.get_vocab().values(), default=0) >= embedding:
+        setattr(tokenizer, _LIMIT, embedding)
+        check_vocabulary(tokenizer, [np.array([*stops])], "the tokens that end an answer")
+
+
+_LIMIT = "embedding_rows"
+"""Attribute of a tokenizer that knows more tokens than its model."""
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: Iterable[np.ndarray], origin: str) -> None:
+    """Raise ConfigError for data that the tokenizer cannot read, or whose tokens the model does not have
+    (``limit_tokens``). ``origin`` describes the data in words."""
+    if (limit := getattr(tokenizer, _LIMIT, None)) is not None:
+        rows = list(rows)
+        worst = max((int(ids.max()) for ids in rows if ids.size), default=0)
+        require(
+            worst < limit,
+            "model.name_or_path",
+            tokenizer.name_or_path,
+            f"its embedding has {limit} rows, and {origin} have the token "
+            f"{tokenizer.convert_ids_to_tokens(worst)!r}, whose id is {worst}: name the model's own "
+            "tokenizer in model.tokenizer_name_or_path, or make the embedding larger "
+            "(model.resize_token_embeddings(len(tokenizer)), then save_pretrained)",
+        )
+    share = unknown_share(tokenizer, rows)
+    require(
+        share <= MOST_UNKNOWN,
+        "model.name_or_path",
+        tokenizer.name_or_path,
+        f"its tokenizer does not know {share:.1%} of the tokens of {origin}; choose a model that can read "
+        "them, as in model=hub model.name_or_path=org/name",
+    )

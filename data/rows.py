@@ -19,7 +19,7 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -27,7 +27,7 @@ from typing import IO, Any
 import pyarrow
 import pyarrow.parquet
 
-from common.errors import ConfigError, DataError
+from common.errors import ConfigError, DataError, require
 from data.json_values import is_text, parsed
 from data.types import Group
 
@@ -99,6 +99,8 @@ class Loaded:
     """Columns that the format did not read."""
     refusal: ConfigError | None = field(default=None, compare=False)
     """Of prompts without answers: the refusal of a column that may decide, unless a reward gets it."""
+    propose: Callable[[Sequence[str]], str] = field(default=lambda names: "", compare=False, repr=False)
+    """What to type so that more of these columns are read (``data.columns``); "" where nothing works."""
     read_back: tuple[str, ...] = ()
     """What rendered texts were read back (``data.markup``), in words."""
 
@@ -115,10 +117,8 @@ def read_rows(path: Path, key: str = "data.path") -> Iterator[Row | Dropped]:
         what = "is a folder, pipe or device" if os.path.exists(path) else link
         raise ConfigError(key, path, what or f"no such file (the working directory is {Path.cwd()}){folder}")
     kind = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
-    if kind not in SUFFIXES:
-        raise ConfigError(
-            key, path, f"is not a kind of file that can be read; use one of {', '.join(SUFFIXES)}"
-        )
+    why = f"is not a kind of file that can be read; use one of {', '.join(SUFFIXES)}"
+    require(kind in SUFFIXES, key, path, why)
     try:
         if kind == ".parquet":
             yield from _read_parquet(path)

@@ -10,28 +10,27 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from common.errors import ConfigError, DataError, one_of
+from common.errors import ConfigError, DataError, one_of, require
 from common.imports import import_function
 from config.schema_data import DataConfig
 from data import published
-from data.columns import Columns, check_named, question_proposal, renamed
+from data.columns import Columns, Propose, UnreadError, check_named, no_proposal, proposal, renamed
 from data.detection import GENERIC, format_of
-from data.folders import files_of, folder_rows, is_saved
 from data.formats import number
 from data.markup import Reader
 from data.rows import SUFFIXES, Dropped, Loaded, Row, RowError, class_names, read_rows, reasons, table_rows
 from data.types import Group, Turn
 from data.views import exceeds, keep_shares
-
-__all__ = ["Dropped", "Loaded", "hub_table", "load_groups", "load_splits", "local"]
 
 Split = Literal["train", "eval"]
 Source = Callable[[DataConfig, str], Loaded]
@@ -94,11 +93,10 @@ def _holds_out(config: DataConfig) -> bool:
 def _local_copy(config: DataConfig) -> DataConfig:
     """Return settings that read from disk if the path of a hub set is a local file or was saved to disk. The
     evaluation split is the hub's and does not apply to a file."""
-    return (
-        replace(config, source=LOCAL, eval_split=config.eval_split if _is_folder(config.path) else None)
-        if config.source == HUB and _is_local(config.path, config.data_dir)
-        else config
-    )
+    if config.source != HUB or not _is_local(config.path, config.data_dir):
+        return config
+    folder = os.path.isdir(config.path or "")
+    return replace(config, source=LOCAL, eval_split=config.eval_split if folder else None)
 
 
 def _load(config: DataConfig, split: str) -> Loaded:
@@ -142,19 +140,15 @@ def hold_out(loaded: Loaded, fraction: float, split: str) -> Loaded:
     with the smallest ids, at least one. All groups of a prompt stay together, and a single prompt is not held
     out."""
     of_rows: dict[str, str] = {}  # what a row became stays on one side: the answers of one conversation
-    ids = np.array(
-        [of_rows.setdefault(group.place or group.prompt.id, group.prompt.id) for group in loaded.groups],
-        "S16",
-    )
+    names = [of_rows.setdefault(group.place or group.prompt.id, group.prompt.id) for group in loaded.groups]
+    ids = np.array(names, "S16")
     distinct = np.unique(ids)
     count = math.ceil(fraction * len(distinct)) if len(distinct) > 1 else 0
     evaluation = np.isin(ids, distinct[:count])
     kept = [loaded.groups[i] for i in np.flatnonzero(evaluation == (split == "eval"))]
-    how = (
-        f"{count} of {len(distinct)} prompts held out for evaluation by prompt id "
-        f"(data.eval_fraction={fraction:g})"
-    )
-    return replace(loaded, groups=kept, origin=f"{loaded.origin}; {how}")
+    how = f"held out for evaluation by prompt id (data.eval_fraction={fraction:g})"
+    origin = f"{loaded.origin}; {count} of {len(distinct)} prompts {how}"
+    return replace(loaded, groups=kept, origin=origin)
 
 
 # Sources that a yaml may name
@@ -164,42 +158,22 @@ def local(config: DataConfig, split: str, most: int | None = None) -> Loaded:
     """Load a local file or folder (``data.path``; ``data.eval_path`` for evaluation): .json, .jsonl, .csv or
     .parquet, a folder of such files, or what ``datasets`` saved to disk. From a folder with several splits,
     ``data.split`` and ``data.eval_split`` are read. ``most``: of how many rows no more are needed."""
-    if split == "eval" and config.eval_path is not None:
-        rows = _rows("data.eval_path", config.eval_path, "data.eval_split", config.eval_split)
-        return convert(rows, config, _origin(config.eval_path, config.eval_split), most)
-    if config.path is None:
+    train, own = split == "train", split == "eval" and config.eval_path is not None
+    key, path = ("data.eval_path", config.eval_path) if own else ("data.path", config.path)
+    split_key, name = ("data.split", config.split) if train else ("data.eval_split", config.eval_split)
+    if path is None:
         raise ConfigError("data.path", None, "give the file, as in data.path=pairs.jsonl")
-    if split == "train":
-        rows = _rows("data.path", config.path, "data.split", config.split)
-        return convert(
-            _of_split(config, rows, config.split), config, _origin(config.path, config.split), most
-        )
-    if config.eval_split is None:
+    if name is None and not own:
         return Loaded([], 0, origin="no evaluation data (data.eval_path is null and data.eval_fraction is 0)")
-    if _is_folder(config.path):
-        rows = _rows("data.path", config.path, "data.eval_split", config.eval_split)
-        return convert(rows, config, _origin(config.path, config.eval_split))
-    rows = read_rows(Path(config.path))
-    if not _has_splits(config) or not any(
-        isinstance(row, Row) and row.values.get("split") == config.eval_split for row in rows
-    ):
-        raise ConfigError(
-            "data.eval_split",
-            config.eval_split,
-            f'no row of {config.path} says "split": "{config.eval_split}"; '
-            "give the evaluation file as data.eval_path",
-        )
-    return convert(_of_split(config, read_rows(Path(config.path)), config.eval_split), config, config.path)
-
-
-def _origin(path: str, split: str | None) -> str:
-    """Return where rows come from, with the files of a folder that are read."""
-    return f"{path}{files_of(Path(path), split)}" if _is_folder(path) else path
-
-
-def _rows(key: str, path: str, split_key: str, split: str | None) -> Iterator[Row | Dropped]:
-    """Return the rows of a file, or of a folder's split; ``key`` and ``split_key`` name the settings."""
-    return folder_rows(Path(path), split, key, split_key) if _is_folder(path) else read_rows(Path(path), key)
+    folder = os.path.isdir(path)
+    rows = folder_rows(Path(path), name, key, split_key) if folder else read_rows(Path(path), key)
+    if not train and not own and not folder:
+        splits = (row.values.get("split") for row in read_rows(Path(path)) if isinstance(row, Row))
+        why = f'no row of {path} says "split": "{name}"; give the evaluation file as data.eval_path'
+        require(_has_splits(config) and name in splits, split_key, name, why)
+    if train or not (own or folder):
+        rows = _of_split(config, rows, name)
+    return convert(rows, config, f"{path}{files_of(Path(path), name)}" if folder else path, most)
 
 
 def hub_table(config: DataConfig, split: str) -> Loaded:
@@ -211,9 +185,7 @@ def hub_table(config: DataConfig, split: str) -> Loaded:
     if config.path is None:
         raise ConfigError("data.path", None, "give the data set's name, as in data.path=org/name")
     if split == "eval" and config.eval_path is None and config.eval_split is None:
-        return Loaded(
-            [], 0, origin="no evaluation data (data.eval_split is null and data.eval_fraction is 0)"
-        )
+        return Loaded([], 0, origin="no evaluation data (data.eval_split is null, data.eval_fraction is 0)")
     if split == "eval" and _is_local(config.eval_path):
         return local(config, split)
     path = config.path if split == "train" else config.eval_path or config.path
@@ -270,10 +242,6 @@ def _is_local(path: str | None, data_dir: str | None = None) -> bool:
     return os.path.isdir(path) and not clone
 
 
-def _is_folder(path: str | None) -> bool:
-    return path is not None and os.path.isdir(path)
-
-
 def _has_splits(config: DataConfig) -> bool:
     """Return whether a column ``split`` of a file says which split a row belongs to."""
     return "split" not in (*(config.ignore_columns or ()), *(config.columns or {}).values())
@@ -300,15 +268,22 @@ def _of_split(
 
 FIRST = 64
 """Rows whose columns show the format together, because the first row may be an odd one."""
+TRIED = 16
+"""Rows that a proposal is tried on."""
 EARLY = 1000
 """Rows that are converted before anything else is loaded; a shorter file is known whole."""
 
 
 def convert(
-    rows: Iterable[Row | Dropped], config: DataConfig, origin: str, most: int | None = None
+    rows: Iterable[Row | Dropped],
+    config: DataConfig,
+    origin: str,
+    most: int | None = None,
+    propose: Propose | None = None,
 ) -> Loaded:
     """Convert rows by ``data.format``, or by the format that the columns of the first rows show. With
-    ``most`` no more of them are read, and there may be others."""
+    ``most`` no more of them are read, and there may be others. ``propose`` says what to type for columns that
+    nothing reads; by default what reads the first rows."""
     loaded = Loaded([], 0, origin=origin)
 
     def readable() -> Iterator[Row]:
@@ -326,18 +301,18 @@ def convert(
     if not first:
         return loaded
     check_named(config, first)
+    if propose is None:
+        propose = partial(proposal, first[:TRIED], config, unread=partial(_unread, first[:TRIED], config))
     first = [replace(row, values=renamed(row.values, config)) for row in first]
-    loaded.format, form = format_of(config, first)
+    loaded.format, form = format_of(config, first, propose)
     # The others' columns are those of published files, whose function knows what it leaves out
-    strict = loaded.format in GENERIC or (config.format == "auto" and loaded.format in ("hh", "alpacaeval"))
-    seen = Columns(config, strict, answers=loaded.format != "prompt_only")
+    seen = Columns(config, loaded.format in GENERIC, loaded.format != "prompt_only", propose)
     answers, texts = References(), Reader(config)
 
     def usable() -> Iterator[Group]:
         named = (replace(row, values=renamed(row.values, config)) for row in stream)
         converted = map(seen.noted, form(seen.watched(itertools.chain(first, named)), config))
-        # The transcripts of hh were cut into turns by their format; an answer that says "Human:" says it.
-        for result, row in converted if loaded.format == "hh" else texts.read(converted):
+        for result, row in texts.read(converted):
             group = answers.checked(with_numbers(result, row, config.numbers or ()), row)
             if isinstance(group, Dropped):
                 loaded.dropped.append(group)
@@ -347,9 +322,26 @@ def convert(
     loaded.groups = list(usable())
     if most is None or loaded.read < most:
         seen.check()
-    loaded.columns, loaded.unused, loaded.refusal = seen.used, seen.unused, seen.refusal
-    loaded.read_back = texts.lines
+    loaded.columns, loaded.unused, loaded.refusal = seen.columns(True), seen.columns(False), seen.refusal
+    loaded.read_back, loaded.propose = (*texts.lines, *seen.notes), propose
     return loaded
+
+
+def _unread(rows: Sequence[Row], config: DataConfig, columns: Mapping[str, str]) -> Sequence[str] | None:
+    """Return the columns of rows that may decide and that are not read with these ``data.columns``; None
+    where the rows cannot be read so."""
+    tried = replace(config, columns=dict(columns))
+    new = columns.keys() - (config.columns or {}).keys()
+    try:
+        loaded = convert(rows, tried, "", propose=no_proposal)
+    except UnreadError as error:
+        return error.names if new <= set(error.read) else None
+    except (ConfigError, DataError):
+        return None
+    lost = sum(not row.intended for row in loaded.dropped)
+    if not loaded.groups or lost > config.max_unreadable * len(rows) or not new <= set(loaded.columns):
+        return None
+    return loaded.refusal.names if isinstance(loaded.refusal, UnreadError) else []
 
 
 def with_numbers(group: Group | Dropped, row: Row | None, names: Iterable[str]) -> Group | Dropped:
@@ -399,7 +391,7 @@ def _check_usable(config: DataConfig, loaded: Loaded) -> None:
         if not loaded.format:
             latin = "; iconv -f LATIN1 -t UTF-8 OLD > NEW converts a Western text" * ("is not UTF-8" in why)
             raise DataError(f"{none}{latin}")
-        way = question_proposal(loaded, config.columns)
+        way = loaded.propose(loaded.unused)
         raise DataError(
             f"{none}; they were read as {loaded.format} ({', '.join(loaded.columns)}). If they mean "
             f"something else, say it with {way or 'data.columns'} or data.format"
@@ -413,3 +405,102 @@ def _check_usable(config: DataConfig, loaded: Loaded) -> None:
             f"{lost} of the {loaded.read} rows of {loaded.origin} cannot be read: {why}. Mend them, or type "
             f"data.max_unreadable={share:g} to train without them",
         )
+
+
+# Folders: what ``datasets`` saved to disk, and shards that a user put into one
+
+
+_SPLIT = re.compile(
+    r"(?:^|[-_.])(train|test|validation|valid|val|dev|eval|h[eo]ld[-_]?out)\w*(?:[-_.]|$)", re.IGNORECASE
+)
+"""The part of a shard's name that says which split it belongs to: train-00000-of-00002, Test.jsonl,
+test_prefs-0, held_out."""
+_LABELS = re.compile(r"-\d{5}-of-\d{5}(?:-[0-9a-f]+)?$")
+_ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""Files that ``datasets`` writes beside the data, which describe the data."""
+
+
+def folder_rows(folder: Path, split: str | None, key: str, split_key: str) -> Iterator[Row | Dropped]:
+    """Stream the rows of one split of a folder; if ``split`` is None, of its only split.
+
+    ``key`` and ``split_key`` are the settings that named folder and split, for messages. Raises ConfigError
+    for a folder without data and for a missing split, DataError for damaged data.
+    """
+    if is_saved(folder):
+        yield from _saved(folder, split, key, split_key)
+        return
+    splits = shards(folder)
+    if not splits:
+        raise ConfigError(
+            key, folder, f"has no file that can be read; put {', '.join(SUFFIXES)} into it, or name one"
+        )
+    for path in splits[_chosen(list(splits), split, folder, split_key)]:
+        where = path.relative_to(folder).as_posix()
+        yield from (replace(row, file=where) for row in read_rows(path, key))
+
+
+def is_saved(folder: Path) -> bool:
+    """Return whether ``save_to_disk`` of a Dataset or a DatasetDict wrote the folder."""
+    return any(os.path.isfile(folder / name) for name in ("dataset_dict.json", "state.json"))
+
+
+def shards(folder: Path) -> dict[str, list[Path]]:
+    """Return the files of each split, sorted by name. The split is part of the file's name or of its folder's
+    name; files without one belong to "train"."""
+    splits: dict[str, list[Path]] = {}
+    for path in sorted(folder.rglob("*")):
+        inner = path.relative_to(folder)
+        hidden = any(part.startswith((".", "_")) for part in inner.parts)
+        hidden = hidden or path.name in _ABOUT
+        if not hidden and path.is_file() and path.name.endswith(SUFFIXES):
+            splits.setdefault(_split_of(inner), []).append(path)
+    return splits
+
+
+def files_of(folder: Path, split: str | None) -> str:
+    """Return the names of the files that ``folder_rows`` reads, in words; "" for what ``datasets`` saved."""
+    splits = {} if is_saved(folder) else shards(folder)
+    files = splits.get((split or "").lower()) or (next(iter(splits.values())) if len(splits) == 1 else [])
+    names = [path.relative_to(folder).as_posix() for path in files]
+    return f" ({', '.join(names[:4])}{', …' if len(names) > 4 else ''})" if names else ""
+
+
+def _split_of(inner: Path) -> str:
+    """train-00000-of-00002.parquet -> train; test_prefs/0.jsonl -> test_prefs; pairs-00001.jsonl -> train."""
+    stem = inner.name.partition(".")[0]
+    for name in (stem, *reversed(inner.parts[:-1])):
+        bare = _LABELS.sub("", name)
+        if match := _SPLIT.search(bare):
+            return (bare if bare.startswith(match[1]) else match[1]).lower()
+    return "train"
+
+
+def _chosen(there: list[str], split: str | None, folder: Path, key: str) -> str:
+    wanted = [name for name in there if name == split] or [
+        n for n in there if n.lower() == (split or "").lower()
+    ]
+    if len(wanted) == 1:
+        return wanted[0]
+    if split is None and len(there) == 1:
+        return there[0]
+    raise ConfigError(key, split, f"{folder} has {', '.join(sorted(there))}: give one of them")
+
+
+def _saved(folder: Path, split: str | None, key: str, split_key: str) -> Iterator[Row | Dropped]:
+    """Yield the rows of what ``save_to_disk`` wrote: a Dataset, or one split of a DatasetDict."""
+    import datasets  # imported here: the import takes a second, and plain files do not need it
+
+    try:
+        dataset = datasets.load_from_disk(str(folder))
+        if isinstance(dataset, datasets.DatasetDict):
+            name = _chosen([str(name) for name in dataset], split, folder, split_key)
+            dataset, where = dataset[name], f"{folder.name}/{name}"
+        else:
+            where = folder.name
+        parts = dataset.with_format("arrow").iter(batch_size=1000)
+        yield from table_rows(where, parts, class_names(dataset.features))
+    except ConfigError:
+        raise
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        first = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        raise DataError(f"{folder}: cannot be read ({first[0]}); save it again with save_to_disk") from error

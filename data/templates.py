@@ -27,8 +27,7 @@ import jinja2.meta
 from jinja2 import nodes
 
 from common.errors import ConfigError, require
-from data.tool_calls import of_message
-from data.types import Prompt, Turn
+from data.types import Prompt, Turn, of_message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -24,6 +24,9 @@ from common.errors import DataError
 
 if TYPE_CHECKING:
     import torch
+from collections.abc import Mapping
+
+from data.json_values import whole
 
 
 @dataclass(frozen=True)
@@ -233,3 +236,61 @@ class Microbatch:
     numbers: torch.Tensor | None = None
     """[examples, columns] float32: Example.numbers, 0 for examples that only fill up the batch; None: no
     example has any"""
+
+
+# What chat templates read of a message besides role and content. Calls of tools have OpenAI's form; arguments
+# that are a JSON text are parsed, because templates serialise them themselves
+
+
+OF_A_RESULT = ("name", "tool_call_id")
+"""Keys by which a tool's message may refer to the call that it answers."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys under which an assistant's message may have what was thought before its content."""
+
+
+def of_message(message: Mapping[str, Any], calling: bool = True) -> str:
+    """Return a message's ``Turn.keys``. ``calling`` says whether the conversation has tool calls. Raises
+    ValueError for malformed calls."""
+    fields = {key: message[key] for key in THOUGHTS if message.get(key)}
+    for key, thought in fields.items():
+        if not isinstance(thought, str):
+            raise ValueError(f"{key!r} is a {type(thought).__name__}, not a string")
+    if calling and message.get("tool_calls"):
+        if not isinstance(calls := message["tool_calls"], list):
+            raise ValueError(f"'tool_calls' is a {type(calls).__name__}, not a list")
+        fields["tool_calls"] = [_call(call) for call in calls]
+    elif calling and message.get("role") == "tool":
+        fields |= {key: message[key] for key in OF_A_RESULT if isinstance(message.get(key), str)}
+    return json.dumps(fields, ensure_ascii=False, default=str) if fields else ""
+
+
+def tools_of(tools: Any) -> str:
+    """Return a row's ``tools``, a list of functions' JSON schemas or its JSON text, as ``Prompt.tools``.
+    Raises ValueError."""
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = whole(tools)
+        except ValueError as error:
+            raise ValueError(f"'tools' cannot be used: {error}") from error
+    if not tools:
+        return ""
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ValueError("'tools' is not a list of functions' JSON schemas, or its JSON text")
+    return json.dumps(tools, ensure_ascii=False, default=str)
+
+
+def _call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError("one of 'tool_calls' has no 'function' with a 'name'")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = whole(arguments)
+        except ValueError as error:
+            raise ValueError(
+                f"the arguments of a call of {function['name']} cannot be used: {error}"
+            ) from error
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"the arguments of a call of {function['name']} are no object")
+    return dict(call) | {"function": dict(function) | {"arguments": dict(arguments)}}

@@ -83,33 +83,24 @@ def keep_shares(groups: Seq[Group], desirable: float, undesirable: float) -> Ite
     """Yield the groups with only these shares of their desirable and undesirable examples (see ``labelled``).
     Prompt ids decide which rows are kept. A pair that loses one half becomes an unpaired example. A group
     without examples stays unchanged."""
-    having: dict[float, list[tuple[str, int]]] = {1.0: [], -1.0: []}
-    for i, group in enumerate(groups):
-        for want in labelled(group) if group.rewards else []:
-            having[want.label].append((_shuffled(group, want.label), i))
-    kept = {
-        label: {i for _, i in sorted(having[label])[: round(share * len(having[label]))]}
-        for label, share in ((1.0, desirable), (-1.0, undesirable))
-    }
-    for i, group in enumerate(groups):
-        labelled_completions = (
-            {want.label: want.completions[0] for want in labelled(group)} if group.rewards else {}
-        )
-        left = [(label, completion) for label, completion in labelled_completions.items() if i in kept[label]]
-        if len(left) == len(labelled_completions):
+    wanted = [
+        {want.label: want.completions[0] for want in labelled(group)} if group.rewards else {}
+        for group in groups
+    ]
+    kept: dict[float, set[int]] = {}
+    for label, share in ((1.0, desirable), (-1.0, undesirable)):
+        having = [i for i, want in enumerate(wanted) if label in want]
+        # an order that depends neither on the rows' order nor on the draw for the other label
+        names = {i: f"{label:+.0f}/{groups[i].prompt.id}".encode() for i in having}
+        having.sort(key=lambda i: hashlib.sha256(names[i]).hexdigest())
+        kept[label] = set(having[: round(share * len(having))])
+    for i, (group, want) in enumerate(zip(groups, wanted, strict=True)):
+        left = {label: completion for label, completion in want.items() if i in kept[label]}
+        if len(left) == len(want):
             yield group
         elif left:
-            yield replace(
-                group,
-                completions=tuple(group.completions[c] for _, c in left),
-                rewards=tuple(label for label, _ in left),
-            )
-
-
-def _shuffled(group: Group, label: float) -> str:
-    """Return a sort key for an order that depends neither on the rows' order nor on the draw for the other
-    label."""
-    return hashlib.sha256(f"{label:+.0f}/{group.prompt.id}".encode()).hexdigest()
+            answers = tuple(group.completions[completion] for completion in left.values())
+            yield replace(group, completions=answers, rewards=tuple(left))
 
 
 def advantages(rewards: Iterable[float], epsilon: float = 0.0) -> list[float]:

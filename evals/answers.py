@@ -9,10 +9,10 @@ from typing import Any
 from common.errors import require
 from config.schema_stages import EvalStage
 from data.chat import Renderer, make_renderer
+from data.quality import limit_tokens
 from data.sources import load_groups
 from data.types import Prompt
 from data.views import prompts_of
-from data.vocabulary import limit_tokens
 from evals.base import Target
 from models.distributed import World
 from models.pretrained import check_model, load_tokenizer

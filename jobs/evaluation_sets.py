@@ -15,12 +15,10 @@ from config.schema_data import DataConfig, evaluation_sets
 from data.batches import Segment
 from data.chat import Renderer
 from data.examples import Examples, make_examples, token_ids
-from data.kinds import advice
-from data.quality import shortened
+from data.quality import advice, check_vocabulary, shortened
 from data.rows import Loaded
 from data.types import Group
 from data.views import prompt_ids, prompts_of
-from data.vocabulary import check_vocabulary
 from jobs.plan import check_read, held_out_segment
 from jobs.preflight import errors_of_set
 from rollouts.rounds import usable_prompts

@@ -13,13 +13,11 @@ from data.batches import Segment
 from data.chat import Renderer, vocabulary_fingerprint
 from data.examples import SAYS_NOTHING, ExampleGroups, Examples, columns_of, make_examples, token_ids
 from data.groups import check_token_ids
-from data.kinds import ONE_LABEL, advice
-from data.quality import places
+from data.quality import ONE_LABEL, advice, check_vocabulary, places
 from data.rows import reasons
 from data.sources import Loaded
 from data.token_cache import TokenCache
 from data.types import Group, Prompt
-from data.vocabulary import check_vocabulary
 from jobs.preflight import LoadedData
 from models.distributed import on_main
 from models.pretrained import model_config

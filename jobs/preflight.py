@@ -17,7 +17,7 @@ from common.files import check_writable
 from common.progress import phase
 from config.schema import Config
 from config.schema_data import evaluation_sets, of_set
-from data.kinds import check_kind
+from data.quality import check_kind
 from data.rows import Loaded
 from data.sources import EARLY, load_groups, load_splits
 from jobs.run_folder import RunFolder

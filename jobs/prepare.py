@@ -15,8 +15,7 @@ from common.progress import phase
 from config.schema import Config
 from data.batches import Segment
 from data.chat import Renderer, make_renderer
-from data.quality import DataReport
-from data.vocabulary import limit_tokens
+from data.quality import DataReport, limit_tokens
 from jobs import idle_humanline
 from jobs.evaluation_sets import EvaluationSet, load_evaluation_sets
 from jobs.memory import plan_run

@@ -17,9 +17,9 @@ from config.schema_rewards import RewardConfig
 from config.schema_rounds import RoundsConfig
 from config.schema_stages import LabelStage, SampleStage
 from data.chat import make_renderer
+from data.quality import limit_tokens
 from data.sources import load_splits
 from data.views import prompts_of
-from data.vocabulary import limit_tokens
 from models.distributed import Ranks, World, on_every_rank
 from models.pretrained import check_model, load_tokenizer
 from rollouts.answers import Request, generate_answers

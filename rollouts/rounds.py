@@ -13,9 +13,9 @@ import numpy as np
 
 from config.schema_rounds import CENTRES, RoundsConfig
 from data.chat import Renderer
+from data.quality import check_vocabulary
 from data.types import Completion, Group, Prompt
 from data.views import best_and_worst, exceeds, varies
-from data.vocabulary import check_vocabulary
 
 TOO_FEW, TOO_EQUAL = "fewer than 2 samples have a score", "the scores differ by less than rounds.tau"
 EQUAL, SILENT = "all scores are equal", "no sample has a score"

@@ -17,9 +17,9 @@ from common.errors import ConfigError, DataError
 from config.schema_data import DataConfig
 from config.schema_model import ModelConfig
 from data.chat import CONTROLLED, Renderer, chat_fingerprint, make_renderer, model_ends
+from data.quality import MOST_UNKNOWN, check_vocabulary, limit_tokens, unknown_share
 from data.templates import DEFAULT_TEMPLATE, load_template
 from data.types import Completion, Prompt, Sequence, Turn
-from data.vocabulary import MOST_UNKNOWN, check_vocabulary, limit_tokens, unknown_share
 from tests.http_server import Handler, Server
 from tests.tiny import ROOT
 from tests.tiny_tokenizers import END_OF_TURN, FAMILIES, tiny_tokenizer

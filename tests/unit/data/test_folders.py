@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import ConfigError, DataError
-from data.folders import shards
 from data.rows import Loaded, read_rows
-from data.sources import Split, load_groups, load_splits
+from data.sources import Split, load_groups, load_splits, shards
 from tests.unit.data.people import lines, local
 
 PAIRS = [{"prompt": f"question {i}, ü", "chosen": f"good\n{i}", "rejected": f'"bad" {i}'} for i in range(12)]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from common.errors import ConfigError, DataError
 from data.groups import from_dict, read_groups, to_dict, write_groups
 from data.json_values import LARGEST, are_finite
-from data.kinds import FITTING, kind_of
 from data.markup import common_beginning
+from data.quality import FITTING, kind_of
 from data.types import Completion, Group, Prompt, Turn
 from tests.full_disk import full_disk
 from tests.tiny import make_config
@@ -122,7 +122,7 @@ def test_columns_are_mapped_and_what_is_unknown_is_refused_with_what_there_is() 
         with pytest.raises(ConfigError, match=message):
             load(own, **settings)
     record = {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}
-    assert load(record, format="data.published.hh").groups, "a format may be anybody's function"
+    assert load(record, format="data.formats.preference").groups, "a format may be anybody's function"
 
 
 # Groups files

@@ -322,7 +322,7 @@ def test_a_path_that_no_file_system_has_is_refused(source, tmp_path, monkeypatch
 @pytest.mark.parametrize("form", ["./myfmt.convert", "../a/myfmt.convert", ".myfmt.convert"])
 def test_a_format_among_folders_is_refused(form: str, tmp_path) -> None:
     path = lines(tmp_path / "pairs.jsonl", [{"prompt": "x", "chosen": "a", "rejected": "b"}])
-    with pytest.raises(ConfigError, match=r"^data\.format=.*give it as module\.function"):
+    with pytest.raises(ConfigError, match=r"^data\.format=.*write module\.function"):
         load_groups(dataclasses.replace(config(path), format=form), "train")
 
 

@@ -84,9 +84,9 @@ CALLS = [
     *(
         ([{"function": {"name": "times", "arguments": text}}], says)
         for text, says in {
-            "{": "call of times are no JSON",
+            "{": "call of times cannot be used: it is no JSON",
             "[1]": "call of times are no object",
-            "{} {}": "call of times are no JSON",
+            "{} {}": "call of times cannot be used: it is no JSON",
         }.items()
     ),
 ]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data import views
-from data.kinds import kind_of
+from data.quality import kind_of
 from data.types import Completion, Example, Group, Prompt, Sequence, Turn
 
 REWARDS = st.lists(st.floats(-5, 5, allow_nan=False), min_size=2, max_size=8)
