@@ -25,12 +25,7 @@ from trainers.losses.ppo import gae
 from trainers.ppo import moments
 from trainers.sft import ConditionedSFTTrainer, control_tokens
 
-MORE = {
-    "bradley_terry": "pairs",
-    "ppo": "labelled",
-    "csft": "labelled",
-    "dr_grpo": "weighted",
-}
+MORE = {"bradley_terry": "pairs", "ppo": "labelled", "csft": "labelled", "dr_grpo": "weighted"}
 
 
 @pytest.fixture(autouse=True)
@@ -59,13 +54,13 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(tmp_path, loss):
         trained(tmp_path, loss, f"model.microbatches={parts}") for parts in (1, 4)
     )
     for a, b in zip(lines, again, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4, abs=1e-6) and a["grad_norm"] == pytest.approx(
-            b["grad_norm"], rel=1e-3
-        )
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4, abs=1e-6)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
     assert lines[0]["loss"] != lines[-1]["loss"]
-    start_weights = weights(make_trainer(one.config, policy_for(loss)))
-    way = sum((w - start_weights[n]).square().sum() for n, w in weights(one).items()) ** 0.5
-    apart = sum((w - weights(other)[n]).square().sum() for n, w in weights(one).items()) ** 0.5
+    found, theirs, begin = (weights(t) for t in (one, other, make_trainer(one.config, policy_for(loss))))
+    way, apart = (
+        sum((w - those[n]).square().sum() for n, w in found.items()) ** 0.5 for those in (begin, theirs)
+    )
     assert way > 0.05 and apart < 1e-2 * way
 
 
@@ -84,42 +79,35 @@ def test_humanline_or_its_refusal(tmp_path, loss):
 def test_a_reward_model_learns_to_prefer(tmp_path):
     """The same pairs again and again: their chosen rows come to be worth more."""
     config = engine_config(tmp_path, "bradley_terry", "model.batch_size=8", "n_epochs=6")
-    segment = make_segment(config, pairs=8)
-    _, lines = run(
-        config, Segment(segment.groups, 8, 48, 0), make_trainer(config, policy_for("bradley_terry"))
-    )
+    segment = Segment(make_segment(config, pairs=8).groups, 8, 48, 0)
+    _, lines = run(config, segment, make_trainer(config, policy_for("bradley_terry")))
     assert lines[-1]["reward_accuracy"] == 1.0 and lines[-1]["loss"] < lines[0]["loss"]
     assert "kl" not in lines[0] and "drift" not in lines[0]
 
 
 def test_what_an_objective_keeps_is_in_its_checkpoint(tmp_path):
-    loss, key = "ppo", "value_head.weight"
-    trainer, _ = trained(tmp_path, loss)
+    trainer, _ = trained(tmp_path, "ppo", pairs=8)
     kept = Checkpoints(tmp_path / "checkpoints", start(), 1)
     kept.save(6, trainer.policy, trainer.optimizer, {}, {})
-    fresh = make_trainer(trainer.config, policy_for(loss))
+    fresh = make_trainer(trainer.config, policy_for("ppo"))
     kept.load(kept.path(6), fresh.policy, fresh.optimizer)
-    found, expected = (local(t.policy.state_dict()[key]) for t in (fresh, trainer))
+    found, expected = (local(t.policy.state_dict()["value_head.weight"]) for t in (fresh, trainer))
     assert torch.equal(found, expected) and expected.any()
 
 
-def test_ppo_pays_each_completion_its_own_score(tmp_path):
+def test_ppo_pays_each_completion_its_own_score():
     """With pairs, whose scores are 1 and -1, nothing changes."""
     scores = (0.3, -2.0, 0.3)
     given = Group(Prompt((Turn("user", "q"),)), tuple(Completion(c) for c in "abc"), scores)
     paid = make_config("loss=ppo", "loss.rewards=scores")
     view, labels = trainer_class(paid).view_of(paid), trainer_class(paid).view_of(make_config("loss=ppo"))
-    assert [(want.completions, want.label) for want in view(given)] == [
-        ((i,), r) for i, r in enumerate(scores)
-    ]
-    assert [
-        want.label for want in view(replace(given, completions=given.completions[:1], rewards=(0.3,)))
-    ] == [0.3]
-    pair = replace(given, completions=given.completions[:2], rewards=(1.0, -1.0))
+    wanted = [((i,), r) for i, r in enumerate(scores)]
+    assert [(want.completions, want.label) for want in view(given)] == wanted
+    one, pair = (replace(given, completions=given.completions[:n], rewards=(1.0, -1.0)[:n]) for n in (1, 2))
+    assert [want.label for want in view(one)] == [1.0]
     assert view(pair) == labels(pair) and labels(given) != view(given)
-    config = make_config(
-        "loss=ppo", "loss.rewards=scores", "online=true", "reward=adder", "rounds.feedback=group"
-    )
+    online = ("loss=ppo", "loss.rewards=scores", "online=true", "reward=adder", "rounds.feedback=group")
+    config = make_config(*online)
     assert view_of_rounds(config, trainer_class(config).view_of(config))(given) == view(given)
 
 
@@ -128,11 +116,10 @@ def test_ppo_pays_at_the_last_token_and_normalises_over_the_batch(tmp_path):
     trainer, segment = make_trainer(config, policy_for("ppo")), make_segment(config, pairs=4)
     micros = trainer.dealer.microbatches(segment.batch(0))
     targets = trainer.prepare([(0, micro) for micro in micros], trainer.scorer)
-    found = zip(micros, targets, strict=True)
+    found = list(zip(micros, targets, strict=True))
     scaled = torch.cat([t.advantages[m.sequences.mask] for m, t in found]).double()
-    assert float(scaled.mean()) == pytest.approx(0, abs=1e-6) and float(
-        scaled.std(correction=0)
-    ) == pytest.approx(1, abs=1e-5)
+    spread = (float(scaled.mean()), float(scaled.std(correction=0)))
+    assert spread == (pytest.approx(0, abs=1e-6), pytest.approx(1, abs=1e-5))
     raw = []
     for m in micros:
         for label, row in zip(m.labels.tolist(), m.sequences.rows, strict=True):
@@ -140,13 +127,9 @@ def test_ppo_pays_at_the_last_token_and_normalises_over_the_batch(tmp_path):
             raw += [label * (0.99 * 0.95) ** (n - 1 - t) for t in range(n)]
     raw = np.array(raw)
     np.testing.assert_allclose(scaled.numpy(), (raw - raw.mean()) / raw.std(), atol=1e-5)
-    assert all(
-        torch.equal(
-            t.returns,
-            gae(torch.zeros(m.sequences.mask.shape), m.labels, m.sequences.mask, gamma=0.99, lam=0.95)[1],
-        )
-        for m, t in zip(micros, targets, strict=True)
-    )
+    for m, t in found:
+        mask = m.sequences.mask
+        assert torch.equal(t.returns, gae(torch.zeros(mask.shape), m.labels, mask, gamma=0.99, lam=0.95)[1])
 
 
 def test_moments_are_the_masked_places():
@@ -170,20 +153,30 @@ def test_control_tokens_stand_between_prompt_and_completion_and_are_not_learned(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "key"),
+    ("words", "key"),
     [
-        (["loss=csft", "loss.control_tokens={chosen: x}"], "loss.control_tokens"),
-        (["loss=csft", "loss.control_tokens={chosen: x, rejected: x}"], "loss.control_tokens"),
-        (["loss=dpo", "+loss.gamma=1"], "loss.gamma"),
-        (["loss=ppo", "loss.lam=1.5"], "loss.lam"),
-        (["loss=ppo", "loss.gamma=high"], "loss.gamma"),
-        (["loss=ppo", "loss.rewards=score"], "loss.rewards"),
-        (["loss=ppo", "online=true", "reward=adder", "rounds.feedback=group"], "rounds.feedback"),
+        ("loss=csft loss.control_tokens={chosen:x}", "loss.control_tokens"),
+        ("loss=csft loss.control_tokens={chosen:x,rejected:x}", "loss.control_tokens"),
+        ("loss=dpo +loss.gamma=1", "loss.gamma"),
+        ("loss=dpo loss.beta=[0.1,0.2]", "loss.beta"),
+        ("loss=dpo loss.divergence=jensen", "loss.divergence"),
+        ("loss=grpo loss.shape=trpo", "loss.shape"),
+        ("loss=grpo loss.shape=[ppo]", "loss.shape"),
+        ("loss=grpo loss.shape=dual loss.dual_clip=1", "loss.dual_clip"),
+        ("loss=grpo loss.shape=dual loss.dual_clip=three", "loss.dual_clip"),
+        ("loss=grpo loss.shape=dppo loss.divergence=js", "loss.divergence"),
+        ("loss=grpo loss.shape=dppo loss.divergence_bound=-1", "loss.divergence_bound"),
+        ("loss=grpo loss.importance=tokn", "loss.importance"),
+        ("loss=grpo loss.normalization=constant loss.max_tokens=2.5", "loss.max_tokens"),
+        ("loss=ppo loss.lam=1.5", "loss.lam"),
+        ("loss=ppo loss.gamma=high", "loss.gamma"),
+        ("loss=ppo loss.rewards=score", "loss.rewards"),
+        ("loss=ppo online=true reward=adder rounds.feedback=group", "rounds.feedback"),
     ],
 )
-def test_settings_of_an_objective_are_checked(overrides, key):
+def test_settings_of_an_objective_are_checked(words, key):
     with pytest.raises(ConfigError) as error:
-        make_loss(make_config(*overrides))
+        make_loss(make_config(*words.split()))
     assert error.value.key == key
 
 
@@ -194,15 +187,11 @@ def test_control_tokens_that_the_tokenizer_does_not_know_are_refused():
 
 
 def test_dr_grpo_keeps_the_size_of_a_reward():
-    group = Group(
-        Prompt((Turn("user", "x"),)), tuple(Completion(str(i)) for i in range(4)), (1.0, 0.0, 0.0, 0.5)
-    )
-    assert [w.label for w in centred_advantages(group)] == [0.625, -0.375, -0.375, 0.125]
-    assert [w.completions for w in centred_advantages(group)] == [
-        w.completions for w in group_advantages(group)
-    ]
-    equal = Group(group.prompt, group.completions, (0.5,) * 4)
-    assert (
-        centred_advantages(equal) == []
-        and [w.label for w in centred_advantages(equal, keep_zero_variance=True)] == [0.0] * 4
-    )
+    texts = tuple(Completion(str(i)) for i in range(4))
+    group = Group(Prompt((Turn("user", "x"),)), texts, (1.0, 0.0, 0.0, 0.5))
+    found, plain = centred_advantages(group), group_advantages(group)
+    assert [w.label for w in found] == [0.625, -0.375, -0.375, 0.125]
+    assert [w.completions for w in found] == [w.completions for w in plain]
+    equal = replace(group, rewards=(0.5,) * 4)
+    assert centred_advantages(equal) == []
+    assert [w.label for w in centred_advantages(equal, keep_zero_variance=True)] == [0.0] * 4
