@@ -22,6 +22,7 @@ import numpy as np
 
 from common.errors import ConfigError, DataError, one_of, require
 from common.imports import import_function
+from common.progress import phase
 from config.schema_data import DataConfig
 from data import published
 from data.columns import Columns, Propose, UnreadError, check_named, no_proposal, proposal, renamed
@@ -77,7 +78,8 @@ def check_found(config: DataConfig) -> None:
         if split == "train" and path is None and config.source in (LOCAL, HUB):
             import_function("data.source", config.source)(config, split)  # says what to give
         if config.source == LOCAL and path is not None:
-            loaded = local(config, split, EARLY)
+            with phase(f"read {path}", key):
+                loaded = local(config, split, EARLY)
             if loaded.read < EARLY:
                 _check_usable(config, loaded)
                 if split == "train" and config.eval_split is not None:
@@ -101,7 +103,8 @@ def _local_copy(config: DataConfig) -> DataConfig:
 
 def _load(config: DataConfig, split: str) -> Loaded:
     source: Source = import_function("data.source", config.source)
-    loaded = source(config, split)
+    with phase(f"read {config.path or config.name} ({split})"):
+        loaded = source(config, split)
     _check_usable(config, loaded)
     return loaded
 

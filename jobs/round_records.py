@@ -66,6 +66,9 @@ class RoundRecords:
         return on_main(lambda: self.round(index).seal)
 
     def _outcome(self, index: int, trained: float) -> dict[str, Any]:
+        own = self.round(index)
+        if "trained_seconds" not in own.record:
+            raise own.not_as_written(own.path / "round.json", "it is gone")
         lines = [line for line in read_metrics(self.folder / "metrics.jsonl") if line.get("round") == index]
         before = self.round(index + self.config.rounds.lag).record  # the round that was made before it
         metrics = before.get("metrics", {})
@@ -73,7 +76,7 @@ class RoundRecords:
             "publish": before.get("publish_seconds", 0.0),
             "sample": metrics.get("sample_seconds", 0.0),
             "score": metrics.get("score_seconds", 0.0),
-            "train": trained - self.round(index).record["trained_seconds"],
+            "train": trained - own.record["trained_seconds"],
         }
         # The seconds follow each other; an embedded sampler counts as the trainer.
         total, train, sample = max(sum(seconds.values()), 1e-9), seconds["train"], seconds["sample"]

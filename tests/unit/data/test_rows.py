@@ -24,6 +24,7 @@ from config.schema_data import DataConfig
 from data import rows
 from data.detection import FORMATS
 from data.examples import Examples
+from data.folders import folder_rows
 from data.json_values import MOST_NESTED
 from data.quality import DataReport
 from data.rows import Loaded
@@ -214,8 +215,11 @@ def test_a_file_is_known_by_its_content_and_what_is_none_is_named(tmp_path):
     assert [row.values for row in rows.read_rows(tmp_path / "packed.csv")] == [{"a": "1", "b": "2"}]
     assert [row.values for row in rows.read_rows(tmp_path / "plain.jsonl.gz")] == [{"a": 2}]
     for name, what in (("pipe.jsonl", "is a folder, pipe or device"), ("loop.jsonl", "is a link to no file")):
-        with pytest.raises(ConfigError, match=what):
-            next(rows.read_rows(tmp_path / name))
+        (folder := tmp_path / f"with {name}").mkdir()
+        (tmp_path / name).rename(folder / name)
+        for found in (rows.read_rows(folder / name), folder_rows(folder, None, "x", "y")):
+            with pytest.raises(ConfigError, match=what):
+                next(found)
     message = {"lang": "en", "text": "words"}
     tree = (
         {"message_id": "a", "parent_id": "b", "role": "prompter"},

@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from common.errors import ConfigError
+from common.errors import ConfigError, DataError
+from common.files import sealed
 from config.load import LOCK, MARKER, RECORD, VERSION, load, load_run, marked, started
 from config.removed import LAST
 from config.schema import Config
 from evals.targets import settings_of_run
+from jobs import round_records
+from jobs.round_records import RoundRecords
 from jobs.run_folder import SELECTION, RunFolder
 from tests.full_disk import full_disk
 from tests.tiny_files import ROOT, everything
@@ -219,3 +222,10 @@ def test_a_full_disk_refuses_a_new_run_in_a_sentence(at):
             folder.prepare()
         folder.release()
     assert begin(at(), "a").exists() and begin(at(), "b").exists()
+
+
+def test_a_round_that_is_gone_is_one_message(tmp_path, plain, monkeypatch):
+    monkeypatch.setattr(round_records, "on_main", lambda work: work())
+    (tmp_path / MARKER).write_text(sealed({"run": "a"}))
+    with pytest.raises(DataError, match=r"rounds/000/round\.json is not as it was written \(it is gone\)"):
+        RoundRecords(tmp_path, plain).close(0, 1.0, None)
