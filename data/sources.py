@@ -455,7 +455,7 @@ def shards(folder: Path) -> dict[str, list[Path]]:
         inner = path.relative_to(folder)
         hidden = any(part.startswith((".", "_")) for part in inner.parts)
         hidden = hidden or path.name in _ABOUT
-        if not hidden and path.is_file() and path.name.endswith(SUFFIXES):
+        if not hidden and not path.is_dir() and path.name.endswith(SUFFIXES):
             splits.setdefault(_split_of(inner), []).append(path)
     return splits
 

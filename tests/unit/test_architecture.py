@@ -48,7 +48,7 @@ BRANCHES_OF = {"_remedy": 28, "remedy": 26, "proposal": 26}
 BUDGETS = {
     "common": 1_584,
     "config": 3_490,
-    "data": 7_027,
+    "data": 6_920,
     "models": 5_033,
     "trainers": 2_695,
     "reports": 2_192,

@@ -24,11 +24,10 @@ from config.schema_data import DataConfig
 from data import rows
 from data.detection import FORMATS
 from data.examples import Examples
-from data.folders import folder_rows
 from data.json_values import MOST_NESTED
 from data.quality import DataReport
 from data.rows import Loaded
-from data.sources import load_splits
+from data.sources import folder_rows, load_splits
 from reports import data_tables
 from tests.unit.data.people import ROWS, local
 
