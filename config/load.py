@@ -7,6 +7,7 @@ All refusals here happen before torch is imported, so that a wrong command line 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, fields
@@ -61,6 +62,26 @@ def of_run(key: str, default: Any, *, _parent_: DictConfig) -> Any:
 
 
 OmegaConf.register_new_resolver("of_run", of_run, replace=True)
+OmegaConf.register_new_resolver(
+    "on_cpu", lambda here, otherwise: otherwise if has_gpu() else here, replace=True
+)
+
+
+def has_gpu() -> bool:
+    """Return whether this machine has a GPU that this process may use, by its device files: torch, which
+    knows, takes a second to import."""
+    files = ("nvidia[0-9]*", "dxg", "kfd")  # NVIDIA's, the same under Windows, AMD's
+    hidden = any(os.environ.get(f"{maker}_VISIBLE_DEVICES") in ("", "-1") for maker in ("CUDA", "HIP"))
+    return not hidden and any(path for name in files for path in Path("/dev").glob(name))
+
+
+def for_a_cpu(cfg: DictConfig) -> list[str]:
+    """Return a sentence about the settings that a file of config/model sets to other values on a CPU, if they
+    were not typed and this is one; otherwise []."""
+    written = walk(OmegaConf.to_container(cfg, resolve=False))
+    keys = [key for key, value in written if str(value).startswith("${on_cpu:")]
+    values = " ".join(f"{key}={str(OmegaConf.select(cfg, key)).lower()}" for key in keys)
+    return [f"small numbers for a CPU: {values}; type others"] if keys and not has_gpu() else []
 
 
 def load(cfg: DictConfig | dict[str, Any]) -> Config:

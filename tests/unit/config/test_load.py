@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from dataclasses import asdict
 
 import pytest
 from omegaconf import OmegaConf
 
 from common.errors import ConfigError
 from config.cli import compose_config
+from config.composing import composed
 from config.files import files_of
-from config.load import changed, dump, load_saved, run_name, settings_of
+from config.load import changed, dump, flat, for_a_cpu, load_saved, run_name, settings_of
 from config.schema import Config
 from config.sections import word_of
 from config.unknown_keys import names
@@ -96,6 +98,21 @@ NOT_FINITE |= {
 def test_a_number_that_is_none_is_refused(words: str, said: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
         compose_config(re.split(r" (?=\w+=|\w+\.)", words))
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_a_cpu_gets_the_small_numbers_of_a_models_file_and_says_so(monkeypatch, gpu: bool) -> None:
+    """With a GPU they are those that a run has without that file; what is typed wins."""
+    monkeypatch.setattr("config.load.has_gpu", lambda: gpu)
+    words = ["model=smollm2-135m-instruct", "data=local", "data.path=a.jsonl"]
+    small = dict(re.findall(r"(\S+)=(\S+?);? ", " ".join(for_a_cpu(composed(words)))))
+    assert bool(small) is not gpu and small.get("log_drift", "false") == "false"
+    found, default = (flat(asdict(compose_config(list(w)))) for w in (words, ()))
+    for key in ("n_eval_examples", "log_drift", "diagnostics", "retention.prompts", "retention.tokens"):
+        assert str(found[key]).lower() == small.get(key, str(default[key]).lower()), key
+    typed = [*words, "log_drift=true", "n_eval_examples=9"]
+    assert compose_config(typed).n_eval_examples == 9 and compose_config(typed).log_drift
+    assert not any("n_eval" in note or "drift" in note for note in for_a_cpu(composed(typed)))
 
 
 def test_an_infinite_bound_is_a_bound_that_nothing_reaches() -> None:
