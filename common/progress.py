@@ -16,7 +16,8 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, ClassVar, Protocol, TextIO, TypeVar
 
 from tqdm import tqdm
@@ -146,14 +147,37 @@ class _BarStream:
 
 class Bar(tqdm):
     """A tqdm bar that estimates the time left from the mean over everything measured, not from the last steps
-    alone, because rounds and evaluations come at intervals. All bars share one line."""
+    alone, because rounds and evaluations come at intervals. What is under way counts as if it took the mean.
+    All bars share one line."""
 
     opened: ClassVar[list[Bar]] = []
     """The bars that are shown, the innermost last."""
+    spent: ClassVar[dict[str, float]] = {}
+    """Description -> seconds of the bars that were shown and are closed, without those within them."""
     last_print_t: float
     """tqdm's: when it was drawn, in seconds of its clock."""
     _since: tuple[int, float] | None = None
     _waits = False
+    _ends: Sequence[float] = ()
+    _updated: tuple[int, float] | None = None
+    """How often it was updated since ``measure``, and when last."""
+    _within = 0.0
+
+    def __iter__(self) -> Iterator[Any]:
+        with self:
+            for item in self.iterable:
+                yield item
+                self.update()
+
+    def update(self, n: float | None = 1) -> bool | None:
+        if not self.disable:
+            self._updated = ((self._updated or (0, 0.0))[0] + 1, self._time())
+        return super().update(n)  # type: ignore[no-any-return]
+
+    def weigh(self, costs: Iterable[float]) -> None:
+        """Take the time left in proportion to the ``costs`` of all steps (such as their tokens), of which the
+        first is that of step 0."""
+        self._ends = list(accumulate(costs, initial=0.0))
 
     @classmethod
     def _get_free_pos(cls, instance: Any = None) -> int:
@@ -171,7 +195,7 @@ class Bar(tqdm):
         """Start measuring the speed now, because earlier work (a first evaluation, a compiler's first step)
         does not predict the time of the rest."""
         if not self.disable:
-            self._since = (self.n, self._time())
+            self._since, self._updated = (self.n, self._time()), None
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
@@ -189,8 +213,17 @@ class Bar(tqdm):
             self.refresh()
             self.last_print_t = now
 
+    def own_seconds(self) -> float:
+        """Return the seconds so far, without those of the bars within."""
+        return self._time() - self.start_t - self._within  # type: ignore[no-any-return]
+
     def close(self) -> None:
-        Bar.opened[:] = [bar for bar in Bar.opened if bar is not self]
+        others = [bar for bar in Bar.opened if bar is not self]  # tqdm compares bars by their place
+        if len(others) < len(Bar.opened):
+            Bar.opened[:] = others
+            Bar.spent[self.desc] = Bar.spent.get(self.desc, 0.0) + self.own_seconds()
+            if others:
+                others[-1]._within += self._time() - self.start_t
         super().close()
 
     @property
@@ -198,15 +231,21 @@ class Bar(tqdm):
         fields: dict[str, Any] = super().format_dict
         if (fields["ncols"] or 1) < 1:
             fields["ncols"] = 100
-        if not self._waits or self._since is not None:
-            now = self._time()
-            begun = getattr(self, "start_t", now)  # tqdm draws before it has one
-            n, at = self._since or (self.initial, begun)
-            seconds = now - at
-            fields["rate"] = (fields["n"] - n) / seconds if seconds > 0 else 0.0
-        else:
-            fields["rate"] = 0.0  # tqdm shows a question mark
+        left = None if self._waits and self._since is None else self._seconds_left()
+        ended = self.total is not None and self.n >= self.total
+        fields["rate"] = (self.total - self.n) / left if left else float(ended)  # 0: tqdm shows "?"
         return fields
+
+    def _seconds_left(self) -> float | None:
+        """Return the estimate; None before a step was measured, and at the end."""
+        since, begun = self._since or (self.initial, getattr(self, "start_t", 0.0))
+        if self._updated is None or not since < self.n < (self.total or 0):
+            return None
+        updates, at = self._updated
+        ends = self._ends or range(self.total + 1)
+        first, done, whole = (ends[min(int(n), len(ends) - 1)] for n in (since, self.n, self.total))
+        left = (at - begun) * (whole - done) / max(done - first, 1)
+        return max(left - min(self._time() - at, (at - begun) / updates), SOON)
 
 
 Bar.set_lock(threading.RLock())  # tqdm's own is for several processes, and starts another one to keep it
@@ -262,6 +301,14 @@ def progress(
 def phase(what: str, key: str | None = None) -> Bar:
     """Return a context in which ``what`` is shown to be under way. ``key``: the setting that bounds it."""
     return progress(None, what if key is None else f"{what} ({key})", shown=None, delay=SOON)
+
+
+def seconds_so_far() -> str:
+    """Return the seconds of everything that was shown since the last call, longest first, as one line."""
+    spent = Bar.spent | {bar.desc: bar.own_seconds() for bar in Bar.opened}
+    Bar.spent.clear()
+    longest = sorted(spent.items(), key=lambda item: -item[1])
+    return ", ".join(f"{seconds:.0f} {what}" for what, seconds in longest if seconds >= SOON)
 
 
 def doing() -> str:

@@ -13,29 +13,26 @@ import torch
 from common.errors import StoppedError
 from common.files import on_disk, write_whole
 from config.schema import Config
-from data.batches import Segment
 from data.types import Example
 from data.views import exceeds
 from models.distributed import gather_objects
 from models.sharding import unlike_gathered
 from trainers.basic import BasicTrainer
-from trainers.humanline import Humanline
+from trainers.losses.base import TokenScores
 
 LIMIT = {"float32": 1e-3, "bfloat16": 0.1}
 """Largest difference, in nats, that rounding may cause between the two log-probabilities of a token, by
 model.dtype."""
 
 
-def check_first_scores(trainer: BasicTrainer, segment: Segment) -> None:
-    """Check that the first batch's log-probabilities are finite and equal for policy and reference.
+def check_first_scores(config: Config, scores: TokenScores) -> None:
+    """Check that the log-probabilities of step 0 (its first microbatch) are finite and equal for policy and
+    reference.
 
-    Before step 0 both have the same weights, so only rounding may make them differ. Raises StoppedError on
-    every rank.
+    Both have the same weights, so only rounding may make them differ. Raises StoppedError on every rank.
     """
-    config = trainer.config
-    micro = trainer.dealer.microbatches(segment.batch(0))[0]
-    scores = trainer.scorer_with(trainer.reference, Humanline()).score_without_gradient(0, micro.sequences)
-    policy, reference = (torch.where(scores.mask, x, 0.0) for x in (scores.policy, scores.reference))
+    stays = scores.reference if scores.anchor is None else scores.anchor
+    policy, reference = (torch.where(scores.mask, x.detach(), 0.0) for x in (scores.policy, stays))
     mine = (bool(policy.isfinite().all()), float((policy - reference).abs().nan_to_num(math.inf).max()))
     per_rank = gather_objects(mine)
     if not all(finite for finite, _ in per_rank):

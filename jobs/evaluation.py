@@ -21,7 +21,7 @@ from common.files import read_sealed
 from common.progress import SOON, interruptible, progress
 from config.load import MARKER
 from config.schema import Config
-from data.batches import Segment
+from data.batches import Segment, token_count
 from data.chat import Renderer
 from data.types import Example, Microbatch
 from data.views import prompts_of
@@ -97,6 +97,13 @@ class Evaluator:
                 what = "score held-out rows (n_eval_examples)"
                 self.reference.scores = initial_scores(*scored, what, arranged=True)
 
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that an evaluation scores."""
+        drawn = [] if self.initial_kl is None else self.initial_kl.rows
+        others = sum(other.tokens for other in self.named.values())
+        return sum(map(token_count, self.batches)) + sum(map(len, drawn)) + others
+
     def evaluate(self, initial: bool = False) -> Metrics:
         """Return the metrics of the current weights, the same on every rank.
 
@@ -106,13 +113,15 @@ class Evaluator:
         weights' answers: ``eval_kl_initial`` (nats per token). Metrics of a named set have its name after
         ``eval_``.
 
-        ``initial``: the policy has the initial weights, whose answers an earlier run may have cached."""
+        ``initial``: the policy has the initial weights, whose scores are known from ``prepare``, and whose
+        answers an earlier run may have cached."""
         with rounded(self.trainer.policy, self.dtype):
+            self.scorer.unmoved = initial  # rows are cut as ``prepare`` cut them: the same bits
             out: Metrics = self._scores() if self.batches else {}
             if self.accuracy is not None:
                 out |= self.accuracy(initial)
             if self.initial_kl is not None:
-                out["kl_initial"] = self.initial_kl()
+                out["kl_initial"] = self.initial_kl(initial)
         metrics = {f"eval_{name}": value for name, value in out.items()}
         for name, other in self.named.items():
             measured = other.evaluate(initial).items()
@@ -228,12 +237,13 @@ def make_evaluator(
         tokens = min(tokens, config.model.max_length - config.model.max_prompt_length)
         sampler_arguments = (config, policy, renderer, world)
         if config.retention.kl:
-            what = "initial answers (retention.prompts, retention.tokens)"
+            what = "initial answers (retention.kl, retention.prompts, retention.tokens)"
             sampler = embedded_sampler(*sampler_arguments, what)
             initial_kl = InitialKL(trainer, sampler, held_out, renderer, (prompts, tokens))
         if accuracy is None:
-            sampler = embedded_sampler(*sampler_arguments, "answers to read (retention.tokens)")
-            shown = Shown(sampler, prompts_of(held_out), renderer, tokens)
+            what = "answers to read (retention.prompts, retention.tokens)"
+            sampler = embedded_sampler(*sampler_arguments, what)
+            shown = Shown(sampler, prompts_of(held_out), renderer, tokens, prompts)
 
     def accuracy_on(one: EvaluationSet) -> Accuracy | None:
         if not one.checkable:

@@ -25,7 +25,7 @@ from data.batches import Size, deal, dealing, microbatch
 from data.types import Example, Microbatch, Sequence
 from models.distributed import World, barrier, gather_objects
 from models.fingerprint import architecture_digest
-from models.reference import Reference
+from models.reference import Reference, sequences_of
 from models.score_cache import ScoreCache, ScoreTable
 from trainers.basic import BasicTrainer
 
@@ -83,7 +83,7 @@ def initial_scores(
     """
     if not arranged:
         batches = Lazy(batches, trainer.arrange)
-    wanted = _wanted(batches, reference)
+    wanted, lengths = _wanted(batches, reference)
     if not reference.by_row:
         several = trainer.dealer.packing and trainer.world.size > 1
         parts = parts | {
@@ -94,15 +94,15 @@ def initial_scores(
         parts["rows"] = hashlib.sha256(b"\n".join(wanted.tolist())).hexdigest()
     cache = ScoreCache(Path(trainer.config.cache_dir), parts, trainer.world.rank)
     table = _on_every_rank(cache)
-    missing = wanted[table.missing(wanted)]
-    work, forwards = _work(trainer, batches, missing, size, reference)
+    left = table.missing(wanted)
+    missing, tokens = wanted[left], int(lengths[left].sum())
+    work = _work(trainer, batches, missing, size, reference)
     new: dict[str, Tensor] = {}
     written = time.monotonic()
-    shown = trainer.world.is_main and forwards > 0
-    with progress(forwards, what, unit="forward", shown=shown, delay=SOON) as bar:
+    shown = trainer.world.is_main and tokens > 0
+    with progress(tokens, what, unit="token", shown=shown, delay=SOON) as bar:
         for step, micros in work:
-            new.update(reference.scored(trainer.policy, step, _counted(micros, bar)))
-            bar.update()
+            new.update(reference.scored(trainer.policy, step, _counted(micros, bar, trainer.world.size)))
             if time.monotonic() - written > SECONDS_PER_SHARD:
                 cache.write(new)
                 new, written = {}, time.monotonic()
@@ -119,11 +119,13 @@ def initial_scores(
     return table
 
 
-def _counted(micros: list[Microbatch], bar: Bar) -> Iterator[Microbatch]:
-    """Yield the microbatches of one forward; the bar says which is being scored."""
+def _counted(micros: list[Microbatch], bar: Bar, ranks: int) -> Iterator[Microbatch]:
+    """Yield microbatches; the bar counts the tokens of each once it is scored, for all ``ranks``."""
     for i, micro in enumerate(micros, 1):
         bar.set_postfix_str(f"microbatch {i} of {len(micros)}" if len(micros) > 1 else "", refresh=False)
         yield micro
+        tokens = sum(len(row) for part in sequences_of([micro]) for row in part.rows)
+        bar.update(min(tokens * ranks, (bar.total or 0) - bar.n))
 
 
 class Lazy(Seq[list[Example]]):
@@ -139,14 +141,17 @@ class Lazy(Seq[list[Example]]):
         return Lazy(self.items[at], self.make) if isinstance(at, slice) else self.make(self.items[at])
 
 
-def _wanted(batches: Seq[list[Example]], reference: Reference) -> np.ndarray:
-    """Return the distinct keys of all rows of ``batches`` in order of first occurrence, [rows] of dtype S."""
-    keys = [
-        np.array([reference.key(i, row).encode() for row in rows_of(batch)], "S")
-        for i, batch in enumerate(batches)
-    ]
-    every = np.concatenate([np.zeros(0, "S1"), *keys])
-    return every[np.sort(np.unique(every, return_index=True)[1])]
+def _wanted(batches: Seq[list[Example]], reference: Reference) -> tuple[np.ndarray, np.ndarray]:
+    """Return the distinct keys of all rows of ``batches`` in order of first occurrence, [rows] of dtype S,
+    and the rows' tokens, [rows] int64."""
+    keys, lengths = [np.zeros(0, "S1")], [np.zeros(0, np.int64)]
+    for i, batch in enumerate(batches):
+        rows = rows_of(batch)
+        keys.append(np.array([reference.key(i, row).encode() for row in rows], "S"))
+        lengths.append(np.array([len(row) for row in rows], np.int64))
+    every = np.concatenate(keys)
+    first = np.sort(np.unique(every, return_index=True)[1])
+    return every[first], np.concatenate(lengths)[first]
 
 
 def _on_every_rank(cache: ScoreCache) -> ScoreTable:
@@ -168,16 +173,13 @@ def _work(
     missing: np.ndarray,
     size: Size,
     reference: Reference,
-) -> tuple[Work, int]:
-    """Return the work left to score and its number of pieces. ``missing``: [n] keys, dtype S."""
+) -> Work:
+    """Return the work left to score. ``missing``: [n] keys, dtype S."""
     if not reference.by_row:
         steps = sorted({int(key.split(b"/")[0]) for key in missing.tolist()})
-        return ((i, trainer.dealer.share(batches[i], size)) for i in steps), len(steps)
+        return ((i, trainer.dealer.share(batches[i], size)) for i in steps)
     assert isinstance(size, int), "rows that are scored alone are counted"
-    stride = size * trainer.world.size
-    whole, rest = divmod(len(missing), WINDOW)
-    forwards = whole * -(-WINDOW // stride) + -(-rest // stride)
-    return alone(trainer, _windows(batches, missing), size), forwards
+    return alone(trainer, _windows(batches, missing), size)
 
 
 def _windows(batches: Seq[list[Example]], missing: np.ndarray) -> Iterator[list[Sequence]]:

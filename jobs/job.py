@@ -90,6 +90,8 @@ class Job:
         ready = ready_rows(prepared.plan, prepared.report, trainer, parts, self.folder, likelihoods, self.say)
         diagnostics = Diagnostics.of_run(trainer, ready)
         watch = RunWatch(folder, trainer, evaluator, ready.steps, signals, diagnostics, observers, inputs)
+        if prepared.online is None:
+            watch.log.bar.weigh(watch.costs(ready.train))
         watch.log.peak = PeakLine(self.memory, world, watch.log.bar.say)
         self.begin(watch, exists)
         self.train(trainer, policy, ready, watch)

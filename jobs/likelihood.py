@@ -198,7 +198,8 @@ def _score(plan: Plan, trainer: BasicTrainer, parts: dict[str, str]) -> OfRows |
     n = plan.train.n_examples
     every = 1 if fixed else max(1, n // (config.drift_examples or n))
     batches = Lazy(range(0, plan.steps, every), plan.train.batch)
-    scores = initial_scores(trainer, batches, size, reference, parts, "score training rows (n_examples)")
+    what = f"score training rows ({'n_examples' if fixed else 'log_drift, drift_examples'})"
+    scores = initial_scores(trainer, batches, size, reference, parts, what)
     rows = OfRows(scores, batches, reference)
     trainer.initial_logprobs = rows
     trainer.reference.use_initial(scores)

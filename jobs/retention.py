@@ -69,9 +69,8 @@ class InitialKL:
         self.rows.sort(key=lambda row: (-len(row), row.key))
         reference = Reference(by_row=True)
         batch = [[Example(row.key, (row,)) for row in self.rows]]
-        scores = initial_scores(
-            trainer, batch, self.size, reference, parts, "score initial answers (retention.prompts)", True
-        )
+        what = "score initial answers (retention.kl, retention.prompts)"
+        scores = initial_scores(trainer, batch, self.size, reference, parts, what, arranged=True)
         self.initial = {row.key: scores[reference.key(0, row)] for row in self.rows}
 
     @property
@@ -85,9 +84,12 @@ class InitialKL:
         return max(1, self.trainer.config.model.eval_batch_size // self.trainer.world.size)
 
     @torch.no_grad()
-    def __call__(self) -> float | None:
+    def __call__(self, initial: bool = False) -> float | None:
         """Return the divergence, nats per token; None if there is no answer. Rows are cut as
-        ``initial_scores`` cuts them, so that unchanged weights give exactly the same scores."""
+        ``initial_scores`` cuts them, so that unchanged weights give exactly the same scores: ``initial``, the
+        policy has them, and the divergence is 0."""
+        if initial:
+            return 0.0 if self.rows else None
         total = torch.zeros(2, dtype=torch.float64)
         cut = (micro for _, micros in alone(self.trainer, [self.rows], self.size) for micro in micros)
         for micro in interruptible(cut):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from common.errors import StoppedError
-from common.progress import progress
+from common.progress import Bar, progress, seconds_so_far
 from data.batches import Segment
 from jobs.checks import check_gathered_weights, without_signal, write_batch
 from jobs.evaluation import Metrics
@@ -83,6 +83,9 @@ class StepLog:
         self._started = time.perf_counter()
 
     def step_ends(self, record: StepRecord) -> None:
+        if self._first and self._pending is None and Bar.opened:
+            self.bar.desc = "first step and its reference (model.batch_size, model.max_length)"
+            self.bar.say(f"seconds until the first update: {seconds_so_far()}")
         if self._unseen:
             check_gathered_weights(self.trainer)
             self._unseen = False

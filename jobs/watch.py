@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from common.errors import Requeue
-from common.progress import pause_together
-from data.batches import Segment
+from common.progress import pause_together, phase
+from data.batches import Segment, token_count
 from jobs.checks import check_first_scores
 from jobs.diagnostics import Diagnostics
 from jobs.evaluation import Evaluator, Metrics
@@ -100,9 +101,6 @@ class RunWatch:
             self._undo = self.diagnostics.mark()
         self.log.step_begins()
 
-    def before_first_step(self, segment: Segment) -> None:
-        check_first_scores(self.trainer, segment)
-
     def observe(self, batch: DealtBatch, index: int, scores: TokenScores) -> None:
         """Pass a microbatch of a step to the diagnostics. A run that was asked to stop stops
         here: nothing but the gradients has changed since the step began."""
@@ -116,11 +114,25 @@ class RunWatch:
             raise
         if n_microbatches > 1:
             self.log.bar.desc = f"train (microbatch {index + 1}/{n_microbatches})"
+        if index == self.trainer.progress.step == 0 and self.config.has_reference:
+            check_first_scores(self.config, scores)
         if self.diagnostics is not None:
             self.diagnostics.observe(batch.microbatches[index], scores)
 
     def after_step(self, record: StepRecord) -> None:
         self.log.step_ends(record)
+
+    def costs(self, segment: Segment) -> list[float]:
+        """Return what each step of offline training costs from its end to that of the next one, in tokens:
+        those of the next, and those of an evaluation between them, which has no backward."""
+        every, tokens = self.config.eval_every, self.evaluator.tokens / 3
+        count = segment.batch_size
+        marks = [
+            int(4 * segment.done(i) + ROUNDING) if every is None else i * count // every if every else 0
+            for i in range(segment.steps)
+        ]
+        between = [tokens * (after > before) for before, after in itertools.pairwise(marks)]
+        return [*(token_count(segment.batch(i)) + e for i, e in enumerate(between, 1)), 0.0]
 
     def done(self) -> None:
         self.log.close()
@@ -155,7 +167,8 @@ class RunWatch:
         if self.diagnostics is None:
             return
         if first:
-            self.diagnostics.begin(self.log.tracker)
+            with phase("measure rounding and entropy", "diagnostics"):
+                self.diagnostics.begin(self.log.tracker)
         if last or self.diagnostics.due():
             self.log.flush()
             self.diagnostics.write(self.log.tracker)

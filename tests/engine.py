@@ -32,8 +32,6 @@ class Log:
     def before_step(self, segment) -> None:
         self.each()
 
-    def before_first_step(self, segment) -> None: ...
-
     def observe(self, batch, index, scores) -> None: ...
 
     def after_step(self, record: StepRecord) -> None:

@@ -71,9 +71,6 @@ class Watch(Protocol):
 
     def before_step(self, segment: Segment) -> None: ...
 
-    def before_first_step(self, segment: Segment) -> None:
-        """Called before step 0 if the loss has a reference; the reference's scores exist by then."""
-
     def observe(self, batch: DealtBatch, index: int, scores: TokenScores) -> None: ...
 
     def after_step(self, record: StepRecord) -> None: ...
@@ -281,8 +278,6 @@ class BasicTrainer(ABC, Generic[Prepared]):
                 self.reference.start_segment(segment, self.progress)
             while self.progress.position < segment.steps:
                 watch.before_step(segment)
-                if self.progress.step == 0 and self.config.has_reference:
-                    watch.before_first_step(segment)
                 batch = self.dealer.dealt(segment, self.progress.position)
                 watch.after_step(self.step(batch, watch.observe))
             self.progress.segment += 1

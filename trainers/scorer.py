@@ -40,12 +40,16 @@ class TokenScorer:
         self.anchor = anchor
         self.ratio_to_behavior = ratio_to_behavior
         self.entropy = entropy
+        self.unmoved = False
+        """Whether the policy still has the reference's weights, so that its log-probabilities are known."""
 
     def score(self, step: int, sequences: Sequences) -> TokenScores:
         """Return the scores of R rows at optimizer step ``step``, with the policy's gradient.
 
         Raises KeyError for a row that the reference did not score for this step.
         """
+        if self.unmoved and self.reference is not None:
+            return self.compared(step, sequences, self.reference.lookup(step, sequences))
         if not self.entropy:
             return self.compared(step, sequences, self.policy(sequences))
         policy, entropy = self.policy(sequences, with_entropy=True)

@@ -238,7 +238,6 @@ def test_resuming_changes_nothing(tmp_path, overrides):
         (),
         {
             "before_step": lambda s, segment: None,
-            "before_first_step": lambda s, segment: None,
             "observe": lambda s, batch, index, scores: None,
             "done": lambda s: None,
             "after_step": lambda s, record: rest.append(record.pending.read()["loss"]),

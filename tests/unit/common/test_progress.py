@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -139,3 +141,41 @@ def test_a_terminal_gets_one_line_redrawn():
     assert text.count("\n") == 1
     assert "6/6" in text.split("\r")[-1]
     assert "loss 0.5000" in text.split("\r")[-1]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_time_left_is_steady_on_steps_of_uneven_lengths(seed: int) -> None:
+    """A clock by hand: steps of 5 to 40 seconds, in proportion to their tokens, looked at every second. The
+    long ones may come first."""
+    draw = random.Random(seed)
+    tokens = sorted((draw.randint(100, 800) for _ in range(60)), reverse=seed % 2 == 0)
+    now, seen = 0.0, []
+    with progress(60, "train", stream=io.StringIO()) as bar:
+        bar._time, bar.start_t = lambda: now, 0.0
+        bar.wait()
+        bar.weigh(tokens)
+        for step, count in enumerate(tokens):
+            if step == 1:
+                bar.measure()
+            for _ in range(count // 20):
+                now += 1.0
+                fields = bar.format_dict
+                if now > 60 and step > 1 and fields["rate"]:
+                    seen.append((fields["total"] - fields["n"]) / fields["rate"])
+            bar.update()
+    assert all(0.5 < after / before < 2 for before, after in itertools.pairwise(seen) if before > 60)
+    first, length = seen[0], len(seen)
+    assert 0.5 < first / length < 2
+    assert all(1 / 2 < left / (length - i) < 2 for i, left in enumerate(seen) if length - i > 60)
+
+
+def test_the_seconds_of_a_start_are_said_once_each_by_what_was_shown() -> None:
+    module.Bar.spent.clear()
+    now = 0.0
+    with progress(2, "outer (a)", stream=io.StringIO()) as outer:
+        outer._time, outer.start_t = lambda: now, 0.0
+        with progress(1, "inner (b)", stream=io.StringIO()) as inner:
+            inner._time, inner.start_t = lambda: now, 0.0
+            now = 7.0
+        now = 10.0
+        assert module.seconds_so_far() == "7 inner (b), 3 outer (a)"

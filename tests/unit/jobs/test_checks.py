@@ -24,7 +24,8 @@ def gated(folder, policy=None, spoil=None):
     )
     if spoil is not None:
         trainer.reference.scores[trainer.reference.key(0, batches[0][1].rows[0])][0] = spoil
-    check_first_scores(trainer, segment)
+    micro = trainer.dealer.microbatches(batches[0])[0]
+    check_first_scores(config, trainer.scorer.score(0, micro.sequences))
 
 
 def test_equal_weights_pass(tmp_path):
