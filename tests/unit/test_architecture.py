@@ -46,14 +46,14 @@ MOST_BRANCHES = 20
 BRANCHES_OF = {"_remedy": 28, "remedy": 26, "proposal": 26}
 # Lines that a room may have; only a reviewed change raises one.
 BUDGETS = {
-    "common": 1_584,
-    "config": 3_490,
+    "common": 1_626,
+    "config": 3_514,
     "data": 6_920,
     "models": 5_033,
     "trainers": 2_695,
     "reports": 2_192,
     "rollouts": 6_402,
-    "jobs": 4_971,
+    "jobs": 4_996,
     "evals": 1_691,
     "launch": 3_229,
     "benchmarks": 1_338,
