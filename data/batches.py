@@ -82,6 +82,8 @@ class Segment:
     _orders: dict[int, tuple[np.ndarray, np.ndarray]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _last: dict[int, Seq[Example]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """The group that was made last, which the next batch goes on with."""
 
     @property
     def steps(self) -> int:
@@ -129,7 +131,10 @@ class Segment:
         begin = int(ends[at] - self._sizes[order[at]])
         out: list[Example] = []
         while at < len(order) and begin + len(out) < last:
-            out.extend(self.groups[int(order[at])])
+            if (group := int(order[at])) not in self._last:
+                self._last.clear()
+                self._last[group] = self.groups[group]
+            out.extend(self._last[group])
             at += 1
         return out[first - begin : last - begin]
 

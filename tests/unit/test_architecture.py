@@ -48,7 +48,7 @@ BRANCHES_OF = {"_remedy": 28, "remedy": 26, "proposal": 26}
 BUDGETS = {
     "common": 1_626,
     "config": 3_514,
-    "data": 6_920,
+    "data": 6_925,
     "models": 5_033,
     "trainers": 2_695,
     "reports": 2_192,

@@ -24,6 +24,16 @@ def row(p: int, c: int, start: int = 0) -> Sequence:
     )
 
 
+class Counted(list):
+    """Groups that count how often one is made."""
+
+    made = 0
+
+    def __getitem__(self, group):
+        self.made += 1
+        return super().__getitem__(group)
+
+
 @given(
     st.lists(st.integers(1, 5), min_size=1, max_size=12),
     st.integers(1, 9),
@@ -33,12 +43,13 @@ def row(p: int, c: int, start: int = 0) -> Sequence:
 def test_batches_are_slices_of_the_shuffled_groups(sizes, batch_size, units, seed):
     """Groups of any sizes, their examples side by side, epoch after epoch, in an order of the segment's own.
     Any order of reading gives the same batches."""
-    groups = [tuple(Example(f"{g}", (row(1, 1),)) for _ in range(n)) for g, n in enumerate(sizes)]
+    groups = Counted(tuple(Example(f"{g}", (row(1, 1),)) for _ in range(n)) for g, n in enumerate(sizes))
     plan = Segment(groups, batch_size, units, *seed)
     orders = (np.random.default_rng([*seed, epoch]).permutation(len(groups)) for epoch in range(units))
-    stream = [example for order in orders for g in order for example in groups[g]][:units]
+    stream = [example for order in orders for g in order for example in tuple(groups)[g]][:units]
     wanted = [stream[i : i + batch_size] for i in range(0, units, batch_size)]
     assert [plan.batch(i) for i in range(plan.steps)] == wanted
+    assert groups.made <= len(sizes) * -(-units // sum(sizes)), "once an epoch, however small the batches"
     assert [plan.batch(i) for i in reversed(range(plan.steps))] == wanted[::-1]
     assert plan.done(0) == 0.0 and plan.done(plan.steps) == 1.0
 
