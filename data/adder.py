@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from common.errors import ConfigError, one_of
+from common.errors import ConfigError, one_of, require
 from config.schema_data import DataConfig
 from data.groups import read_groups
 from data.rows import Loaded
@@ -143,18 +143,12 @@ def demonstrations(split: str, name: str, per_prompt: int, noise: Noise) -> Iter
 def adder_sft(config: DataConfig, split: str) -> Loaded:
     """Return noisy demonstrations, made on the fly. ``data.subset`` names the set; any name is allowed, and
     each is its own seed. Raises ConfigError."""
-    if config.subset is None:
-        raise ConfigError(
-            "data.subset",
-            None,
-            "name the demonstrations, as in data.subset=policy: each name is its own seed",
-        )
-    groups = list(
-        demonstrations(split, config.subset, DEMONSTRATIONS_PER_PROMPT if split == "train" else 1, Noise())
-    )
-    return Loaded(
-        groups, len(groups), origin=f"noisy demonstrations {config.subset!r} of the {split} prompts"
-    )
+    why = "name the demonstrations, as in data.subset=policy: each name is its own seed"
+    require(config.subset is not None, "data.subset", None, why)
+    each = DEMONSTRATIONS_PER_PROMPT if split == "train" else 1
+    groups = list(demonstrations(split, str(config.subset), each, Noise()))
+    origin = f"noisy demonstrations {config.subset!r} of the {split} prompts"
+    return Loaded(groups, len(groups), origin=origin)
 
 
 def adder_pairs(config: DataConfig, split: str) -> Loaded:

@@ -16,7 +16,7 @@ from common.errors import ConfigError
 from config.schema_data import DataConfig
 from data.json_values import ALIKE, NO_TEXT, Said, choices, holds, is_empty, pieces, unpacked, words
 from data.rows import Dropped, Row
-from data.types import Group
+from data.types import READ_KEYS, THOUGHT, Group
 
 Values = Mapping[str, Any]
 
@@ -54,6 +54,7 @@ WORDS: dict[str, str] = {
     "winner": "winner preference preferred better",
     "reference": "reference ground truth final answer solution | gold expected correct",
     "tools": "tools functions",
+    "reasoning_content": "reasoning thinking thought thoughts | trajectory trajectories cot",
 }
 """The name here -> the words in the names that such a column has elsewhere. A column whose name has none but
 those before the bar decides what is trained on, so that it is never left out silently, however short its
@@ -262,7 +263,10 @@ class Columns:
             lost = sum(one[0] == verdict and one[1] for one in seen) / filled
             if lost > 1 - ALIKE and lost * self._filled[column] >= FEW * self.rows:
                 kinds[verdict].append(name)
-        self.notes = tuple(f"nothing of {name!r}: {shortened(found[name][0][-1])}" for name in kinds[_NOTED])
+        cells = (row.values[name] for row, read in self._kept for name in row.values if name in read)
+        keys = dict.fromkeys(f"the key {key!r} of messages" for cell in cells for key in unread_keys(cell))
+        texts = [f"{name!r}: {shortened(found[name][0][-1])}" for name in kinds[_NOTED]]
+        self.notes = tuple(f"nothing of {what}" for what in (*texts, *keys))
         if names := kinds[_STOPS]:
             self._refuse(names, *next(one[2:] for one in found[names[0]] if one[1]))
 
@@ -275,13 +279,12 @@ class Columns:
                 continue
             inner = cell if isinstance(cell, Mapping) else {}
             keys = {f"{name}.{key}": one for key, one in inner.items() if not is_empty(one)}
-            if any(path.startswith(f"{name}.") for path in paths):
-                yield from (item for item in keys.items() if not any(p.startswith(item[0]) for p in paths))
-            else:
+            if not any(path.startswith(f"{name}.") for path in paths):
                 yield name, cell
-                yield from (
-                    item for item in keys.items() if item[0].endswith(".ground_truth") and self.strict
-                )
+                keys = {
+                    key: one for key, one in keys.items() if self.strict and key.endswith(".ground_truth")
+                }
+            yield from (item for item in keys.items() if not any(p.startswith(item[0]) for p in paths))
 
     def _verdict(self, name: str, cell: Any, values: Values, read: set[str]) -> int:
         """Return _STOPS for a column that may decide what is trained on, by its name or by what it holds;
@@ -292,10 +295,9 @@ class Columns:
             return _STOPS if SEEN.fullmatch(bare) else 0
         sounds = {"chosen", "rejected", "completion"}.intersection(sounds_as(split_name(bare)[-1:]))
         patterns = (NUMBERS, MADE, ONE_OF_TWO, re.compile(OF_TEMPLATE))
-        if known_as(bare) or any(pattern.fullmatch(bare) for pattern in patterns):
-            return _STOPS
+        named = known_as(bare) or any(pattern.fullmatch(bare) for pattern in patterns)
         others = [one for name, one in values.items() if known_as(name) or not str(one).isdecimal()]
-        if (sounds and not self.answers) or column in families(values, others):
+        if named or (sounds and not self.answers) or column in families(values, others):
             return _STOPS
         kind = holds(cell, others)
         if kind != "text":
@@ -336,7 +338,7 @@ class Columns:
 def known_as(name: str) -> list[str]:
     """Return the parts of a row whose words, and no others, make up the name of a column."""
     words = set(split_name(name))
-    bare = words - {"response", "is", "tag", "message", "key"} or words
+    bare = words - {"response", "is", "tag", "message", "key", "content"} or words
     return [ours for ours, heard in WORDS.items() if bare <= set(heard.partition("|")[0].split())]
 
 
@@ -355,6 +357,14 @@ def families(values: Values, others: Iterable[Any]) -> set[str]:
     series = _series(name for name, cell in values.items() if isinstance(cell, str))
     of_choices = [marks for marks in series if choices([values[name] for name in marks.values()], others)]
     return {name for marks in of_choices for name in marks.values()}
+
+
+def unread_keys(cell: Any) -> list[str]:
+    """Return the keys of messages that nothing reads."""
+    entries = unpacked(cell) if holds(cell) == "turns" else []
+    messages = entries if isinstance(entries, list) else [entries]
+    every = (key for message in messages for key, value in message.items() if not is_empty(value))
+    return [key for key in every if key not in READ_KEYS and not THOUGHT.fullmatch(key)]
 
 
 def _is_answer(name: str) -> bool:

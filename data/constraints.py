@@ -186,11 +186,8 @@ def constrained(config: DataConfig, split: str) -> Loaded:
     splits = ["train"] if split == "train" else [part] if part else ["validation", "test"]
     split_prompts = [one for name in splits for one in prompts(name)]
     if path is None:
-        return Loaded(
-            [Group(one) for one in split_prompts],
-            len(split_prompts),
-            origin=f"prompts under constraints ({split})",
-        )
+        origin = f"prompts under constraints ({split})"
+        return Loaded([Group(one) for one in split_prompts], len(split_prompts), origin=origin)
     by_id = {group.prompt.id: group for group in read_groups(Path(path))}
     groups = [by_id.get(one.id, Group(one)) for one in split_prompts]
     if split == "train":

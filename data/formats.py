@@ -22,7 +22,7 @@ from data.columns import READ, Values, named, two_answers
 from data.json_values import are_finite, choices, is_empty, parsed, unpacked
 from data.markup import answer_at, common_beginning
 from data.rows import Dropped, LeftOutError, Row, RowError
-from data.types import Completion, Group, Prompt, Turn, of_message, tools_of
+from data.types import MARKS, THOUGHTS, Completion, Group, Prompt, Turn, of_message, tools_of
 
 Format = Callable[[Iterable[Row], DataConfig], Iterator[Group | Dropped]]
 
@@ -184,10 +184,6 @@ def turns(messages: Any, column: str) -> tuple[Turn, ...]:
     return tuple(_turn(message, column, calling) for message in messages)
 
 
-_MARKS = ("weight", "train", "training", "trainable", "loss")
-"""Keys by which a message says whether it is learned."""
-
-
 def marks(messages: Any, column: str) -> list[bool | None]:
     """Return for each message whether it says that it is learned, or that it is not; None where it says
     neither. Raises RowError for a mark that is neither."""
@@ -196,7 +192,7 @@ def marks(messages: Any, column: str) -> list[bool | None]:
     found: list[bool | None] = []
     for message in messages if isinstance(messages, list) else ():
         keys = message if isinstance(message, Mapping) else {}
-        said = [truth(keys, key) for key in _MARKS if keys.get(key) is not None]
+        said = [truth(keys, key) for key in MARKS if keys.get(key) is not None]
         if len(set(said)) > 1:
             raise RowError(f"a message of {column!r} says that it is learned, and that it is not")
         found.append(said[0] if said else None)
@@ -399,7 +395,7 @@ def _within(part: tuple[Turn, ...], whole: tuple[Turn, ...]) -> bool:
 
 def exchange(values: Values, config: DataConfig) -> tuple[Prompt, Completion]:
     """Return (prompt, answer) of a row with one answer: a column of its own, or the last turn of a
-    conversation."""
+    conversation; with what was thought before it, if a column ``reasoning_content`` has that."""
     column = answer_column(values, config)
     if column is not None:
         conversation, answer = answered(question(values), value(values, column), column, config)
@@ -409,6 +405,8 @@ def exchange(values: Values, config: DataConfig) -> tuple[Prompt, Completion]:
             raise RowError("no 'completion'" if "completion" in values else "no column 'completion'")
         _check_marks(value(values, column), column, config)
         conversation, answer = _last(asked(values, column), column)
+    if config.apply_chat_template and not answer.keys and not is_empty(thought := values.get(THOUGHTS[0])):
+        answer = replace(answer, keys=keys_of({THOUGHTS[0]: thought}, THOUGHTS[0], calling=False))
     return prompt_of(led(values, conversation), values.get("reference")), answer
 
 

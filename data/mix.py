@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from common.errors import ConfigError
+from common.errors import require
 from config.files import group_file
 from config.schema_data import DataConfig, MixPart
 from data.rows import Loaded
@@ -61,21 +61,12 @@ def part_config(part: MixPart) -> DataConfig:
     """Return the settings of one set, from its own file. Raises ConfigError."""
     settings = group_file("data", "data.mix.name", part.name)
     paths = {key: path for key in ("path", "eval_path") if (path := getattr(part, key)) is not None}
-    if settings["source"] == "data.mix.mixed" or (settings | paths).get("path") == "???":
-        raise ConfigError(
-            "data.mix.name",
-            part.name,
-            "needs a path of its own, and is no mix itself: "
-            "give {name: local, path: pairs.jsonl, weight: 1}, or another set",
-        )
+    own = settings["source"] != "data.mix.mixed" and (settings | paths).get("path") != "???"
+    why = "needs a path of its own, and is no mix itself: give {name: local, path: pairs.jsonl, weight: 1}"
+    require(own, "data.mix.name", part.name, f"{why}, or another set")
     config = DataConfig(**settings | paths)
-    if config.logprob_range is not None:
-        raise ConfigError(
-            "data.mix.name",
-            part.name,
-            f"config/data/{part.name}.yaml sets logprob_range, which orders a whole mix: "
-            "take it out there and give data.logprob_range",
-        )
+    why = f"config/data/{part.name}.yaml sets logprob_range, which orders a whole mix: take it out there"
+    require(config.logprob_range is None, "data.mix.name", part.name, f"{why} and give data.logprob_range")
     return config
 
 

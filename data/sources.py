@@ -218,22 +218,17 @@ def hub_rows(
 
 def _not_of_the_hub(path: str, split: str, subset: str | None, message: str) -> ConfigError:
     first_line = message.strip().splitlines()[0] if message.strip() else "no reason given"
-    if "scripts are no longer supported" in message:
-        return ConfigError(
-            "data.path",
-            path,
-            "is made by a script, which the datasets library no longer runs; "
-            "download its data file and use data=local data.path=FILE",
-        )
     if "Unknown split" in message:
         return ConfigError("data.split", split, f"{path} has no such split: {first_line}")
     if "BuilderConfig" in message or "Config name is missing" in message:
         return ConfigError("data.subset", subset, f"{path}: {first_line}")
-    return ConfigError(
-        "data.path",
-        path,
-        f"cannot be loaded ({first_line}); use org/name of a public data set, or data=local with a file",
-    )
+    why = f"cannot be loaded ({first_line}); use org/name of a public data set, or data=local with a file"
+    if "scripts are no longer supported" in message:
+        why = (
+            "is made by a script, which the datasets library no longer runs; download its data file and use "
+        )
+        why += "data=local data.path=FILE"
+    return ConfigError("data.path", path, why)
 
 
 def _is_local(path: str | None, data_dir: str | None = None) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -245,13 +246,25 @@ class Microbatch:
 OF_A_RESULT = ("name", "tool_call_id")
 """Keys by which a tool's message may refer to the call that it answers."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys under which an assistant's message may have what was thought before its content."""
+"""Keys under which chat templates read what was thought before an assistant's content."""
+THOUGHT = re.compile(
+    r"(?=.*(?:reason|think|thought))((reasoning|thinking|thoughts?|content|details|text)_?)+"
+)
+"""Keys under which messages have it; under another than THOUGHTS it is given as the first of these."""
+MARKS = ("weight", "train", "training", "trainable", "loss")
+"""Keys by which a message says whether it is learned."""
+READ_KEYS = {"role", "content", "from", "value", "tool_calls", *OF_A_RESULT, *MARKS}
 
 
 def of_message(message: Mapping[str, Any], calling: bool = True) -> str:
     """Return a message's ``Turn.keys``. ``calling`` says whether the conversation has tool calls. Raises
-    ValueError for malformed calls."""
+    ValueError for malformed calls, and for thoughts that are no text."""
     fields = {key: message[key] for key in THOUGHTS if message.get(key)}
+    if not fields and (others := [key for key in message if THOUGHT.fullmatch(key) and message[key]]):
+        thought = message[others[0]]
+        if isinstance(thought, list):
+            thought = "\n".join(one["text"] for one in thought if isinstance(one, Mapping) and "text" in one)
+        fields = {THOUGHTS[0]: thought or None}
     for key, thought in fields.items():
         if not isinstance(thought, str):
             raise ValueError(f"{key!r} is a {type(thought).__name__}, not a string")

@@ -3,6 +3,7 @@ works."""
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Callable
@@ -199,3 +200,38 @@ def test_public_rows_are_read_or_refused_and_every_line_to_type_works(name: str)
     for settings in typed_lines(found) if isinstance(found, UserError) else ():
         if "…" not in str(settings):
             assert isinstance(outcome(rows(make), **settings), Loaded), settings
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "read"),
+    [
+        ("reasoning_content", "Red?", {"reasoning_content": "Red?"}),
+        ("reasoning", "Red?", {"reasoning": "Red?"}),
+        ("thinking", "Red?", {"thinking": "Red?"}),
+        ("thought", "Red?", {"reasoning_content": "Red?"}),
+        ("thinking_content", "Red?", {"reasoning_content": "Red?"}),
+        ("reasoning_details", [{"type": "reasoning.text", "text": "Red?"}], {"reasoning_content": "Red?"}),
+        ("reasoning_effort", "high", "nothing of the key 'reasoning_effort' of messages"),
+        ("mood", "glad", "nothing of the key 'mood' of messages"),
+        ("thought", 5, "in a message of 'messages' 'reasoning_content' is a int, not a string"),
+        ("reasoning_details", [{"data": "x"}], "'reasoning_content' is a NoneType, not a string"),
+    ],
+)
+def test_a_thought_reaches_the_template_whatever_its_name(key: str, value: object, read: dict | str) -> None:
+    messages = said("Name a colour.", "Blue.")
+    loaded = load({"messages": [messages[0], messages[1] | {key: value}]})
+    if isinstance(read, str):
+        assert read in str([*loaded.read_back, *loaded.dropped])
+    else:
+        assert json.loads(loaded.groups[0].completions[0].keys) == read and not loaded.read_back
+
+
+@pytest.mark.parametrize("name", ["thinking", "thought", "reasoning"])
+def test_a_column_of_thoughts_is_mapped(name: str) -> None:
+    row = {"prompt": "Name a colour.", name: "Red?", "completion": "Blue."}
+    with pytest.raises(ConfigError) as error:
+        load(row)
+    (settings, *_) = typed_lines(error.value)
+    assert settings == {"columns": {"reasoning_content": name}}
+    (group,) = load(row, **settings).groups
+    assert json.loads(group.completions[0].keys) == {"reasoning_content": "Red?"}
