@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
 from common.errors import ConfigError, UserError
+from config.arguments import override_in
 from config.cli import compose
 from config.composing import composed
-from config.files import section, walk
+from config.files import FOLDER, section, walk
 from config.unknown_keys import NOTHING, foreign, no_file, remedy, sources
 
 DPO = [key for key, _ in walk(OmegaConf.to_container(composed([]), resolve=False))]
-ROWS = [(whose, row) for whose, rows in sources().items() for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -60,50 +61,56 @@ def test_the_remedy_is_what_to_type(key: str, value: str, said: str) -> None:
     assert "`" not in found
 
 
-@pytest.mark.parametrize(
-    ("folder", "name", "said"),
-    [
-        ("loss", "DPO", "did you mean loss=dpo?"),
-        ("loss", "sigmoid_norm", "in TRL it is a loss_type; here: loss=dpo loss.length_normalized=true"),
-        ("loss", "apo_zero", "in TRL it is a loss_type; none: nearest is loss=kto"),
-        ("loss", "nothing", "there are dpo, kto"),
-        ("model", "qwen", "there are dpo, kto; any other model is model=hub model.name_or_path=org/name"),
-    ],
-)
-def test_a_choice_that_no_file_has(folder: str, name: str, said: str) -> None:
-    assert said in no_file(folder, name, ["dpo", "kto"])
+CHOICES = {
+    "loss=DPO": "did you mean loss=dpo?",
+    "loss=sigmoid_norm": "in TRL it is a loss_type; here: loss=dpo loss.length_normalized=true",
+    "loss=apo_zero": "in TRL it is a loss_type; none: nearest is loss=kto",
+    "loss=nothing": "there are dpo, kto",
+    "model=qwen": "there are dpo, kto; any other model is model=hub model.name_or_path=org/name",
+}
 
 
-@pytest.mark.parametrize("key", ["foo.bar.baz", "zz", "maximum_steps_to_take", "x.y"])
-def test_nothing_is_guessed_from_afar(key: str) -> None:
-    assert remedy(key, "1", DPO) == NOTHING
+def test_a_choice_that_no_file_has_and_nothing_is_guessed_from_afar() -> None:
+    for word, said in CHOICES.items():
+        assert said in no_file(*word.split("="), ["dpo", "kto"])
+    for key in ("foo.bar.baz", "zz", "maximum_steps_to_take", "x.y"):
+        assert remedy(key, "1", DPO) == NOTHING
 
 
-def refusal(*words: str) -> str:
-    """What is said against the words as a command line, which may lack something else."""
-    try:
-        compose(*words)
-    except UserError as error:
-        return str(error)
-    return ""
+GROUPS = {path.name for path in FOLDER.iterdir() if path.is_dir()}
 
 
-@pytest.mark.parametrize(
-    ("whose", "row"), ROWS, ids=lambda item: item if isinstance(item, str) else item.there[0]
-)
-def test_every_row_has_an_answer_that_composes(whose: str, row: object) -> None:
+@cache
+def settings_where(*choices: str) -> set[str]:
+    """The keys of the settings with these files of config/ chosen."""
+    return {key for key, _ in walk(OmegaConf.to_container(composed(choices), resolve=False))}
+
+
+def free(key: str, known: set[str]) -> bool:
+    """Whether the key is one of a mapping that takes any."""
+    section = key.rpartition(".")[0]
+    return section in known and not any(other.startswith(f"{section}.") for other in known)
+
+
+@pytest.mark.parametrize("whose", sources())
+def test_every_row_has_an_answer_that_composes(whose: str) -> None:
     """Every name, as a mistake: the answer names its settings here, or says why there is none."""
-    value = row.there[0].partition("=")[2] or "0.5"
-    found = foreign(row.names[0], value)
-    assert found is not None or row.same
-    assert row.here or row.note
-    proposed = (
-        [] if row.same else re.findall(r"here(?:, for example)?: (.+?)(?: \(|$)", found[1].answer(value))
-    )
-    for here in (*row.here, *(line for lines in proposed for line in lines.split(", or "))):
-        loss = [] if "loss=" in here else ["loss=grpo"] if "loss." in here else []
-        refused = refusal(*loss, *shlex.split(here))
-        assert not re.search(f"{NOTHING}|name, nothing here|no such file|cannot be read", refused), here
+    for row in sources()[whose]:
+        value = row.there[0].partition("=")[2] or "0.5"
+        found = foreign(row.names[0], value)
+        assert found is not None or row.same
+        assert row.here or row.note
+        said = "" if row.same else found[1].answer(value)
+        proposed = re.findall(r"here(?:, for example)?: (.+?)(?: \(|$)", said)
+        for here in (*row.here, *(line for lines in proposed for line in lines.split(", or "))):
+            words = shlex.split(here)
+            assert all(override_in(word) is not None for word in words), here
+            parts = [word.lstrip("+").partition("=") for word in words]
+            loss = [] if "loss=" in here else ["loss=grpo"] if "loss." in here else []
+            choices = [f"{key}={value}" for key, _, value in parts if key in GROUPS and "." not in value]
+            known = settings_where(*sorted({*loss, *choices}))
+            typed = [key for key, _, _ in parts if key not in GROUPS]
+            assert [key for key in typed if key not in known and not free(key, known)] == [], here
 
 
 TRL_NAMES = (Path(__file__).parent / "trl_names.txt").read_text().split()
@@ -115,62 +122,34 @@ TYPES = (  # noqa: SIM905
 ).split()
 
 
-def test_every_name_of_trl_and_every_loss_type_has_an_answer() -> None:
+HALOS_NAMES = (Path(__file__).parent / "halos_names.txt").read_text().split()
+"""The settings of HALOs' config/, and the arguments of its train.sample and train.label."""
+
+
+def test_every_name_of_trl_and_halos_and_every_loss_type_has_an_answer() -> None:
     asked = [name for name in TRL_NAMES if name not in section("config.yaml")]
     assert [name for name in asked if remedy(name, "x", DPO) == NOTHING] == [] and len(asked) > 200
     assert [name for name in TRL_NAMES if not foreign(name, "x") and name in asked] == []
     several = remedy("loss_type", "no such", DPO)
     assert [name for name in TYPES if remedy("loss_type", name, DPO) == several] == []
-
-
-HALOS_NAMES = (Path(__file__).parent / "halos_names.txt").read_text().split()
-"""The settings of HALOs' config/, and the arguments of its train.sample and train.label."""
-
-
-def test_every_name_of_halos_is_a_setting_here_or_has_an_answer() -> None:
-    kto, ppo = (OmegaConf.to_container(composed([f"loss={loss}"])) for loss in ("kto", "ppo"))
-    own = {key for made in (kto, ppo) for key, _ in walk(made)} | {"loss.epsilon"}
+    own = settings_where("loss=kto") | settings_where("loss=ppo") | {"loss.epsilon"}
     silent = [name for name in HALOS_NAMES if name not in own and remedy(name, "x", DPO) == NOTHING]
     assert silent == [] and len(HALOS_NAMES) > 100
 
 
-def test_all_are_named_at_once() -> None:
+def test_all_are_named_at_once_and_a_limit_that_was_not_typed_follows_the_one_that_was(capsys) -> None:
     words = ["learning_rate=3", "++model.load_from=org/x", "seed=2", "loss_type=apo_zero"]
     with pytest.raises(UserError) as caught:
         compose(*words)
     lines = str(caught.value).splitlines()
     assert [line.split("=")[0].strip() for line in lines] == ["learning_rate", "model.load_from", "loss_type"]
     assert lines[0].endswith("is TRL's name, nothing here would read it; here: lr=3")
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    {
-        "ref_model_sync_steps=64": "here: sync_mode=trust_region sync_freq=64",
-        "loss=kto rpo_alpha=2": "here: loss=dpo loss.nll_weight=2",
-        "data_path=a.jsonl learning_rate=1": "here it is data.path=a.jsonl",
-        "++config.model.max_length=9": "nothing would read it; here it is model.max_length=9",
-        "loss_type=[sigmoid,ipo]": 'loss=dpo for "sigmoid", or loss=ipo for "ipo"',
-        "model=llama trainer=KTO datasets=[shp]": "trainer=KTO: is HALOs' name, nothing here would read it;",
-        "trainer=KTO": "trainer=KTO: is HALOs' name, nothing here would read it; the loss's file chooses",
-        "+learning_rate=3": "learning_rate=3: is TRL's name, nothing here would read it; here: lr=3",
-        "+data.any_file=x": f"data.any_file=x: {NOTHING}; the settings of data are apply_chat",
-    }.items(),
-)
-def test_a_command_of_another_project_is_answered_with_the_names_here(words: str, said: str) -> None:
-    with pytest.raises(UserError) as caught:
-        compose(*words.split())
-    assert said in str(caught.value)
-
-
-def test_a_limit_that_was_not_typed_follows_the_one_that_was(capsys: pytest.CaptureFixture[str]) -> None:
     model = ["model=hub", "model.name_or_path=x", "data=hub", "data.path=a/b"]
-    config, _ = compose(*model, "model.max_length=1024")
-    assert (config.model.max_length, config.model.max_prompt_length) == (1024, 512)
+    config, _ = compose(*model, "model.max_length=1024", "reward=none")
+    assert (config.model.max_length, config.model.max_prompt_length, config.reward) == (1024, 512, None)
     assert "model.max_prompt_length=512, because model.max_length=1024 was typed" in capsys.readouterr().err
     assert compose(*model, "model.max_length=4096")[0].model.max_prompt_length == 1024
     assert compose("online=true", "rounds.contexts=64")[0].rounds.contexts_per_round == 64
     with pytest.raises(ConfigError, match=r"model\.max_prompt_length=1024: must be less"):
         compose(*model, "model.max_length=1024", "model.max_prompt_length=1024")
-    assert compose(*model, "reward=none")[0].reward is None
     assert compose("humanline=true", "--sync-freq", "2")[0].humanline

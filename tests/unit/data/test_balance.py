@@ -3,6 +3,7 @@ long."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.steps import forward
+from benchmarks import steps
 from data.balance import CLOSE, Work, in_slots, part_tokens, partition, row_tokens, token_balance, within
 from data.batches import Tokens, deal
 from data.types import Example, Sequence
@@ -92,8 +93,8 @@ def test_a_turn_takes_short_items_in_where_its_ranks_would_wait_for_a_long_one(r
     rng, half, found, plain, whole = np.random.default_rng(size), ranks * size, 0, 0, 0
     for _ in range(5):
         costs = sorted((int(c) for c in np.exp(rng.normal(6, 0.6, 2 * half))), reverse=True)
-        slots = [costs[:half], costs[half:]]
-        plain += sum(waited([partition(slot, ranks, size)], slot) for slot in slots)
+        halves = (costs[:half], costs[half:])
+        plain += sum(waited([partition(slot, ranks, size)], slot) for slot in halves)
         found, whole = found + waited(in_slots(costs, ranks, size), costs), whole + sum(costs)
     assert found < 0.8 * plain and whole / (whole + found) > least
 
@@ -107,21 +108,16 @@ def test_no_share_has_more_tokens_than_there_is_room_for_whatever_rows_cost(data
     assert max(sum(tokens[i] for i in share) for slot in slots for share in slot) <= most
 
 
-def test_too_many_items_are_refused():
+def test_an_examples_tokens_are_those_of_all_its_rows_and_too_many_are_refused():
+    pair = Example("a", (row(3, 4), row(3, 1)), mismatched=row(3, 9))
+    assert part_tokens([pair], packed=True) == 7 + 4 + 12
     with pytest.raises(ValueError, match="5 items do not fit into 2 parts of 2"):
         partition([1] * 5, 2, 2)
 
 
-def test_an_examples_tokens_are_those_of_all_its_rows():
-    pair = Example("a", (row(3, 4), row(3, 1)), mismatched=row(3, 9))
-    assert part_tokens([pair], packed=True) == 7 + 4 + 12
-
-
 def test_the_balance_is_the_share_of_time_in_which_no_rank_waits():
-    a, b, c, d = (
-        Example("x", (row(1, n - 1),), mismatched=m)
-        for n, m in ((10, None), (4, None), (6, row(1, 1)), (8, None))
-    )
+    sizes = ((10, None), (4, None), (6, row(1, 1)), (8, None))
+    a, b, c, d = (Example("x", (row(1, n - 1),), mismatched=m) for n, m in sizes)
     slots = [[[a], [b, c]], [[d], [b]]]
     assert math.isclose(token_balance(slots, packed=True), ((10 + 12) + (8 + 4)) / 2 / (12 + 8))
     # rank 1 computes two rows of 6 on a grid, and the mismatched row by itself
@@ -129,32 +125,32 @@ def test_the_balance_is_the_share_of_time_in_which_no_rank_waits():
     assert {token_balance([[[a, b]], [[c]]], packed) for packed in (False, True)} == {1.0}, "on one rank"
 
 
-@pytest.mark.parametrize("scored", [False, True])
-def test_what_examples_cost_is_in_proportion_to_their_operations(scored):
+def test_what_examples_cost_is_in_proportion_to_their_operations(monkeypatch):
     batch = batch_of(pairs_of("heavy", 64, 4096), "kto", 64, 4096, np.random.default_rng(0))
-    work, ratios = Work.of(COMPUTED, other=1 / 2 if scored else 1 / 3), []
-    for e in batch:
-        rows, other = forward(COMPUTED, e.rows), forward(COMPUTED, [e.mismatched])
-        by_reference = rows.scoring + other.scoring if scored else 0
-        ratios.append((rows.training + other.scoring + by_reference) / work.part([e]))
-    assert max(ratios) / min(ratios) < 1.015
+    model = steps.without_weights(COMPUTED)
+    monkeypatch.setattr(steps, "without_weights", lambda _: model)
+    costs = [(steps.forward(COMPUTED, e.rows), steps.forward(COMPUTED, [e.mismatched])) for e in batch]
+    for scored in (False, True):
+        work = Work.of(COMPUTED, other=1 / 2 if scored else 1 / 3)
+        ratios = [
+            (rows.training + other.scoring + scored * (rows.scoring + other.scoring)) / work.part([e])
+            for e, (rows, other) in zip(batch, costs, strict=True)
+        ]
+        assert max(ratios) / min(ratios) < 1.015
 
 
 @pytest.mark.parametrize("kind", DRAWN)
-@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
-@pytest.mark.parametrize(("ranks", "least"), [(8, 0.95), (64, 0.9)])
-def test_ranks_have_as_many_operations_where_the_longest_row_allows_it(kind, loss, ranks, least):
-    for size, slots in ((8, 1), (4, 2)):
-        found = measure(pairs_of(kind, 1024, 4096), loss, ranks, size, slots, 4096)
-        assert found.after >= min(least, 0.97 * found.possible)
-
-
-@pytest.mark.parametrize("kind", DRAWN)
-@pytest.mark.parametrize("ranks", [1, 8, 16])
-def test_mismatched_rows_take_no_further_microbatches(kind, ranks):
-    """They cost time and no memory: a budget's slots are as few as its tokens allow."""
-    batch = batch_of(pairs_of(kind, 1024, 4096), "kto", 32 * ranks, 4096, np.random.default_rng(ranks))
-    work = Work.of(COMPUTED, other=1 / 3)
-    slots = deal(batch, ranks, Tokens(8192), 1, work=work)
-    assert len(slots) == -(-sum(map(row_tokens, batch)) // (8192 * ranks))
-    assert busy(slots, work, False)[0] >= 0.95
+def test_ranks_have_as_many_operations_where_the_longest_row_allows_it(kind):
+    """And mismatched rows, which cost time and no memory, take no further microbatches: a budget's slots are
+    as few as its tokens allow."""
+    pairs, work = pairs_of(kind, 1024, 4096), Work.of(COMPUTED, other=1 / 3)
+    for loss, (ranks, least), (size, slots) in itertools.product(
+        ("dpo", "kto", "grpo"), ((8, 0.95), (64, 0.9)), ((8, 1), (4, 2))
+    ):
+        found = measure(pairs, loss, ranks, size, slots, 4096)
+        assert found.after >= min(least, 0.97 * found.possible), (loss, ranks, size)
+    for ranks in (1, 8, 16):
+        batch = batch_of(pairs, "kto", 32 * ranks, 4096, np.random.default_rng(ranks))
+        dealt = deal(batch, ranks, Tokens(8192), 1, work=work)
+        assert len(dealt) == -(-sum(map(row_tokens, batch)) // (8192 * ranks))
+        assert busy(dealt, work, False)[0] >= 0.95

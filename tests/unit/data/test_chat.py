@@ -50,11 +50,17 @@ def ids_of(sequence: Sequence) -> list[int]:
     return [*sequence.prompt_ids.tolist(), *sequence.completion_ids.tolist()]
 
 
-@pytest.mark.parametrize("family", CHATS)
+TOOLS = Prompt((Turn("user", "what is 2+2?"), Turn("assistant", "add(2, 2)"), Turn("tool", "4")))
+TURNS = conversation("one", "two", "three the")
+
+
 @pytest.mark.parametrize("answer", ["the answer", " 12\nis in there ", "\n\nthe", "ünï→ ✓", ""])
-def test_training_ids_are_the_template_s_own_rendering(family: str, answer: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "prompt"), [*((family, TURNS) for family in CHATS), ("llama3", TOOLS), ("qwen2", TOOLS)]
+)
+def test_training_ids_are_the_template_s_own_rendering(family: str, prompt: Prompt, answer: str) -> None:
     """Independent of the renderer: transformers renders the whole conversation and tokenises it at once."""
-    tokenizer, prompt = TOKENIZERS[family], conversation("one", "two", "three the")
+    tokenizer = TOKENIZERS[family]
     messages = [{"role": t.role, "content": t.content} for t in prompt.turns]
     messages.append({"role": "assistant", "content": answer})
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -64,6 +70,7 @@ def test_training_ids_are_the_template_s_own_rendering(family: str, answer: str)
     assert tokenizer.decode(ids_of(made)) == expected
     if answer.strip() == answer != "":  # no merge may cross from the generation prompt into it
         assert ids_of(made) == tokenizer(expected, add_special_tokens=False)["input_ids"]
+        assert tokenizer.decode(made.completion_ids) == answer + end
 
 
 @pytest.mark.parametrize("family", [*CHATS, "base"])
@@ -95,23 +102,17 @@ def test_exactly_one_bos_whoever_wrote_it(family: str, plain: bool, already: int
 
 
 def test_bos_is_added_when_the_template_forgets_it_and_never_invented() -> None:
-    lengths = {"max_length": 500, "max_prompt_length": 400}
-    forgetful = Renderer(TOKENIZERS["llama3"], template=FAMILIES["qwen2"][3], **lengths)
-    ids = forgetful.prompt_ids(conversation("hello")).tolist()
-    assert ids[0] == TOKENIZERS["llama3"].bos_token_id
-    assert ids.count(ids[0]) == 1
+    """GPT-2's kind has one that is the end of sequence, and never adds it."""
+    lengths, hello = {"max_length": 500, "max_prompt_length": 400}, conversation("hello")
+    ids = Renderer(TOKENIZERS["llama3"], template=FAMILIES["qwen2"][3], **lengths).prompt_ids(hello).tolist()
+    assert ids[0] == TOKENIZERS["llama3"].bos_token_id and ids.count(ids[0]) == 1
     assert TOKENIZERS["qwen2"].bos_token_id is None
     opens = TOKENIZERS["qwen2"].convert_tokens_to_ids("<|im_start|>")
-    assert renderer("qwen2").prompt_ids(conversation("hello"))[0] == opens
-
-
-def test_no_bos_where_the_tokenizer_has_one_but_does_not_use_it() -> None:
-    """GPT-2's kind: bos_token is the end of sequence, and the tokenizer never adds it."""
-    tokenizer = tiny_tokenizer("base")
-    tokenizer.bos_token = tokenizer.eos_token
-    for template in (None, load_template(tokenizer)):
-        make = Renderer(tokenizer, max_length=100, max_prompt_length=50, template=template)
-        assert tokenizer.bos_token_id not in make.prompt_ids(conversation("hello"))
+    assert renderer("qwen2").prompt_ids(hello)[0] == opens
+    unused = tiny_tokenizer("base")
+    unused.bos_token = unused.eos_token
+    for template in (None, load_template(unused)):
+        assert unused.bos_token_id not in Renderer(unused, template=template, **lengths).prompt_ids(hello)
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -125,43 +126,53 @@ def test_an_answer_ends_with_the_template_s_end_token_exactly_once(family: str, 
     assert sum(token in ends for token in made.completion_ids.tolist()) == 1
 
 
+STOPS = {"llama3": ["<|eot_id|>"], "qwen2": ["<|im_end|>"], "gemma2": ["<end_of_turn>", "<eos>"]}
+
+
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_sampled_ids_are_used_as_they_are(family: str) -> None:
+def test_sampled_ids_are_used_as_they_are_and_stop_at_the_ends(family: str) -> None:
     make, prompt = renderer(family), conversation("hello")
     strange = (5, 3, 5, 7)  # no tokenizer would cut a text this way
     ended = [Completion(None, (5, stop)) for stop in make.stop_token_ids]
     for sampled in (Completion(None, strange, finished=False), Completion("ignored", strange), *ended):
         end = [make.end_id] if sampled.text else []
         assert row(make.sequence(prompt, sampled)).completion_ids.tolist() == [*sampled.token_ids, *end]
-
-
-@pytest.mark.parametrize(
-    ("family", "stops"),
-    [("llama3", ["<|eot_id|>"]), ("qwen2", ["<|im_end|>"]), ("gemma2", ["<end_of_turn>", "<eos>"])],
-)
-def test_stop_tokens_are_end_of_turn_and_end_of_sequence(family: str, stops: list[str]) -> None:
-    assert list(renderer(family).stop_token_ids) == TOKENIZERS[family].convert_tokens_to_ids(stops)
+    if family in STOPS:
+        assert list(make.stop_token_ids) == TOKENIZERS[family].convert_tokens_to_ids(STOPS[family])
 
 
 def test_a_template_without_a_system_role_gets_it_in_the_first_user_turn() -> None:
+    """And the end token is found behind a newline that is a token too."""
     make, tokenizer = renderer("gemma2"), TOKENIZERS["gemma2"]
     folded = make.prompt_ids(conversation("hello", "hi", "and?", system="be brief"))
     assert np.array_equal(folded, make.prompt_ids(conversation("be brief\n\nhello", "hi", "and?")))
-    turn = "{{ '<start_of_turn>' + m['content'] + '<end_of_turn>' }}"
+    turn = "{{ '<start_of_turn>' + m['content'] + '\n<end_of_turn>\n' }}"
     silent = f"{{% for m in messages %}}{{% if m['role'] != 'system' %}}{turn}{{% endif %}}{{% endfor %}}"
-    make = Renderer(tokenizer, max_length=99, max_prompt_length=60, template=silent)
-    assert "be brief" in tokenizer.decode(make.prompt_ids(conversation("hello", system="be brief")))
+    make = Renderer(tokenizer, max_length=99, max_prompt_length=60, template="{{ bos_token }}" + silent)
+    made = row(make.sequence(conversation("hello", system="be brief"), Completion("yes")))
+    assert "be brief" in tokenizer.decode(made.prompt_ids)
+    assert tokenizer.decode(made.completion_ids).endswith("yes\n<end_of_turn>")
+    assert tokenizer.convert_ids_to_tokens(make.end_id) == "<end_of_turn>"
 
 
 def test_a_conversation_that_the_template_refuses_is_named_not_raised_in_a_batch() -> None:
-    make = renderer("gemma2")
-    odd = Prompt((Turn("user", "a"), Turn("user", "b")))
-    made = make.sequences([(odd, Completion("x")), (conversation("a"), Completion("x"))])
-    assert isinstance(made[0], str)
-    assert "must alternate" in made[0]
-    assert isinstance(made[1], Sequence)
+    """Of tool turns Gemma's raises, Llama 2's would leave them out; a template of two roles would put them
+    into the assistant's mouth."""
+    template = "{% for m in messages %}{{ {'user': 'U'}.get(m.role, 'A') + m.content }}{% endfor %}"
+    two_roles = Renderer(TOKENIZERS["qwen2"], max_length=99, max_prompt_length=50, template=template)
+    odd, fine = Prompt((Turn("user", "a"), Turn("user", "b"))), (conversation("a"), Completion("x"))
+    for make, prompt, says in (
+        (renderer("gemma2"), odd, ["must alternate"]),
+        *(
+            (make, TOOLS, ["has no tool turns", "model.chat_template"])
+            for make in (renderer("gemma2"), renderer("llama2"), two_roles)
+        ),
+    ):
+        said, made = make.sequences([(prompt, Completion("x")), fine])
+        assert isinstance(said, str) and all(part in said for part in says)
+        assert isinstance(made, Sequence)
     with pytest.raises(DataError, match="must alternate"):
-        make.prompt_ids(odd)
+        renderer("gemma2").prompt_ids(odd)
 
 
 def test_a_base_model_gets_the_shipped_template() -> None:
@@ -172,35 +183,24 @@ def test_a_base_model_gets_the_shipped_template() -> None:
         "rules\n\nUser: one\n\nAssistant: two<|endoftext|>\n\nUser: three\n\nAssistant: four<|endoftext|>"
     )
     assert tokenizer.decode(made.completion_ids) == " four<|endoftext|>"
+    text = tokenizer.decode(make.prompt_ids(TOOLS))
+    assert "Assistant: add(2, 2)" in text and "Tool: 4" in text and "4" not in text.partition("Tool")[0]
 
 
 def test_a_tokenizer_that_prefixes_a_space_does_not_put_one_inside_a_row() -> None:
-    """Llama-2's template answers "[/INST] yes </s>": one space, as in its own rendering tokenised whole."""
-    tokenizer, make = TOKENIZERS["llama2"], renderer("llama2")
+    """Llama-2's template answers "[/INST] yes </s>": one space, as in its own rendering tokenised whole.
+    Zephyr's has a newline before the answer, and no space."""
+    tokenizer, hello, yes = TOKENIZERS["llama2"], conversation("hello"), Completion("yes")
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]
     whole = tokenizer.apply_chat_template(messages)["input_ids"]
-    assert ids_of(row(make.sequence(conversation("hello"), Completion("yes")))) == whole
-
-
-def test_an_answer_right_behind_a_newline_begins_without_a_space_of_the_tokenizer_s_own() -> None:
-    tokenizer = TOKENIZERS["llama2"]
+    assert ids_of(row(renderer("llama2").sequence(hello, yes))) == whole
     turn = "{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}"
     opens = "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
-    template = f"{{% for m in messages %}}{turn}{{% endfor %}}{opens}"  # as Zephyr's
-    make = Renderer(tokenizer, max_length=200, max_prompt_length=100, template=template)
-    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]
-    whole = tokenizer.apply_chat_template(messages, chat_template=template)["input_ids"]
-    made = ids_of(row(make.sequence(conversation("hello"), Completion("yes"))))
-    assert made == [tokenizer.bos_token_id, *whole[: len(made) - 1]]
-    assert made[-1] == tokenizer.eos_token_id
-
-
-def test_the_end_token_is_found_behind_a_newline_that_is_a_token_too() -> None:
-    template = "{{ bos_token }}{% for m in messages %}{{ m['content'] + '\n<end_of_turn>\n' }}{% endfor %}"
-    make = Renderer(TOKENIZERS["gemma2"], max_length=99, max_prompt_length=60, template=template)
-    made = row(make.sequence(conversation("hello"), Completion("yes")))
-    assert TOKENIZERS["gemma2"].decode(made.completion_ids) == "yes\n<end_of_turn>"
-    assert TOKENIZERS["gemma2"].convert_ids_to_tokens(make.end_id) == "<end_of_turn>"
+    zephyr = f"{{% for m in messages %}}{turn}{{% endfor %}}{opens}"
+    make = Renderer(tokenizer, max_length=200, max_prompt_length=100, template=zephyr)
+    whole = tokenizer.apply_chat_template(messages, chat_template=zephyr)["input_ids"]
+    made = ids_of(row(make.sequence(hello, yes)))
+    assert made == [tokenizer.bos_token_id, *whole[: len(made) - 1]] and made[-1] == tokenizer.eos_token_id
 
 
 # Lengths
@@ -208,13 +208,16 @@ def test_the_end_token_is_found_behind_a_newline_that_is_a_token_too() -> None:
 
 def test_the_oldest_turns_go_first_and_the_system_turn_never() -> None:
     prompt = conversation("first " * 20, "second " * 20, "third", "fourth", "fifth?", system="the rules")
-    make, tokenizer = renderer("qwen2", 300, 150), TOKENIZERS["qwen2"]
+    make = renderer("qwen2", 300, 150)
     ids = make.prompt_ids(prompt)
     rest = conversation("third", "fourth", "fifth?", system="the rules")
-    assert np.array_equal(ids, renderer("qwen2").prompt_ids(rest))
-    assert len(ids) <= 150
+    assert np.array_equal(ids, renderer("qwen2").prompt_ids(rest)) and len(ids) <= 150
     assert make.cuts == {"oldest turns": 1}
-    assert "the rules" in tokenizer.decode(ids)
+    made = renderer("qwen2", 100, 50).sequence(conversation("hello", system="rule " * 200), Completion("yes"))
+    assert isinstance(made, str) and "max_prompt_length=50" in made
+    for make, empty in ((renderer("llama3"), None), (renderer("llama3", plain=True), "")):
+        answer = Completion(empty, () if empty is None else None, finished=False)
+        assert make.sequence(conversation("hello"), answer) == "no completion token"
 
 
 @pytest.mark.parametrize("family", [*CHATS, "base"])
@@ -222,19 +225,9 @@ def test_a_last_user_turn_that_is_too_long_keeps_its_end(family: str) -> None:
     question = "".join(f"{i} ünï " for i in range(300)) + "what is the answer?"
     make, tokenizer = renderer(family, 200, 120), TOKENIZERS[family]
     text = tokenizer.decode(make.prompt_ids(conversation("old", "older", question, system="rules")))
-    assert "what is the answer?" in text
-    assert "rules" in text
-    assert "old" not in text
-    assert "�" not in text
-    assert make.cuts["last user turn"] == 1
-    assert make.cuts["oldest turns"] == 1
+    assert "what is the answer?" in text and "rules" in text and "old" not in text and "�" not in text
+    assert make.cuts["last user turn"] == make.cuts["oldest turns"] == 1
     assert 110 <= len(make.prompt_ids(conversation(question))) <= 120
-
-
-def test_a_system_turn_that_leaves_no_room_drops_the_row() -> None:
-    made = renderer("qwen2", 100, 50).sequence(conversation("hello", system="rule " * 200), Completion("yes"))
-    assert isinstance(made, str)
-    assert "max_prompt_length=50" in made
 
 
 def test_a_cut_completion_has_no_end_token_and_is_counted() -> None:
@@ -248,26 +241,18 @@ def test_a_cut_completion_has_no_end_token_and_is_counted() -> None:
     assert fits.completion_ids[-1] == TOKENIZERS["llama3"].eos_token_id
 
 
-def test_a_row_without_a_completion_token_is_dropped() -> None:
-    for make, empty in ((renderer("llama3"), None), (renderer("llama3", plain=True), "")):
-        answer = Completion(empty, () if empty is None else None, finished=False)
-        assert make.sequence(conversation("hello"), answer) == "no completion token"
-
-
 words = st.text(alphabet=st.sampled_from("ab the\n é<|>✓"), max_size=60)
 
 
 @settings(max_examples=150)
 @given(
-    st.sampled_from([*CHATS, "base", "llama2"]),
-    st.lists(words, min_size=1, max_size=5),
-    words,
-    st.integers(30, 90),
-    st.booleans(),
+    family=st.sampled_from([*CHATS, "base", "llama2"]),
+    contents=st.lists(words, min_size=1, max_size=5),
+    answer=words,
+    limit=st.integers(30, 90),
+    plain=st.booleans(),
 )
-def test_any_conversation_fits_or_is_named(
-    family: str, contents: list[str], answer: str, limit: int, plain: bool
-) -> None:
+def test_any_conversation_fits_or_is_named(family, contents, answer, limit, plain) -> None:
     prompt = conversation(*contents[: len(contents) - 1 + len(contents) % 2], system=None)
     make = renderer(family, 2 * limit, limit, plain)
     made = make.sequence(prompt, Completion(answer))
@@ -277,8 +262,7 @@ def test_any_conversation_fits_or_is_named(
     assert 1 <= len(made.prompt_ids) <= limit
     assert 1 <= len(made.completion_ids) <= 2 * limit - len(made.prompt_ids)
     assert np.array_equal(made.prompt_ids, make.prompt_ids(prompt))
-    ended = made.completion_ids[-1] == make.end_id
-    assert ended or len(made) == 2 * limit
+    assert made.completion_ids[-1] == make.end_id or len(made) == 2 * limit
 
 
 def test_the_oldest_turns_are_left_out_in_few_renderings(monkeypatch) -> None:
@@ -305,31 +289,34 @@ def test_a_batch_is_its_rows() -> None:
 # Plain concatenation, settings, identity
 
 
-def test_plain_text_is_concatenated_as_it_is() -> None:
+def test_plain_text_is_concatenated_as_it_is_and_a_tokenizer_without_an_end_refused() -> None:
     tokenizer = TOKENIZERS["base"]
     made = row(renderer("base", plain=True).sequence(conversation("The sky is"), Completion(" the limit ")))
     assert tokenizer.decode(ids_of(made)) == "The sky is the limit <|endoftext|>"
     assert tokenizer.decode(made.prompt_ids) == "The sky is"
+    endless = tiny_tokenizer("base")
+    endless.eos_token = None
+    with pytest.raises(ConfigError, match="eos_token"):
+        Renderer(endless, max_length=10, max_prompt_length=5, template=None)
 
 
 def test_settings_choose_template_and_lengths_and_the_models_files_its_ends(tmp_path) -> None:
-    data = DataConfig(name="x", source="y")
+    data, tokenizer = DataConfig(name="x", source="y"), TOKENIZERS["qwen2"]
     (folder := tmp_path / "run" / "model").mkdir(parents=True)
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 11]}')
     (folder / "config.json").write_text('{"eos_token_id": 12, "text_config": {"eos_token_id": [11, 13]}}')
     model = ModelConfig(name="m", name_or_path=str(folder.parent), max_length=99, max_prompt_length=44)
-    assert make_renderer(TOKENIZERS["qwen2"], model, data).template == FAMILIES["qwen2"][3]
+    made = make_renderer(tokenizer, model, data)
+    assert (made.template, made.max_length, made.max_prompt_length) == (FAMILIES["qwen2"][3], 99, 44)
     plain = dataclasses.replace(data, apply_chat_template=False)
-    assert make_renderer(TOKENIZERS["qwen2"], model, plain).template is None
-    assert (made := make_renderer(TOKENIZERS["qwen2"], model, data)).max_length == 99
-    assert made.max_prompt_length == 44
+    assert make_renderer(tokenizer, model, plain).template is None
     own = renderer("qwen2").stop_token_ids
     assert made.stop_token_ids == (*own, 7, 11, 12, 13)
     assert made.said([*made._encode(["yes"])[0], 11]) == "yes"
     assert made.about_ends.startswith(f"a sampled answer ends at <|im_end|> ({own[0]}), ")
     no_files = dataclasses.replace(model, name_or_path=str(tmp_path / "templates"))
     (tmp_path / "templates").mkdir()
-    assert make_renderer(TOKENIZERS["qwen2"], no_files, data).stop_token_ids == own
+    assert make_renderer(tokenizer, no_files, data).stop_token_ids == own
 
 
 def test_the_hub_is_asked_once_for_a_file_of_ends(monkeypatch) -> None:
@@ -349,13 +336,6 @@ def test_the_hub_is_asked_once_for_a_file_of_ends(monkeypatch) -> None:
     assert named == ["generation_config.json", "config.json"]
 
 
-def test_a_tokenizer_without_an_end_is_refused() -> None:
-    endless = tiny_tokenizer("base")
-    endless.eos_token = None
-    with pytest.raises(ConfigError, match="eos_token"):
-        Renderer(endless, max_length=10, max_prompt_length=5, template=None)
-
-
 def test_the_fingerprint_changes_with_what_ids_depend_on_and_with_nothing_else() -> None:
     tokenizer = tiny_tokenizer("llama3")
     before = chat_fingerprint(tokenizer, "t", 10, 5)
@@ -367,39 +347,6 @@ def test_the_fingerprint_changes_with_what_ids_depend_on_and_with_nothing_else()
     others.append(chat_fingerprint(tiny_tokenizer("qwen2"), "t", 10, 5))
     tokenizer.add_tokens(["more"])
     assert len({before, *others, chat_fingerprint(tokenizer, "t", 10, 5)}) == 7
-
-
-TOOLS = Prompt((Turn("user", "what is 2+2?"), Turn("assistant", "add(2, 2)"), Turn("tool", "4")))
-
-
-@pytest.mark.parametrize("family", ["llama3", "qwen2"])
-def test_a_tools_result_is_context_as_the_template_writes_it(family: str) -> None:
-    tokenizer = TOKENIZERS[family]
-    messages = [{"role": t.role, "content": t.content} for t in TOOLS.turns]
-    messages.append({"role": "assistant", "content": "it is"})
-    whole = tokenizer.apply_chat_template(messages, tokenize=False)
-    end = END_OF_TURN[family]
-    made = row(renderer(family).sequence(TOOLS, Completion("it is")))
-    assert tokenizer.decode(ids_of(made)) == whole[: whole.rindex(end) + len(end)]
-    assert tokenizer.decode(made.completion_ids) == "it is" + end
-
-
-def test_the_shipped_template_writes_a_tools_result() -> None:
-    made = row(renderer("base").sequence(TOOLS, Completion("it is")))
-    text = TOKENIZERS["base"].decode(made.prompt_ids)
-    assert "Assistant: add(2, 2)" in text and "Tool: 4" in text and "4" not in text.partition("Tool")[0]
-
-
-@pytest.mark.parametrize("family", ["gemma2", "llama2"])
-def test_where_the_template_has_no_tool_turns_the_row_is_dropped_and_says_so(family: str) -> None:
-    """Gemma's raises, Llama 2's would leave the turn out; a template of two roles would put it into the
-    assistant's mouth."""
-    template = "{% for m in messages %}{{ {'user': 'U'}.get(m.role, 'A') + m.content }}{% endfor %}"
-    two_roles = Renderer(TOKENIZERS["qwen2"], max_length=99, max_prompt_length=50, template=template)
-    for made in (renderer(family), two_roles):
-        said = made.sequence(TOOLS, Completion("it is"))
-        assert isinstance(said, str) and "has no tool turns" in said and "model.chat_template" in said
-        assert isinstance(made.sequence(conversation("hello"), Completion("x")), Sequence)
 
 
 # Texts as people bring them: with control tokens inside, and far longer than there is room for
@@ -445,7 +392,7 @@ def test_a_long_text_gives_the_ids_of_the_whole_text(family, word, monkeypatch):
     assert named and f"{len(long):,} characters from 'the beginning" in named[0]
 
 
-def test_a_long_text_takes_little_memory():
+def test_a_long_text_takes_little_memory_and_long_prompts_may_be_dropped():
     text = "word " * 1_000_000
     make = renderer("llama3", 64, 32)
     tracemalloc.start()
@@ -453,9 +400,6 @@ def test_a_long_text_takes_little_memory():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 10 * len(text), "hundreds of bytes a character where it is tokenised whole"
-
-
-def test_long_prompts_are_counted_and_may_be_dropped():
     long, short = conversation("word " * 300), conversation("word")
     make = renderer("llama3", 512, 256)
     assert make.too_long(long) and not make.too_long(short) and not make.cuts
@@ -477,27 +421,20 @@ def words_of(tokenizer, text: str) -> np.ndarray:
     return np.array(tokenizer(text)["input_ids"], np.int32)
 
 
-def test_the_share_is_of_all_rows_together(adder):
-    assert unknown_share(adder, [words_of(adder, "12+34=46"), words_of(adder, "1;2")]) == 0
-    rows = [np.full(30, adder.unk_token_id), words_of(adder, "1")[:1].repeat(90)]
-    assert unknown_share(adder, rows) == 0.25
-    assert unknown_share(adder, []) == 0
-
-
 def test_words_are_refused_and_sums_are_not(adder):
+    """By the share of unknown tokens over all rows; a token that also means something else says nothing."""
+    one, unknown = words_of(adder, "1")[:1], np.full(30, adder.unk_token_id)
+    assert unknown_share(adder, [words_of(adder, "12+34=46"), words_of(adder, "1;2")]) == 0
+    assert unknown_share(adder, [unknown, one.repeat(90)]) == 0.25
+    assert unknown_share(adder, []) == 0
     check_vocabulary(adder, [words_of(adder, "12+34=46")], "sums")
     with pytest.raises(ConfigError, match=r"does not know .* of the tokens of words; choose a model"):
         check_vocabulary(adder, [words_of(adder, "hello")], "words")
-    unknown = np.full(1, adder.unk_token_id)
-    few = words_of(adder, "1")[:1].repeat(round(1 / MOST_UNKNOWN) - 1)
-    check_vocabulary(adder, [unknown, few], "a tenth")
-
-
-@pytest.mark.parametrize("same", ["eos_token", "bos_token", "pad_token"])
-def test_a_token_that_also_means_something_else_says_nothing(same):
+    check_vocabulary(adder, [unknown[:1], one.repeat(round(1 / MOST_UNKNOWN) - 1)], "a tenth")
     own = AutoTokenizer.from_pretrained(ROOT / "assets" / "adder" / "model")
-    own.unk_token = getattr(own, same)
-    assert unknown_share(own, [np.full(5, own.unk_token_id)]) == 0
+    for same in (own.eos_token, own.bos_token, own.pad_token):
+        own.unk_token = same
+        assert unknown_share(own, [np.full(5, own.unk_token_id)]) == 0
     own.unk_token = None
     assert unknown_share(own, [np.full(5, 3)]) == 0
 

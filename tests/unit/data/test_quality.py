@@ -44,15 +44,17 @@ def report() -> DataReport:
 def test_it_counts_rows_prompts_and_what_both_splits_share(report: DataReport) -> None:
     counts = report.read, report.groups, report.prompts, report.examples, report.shared_prompts
     assert counts == (6, 3, 2, 2, 1)
-    assert report.dropped == {"a tie": 2, "no | column\n'x'": 1}
-    assert report.cut == {"completion end": 1}
-    assert report.prompt_tokens is not None
+    assert report.dropped == {"a tie": 2, "no | column\n'x'": 1} and report.cut == {"completion end": 1}
     tokens = report.prompt_tokens
     assert (tokens.count, tokens.mean, tokens.maximum) == (4, 6.0, 9.0)
-    assert report.completion_tokens is not None
     assert report.completion_tokens.median == 3.5
     assert any("both trained on and evaluated" in warning for warning in report.warnings())
     assert any("left out: 3 of 6 rows (2 × a tie, 1 × no" in line for line in report.beginning())
+    plain = json.loads(json.dumps(report.with_logprobs({"chosen": np.array([-0.1, -0.3])}).to_dict()))
+    assert plain["logprob"]["chosen"]["mean"] == pytest.approx(-0.2)
+    assert plain["named"][0] == {"file": "f.jsonl", "row": 2, "reason": "a tie", "intended": False}
+    empty = report.with_logprobs({"chosen": np.array([np.nan])})
+    assert empty.logprob == {} and empty.poor_share is report.with_logprobs({}).poor_share is None
 
 
 def test_the_start_says_which_answers_are_desirable() -> None:
@@ -66,17 +68,13 @@ def test_the_start_says_which_answers_are_desirable() -> None:
     assert "first example, completion: 'a'" in plain and not any("desirable" in line for line in plain)
 
 
-def test_markdown_names_rows_and_its_tables_hold_whatever_the_data_say(report: DataReport) -> None:
+def test_tables_hold_whatever_the_data_say_and_it_does_nothing(report: DataReport) -> None:
     kinds = {"chosen": np.array([-0.1]), "rejected": np.array([-0.5])}
     page = data_tables.page(report.with_logprobs(kinds, clippable_share=0.021).to_dict())
-    assert "f.jsonl, row 2: a tie" in page
-    assert "2.1%" in page
+    assert "f.jsonl, row 2: a tie" in page and "2.1%" in page
     for table in page.split("\n\n"):
         widths = {line.replace("\\|", "").count("|") for line in table.splitlines() if line.startswith("|")}
         assert len(widths) <= 1, table
-
-
-def test_what_the_data_say_is_shown_and_does_nothing() -> None:
     hostile = "<svg onload=alert(1)> ![](http://x) `a` \\| <script>\n# b\n\x1b[2J\ud800"
     loaded = Loaded([group("q1")], 3, [Dropped(hostile, 2, hostile)], hostile)
     made = DataReport.of(loaded, Loaded([], 0, [], hostile), Examples((), {hostile: 1}), {})
@@ -84,12 +82,6 @@ def test_what_the_data_say_is_shown_and_does_nothing() -> None:
     page.encode()
     assert [part for part in ("<svg", "<script", "](", "`", "\n# b", "\x1b") if part in page] == []
     assert page.count("&lt;svg onload=alert(1)&gt;") == 6
-
-
-def test_to_dict_is_json(report: DataReport) -> None:
-    plain = json.loads(json.dumps(report.with_logprobs({"chosen": np.array([-0.1, -0.3])}).to_dict()))
-    assert plain["logprob"]["chosen"]["mean"] == pytest.approx(-0.2)
-    assert plain["named"][0] == {"file": "f.jsonl", "row": 2, "reason": "a tie", "intended": False}
 
 
 @given(st.lists(st.floats(-5, 0), min_size=1, max_size=40))
@@ -103,33 +95,22 @@ def test_quartiles_part_the_values_into_quarters(values: list[float]) -> None:
     assert (spread.minimum, spread.maximum) == (array.min(), array.max())
 
 
-@pytest.mark.parametrize(
-    ("center", "warned"), [(-0.7, True), (-0.36, True), (-0.30, False), (-2.0, True), (-0.05, False)]
-)
-def test_the_gate_warns_of_data_like_the_papers_lowest_quarter(
-    report: DataReport, center: float, warned: bool
-) -> None:
-    chosen = np.array([center, center - 0.01, center + 0.01, np.nan])
-    scored = report.with_logprobs({"chosen": chosen, "rejected": chosen - 0.02})
-    assert any("Figure 6" in warning for warning in scored.warnings()) == warned
-    assert scored.logprob["all"].count == 6  # what was not scored is not averaged over
-    assert scored.logprob["chosen"].median == pytest.approx(center)
-    low, high = PAPER_WORST_QUARTILE
-    assert (f"[{low}, {high}]" in data_tables.page(scored.to_dict())) == warned
-
-
-def test_where_the_model_answered_itself_its_answers_are_the_measure(report: DataReport) -> None:
+def test_the_gate_warns_of_data_like_the_papers_lowest_quarter(report: DataReport) -> None:
+    """Where the model answered itself, its answers are the measure."""
+    for center, warned in ((-0.7, True), (-0.36, True), (-0.30, False), (-2.0, True), (-0.05, False)):
+        chosen = np.array([center, center - 0.01, center + 0.01, np.nan])
+        scored = report.with_logprobs({"chosen": chosen, "rejected": chosen - 0.02})
+        assert any("Figure 6" in warning for warning in scored.warnings()) == warned
+        assert scored.logprob["all"].count == 6  # what was not scored is not averaged over
+        assert scored.logprob["chosen"].median == pytest.approx(center)
+        low, high = PAPER_WORST_QUARTILE
+        assert (f"[{low}, {high}]" in data_tables.page(scored.to_dict())) == warned
     human = np.linspace(-2.5, -1.5, 20)
     own = [-1.2 - 0.1 * i for i in range(11)]  # a tenth of these is below -2.1
     likely = report.with_logprobs({"chosen": human}, own=own)
     assert likely.poor_share == pytest.approx(0.4) and not any("Figure 6" in one for one in likely.warnings())
     unlikely = report.with_logprobs({"chosen": human - 1}, own=own)
     assert any("median -3.00 nats a token; its own answers -1.70" in one for one in unlikely.warnings())
-
-
-def test_nothing_scored_is_no_warning(report: DataReport) -> None:
-    assert report.with_logprobs({}).poor_share is None
-    assert report.with_logprobs({"chosen": np.array([np.nan])}).logprob == {}
 
 
 # data.logprob_range: a slice of the order by likelihood, and ranges that meet part the data
@@ -139,15 +120,12 @@ VALUES = st.lists(st.floats(-20, 0).map(lambda v: round(v, 1)), min_size=4, max_
 )  # rounded: equal ones happen
 
 
-@given(VALUES, st.floats(0, 1), st.floats(0, 1))
-def test_ranges_that_meet_part_the_groups(values: np.ndarray, a: float, b: float) -> None:
+@given(VALUES, st.floats(0, 1), st.floats(0, 1), st.randoms())
+def test_what_is_kept_is_a_slice_of_the_order_by_likelihood(values, a, b, random) -> None:
+    """Ranges that meet part the groups, in the order of the data, which does not decide who is kept."""
     ends = [0.0, *sorted((a, b)), 1.0]
     parts = [range(*places(len(values), (low, high))) for low, high in pairwise(ends)]
     assert [place for part in parts for place in part] == list(range(len(values)))
-
-
-@given(VALUES)
-def test_what_is_kept_is_the_slice_of_the_order_and_the_data_keep_theirs(values: np.ndarray) -> None:
     low, high = select(values, [0.0, 0.25]), select(values, [0.25, 1.0])
     assert sorted(low.kept + high.kept) == list(range(len(values)))
     assert list(low.kept) == sorted(low.kept) and list(high.kept) == sorted(high.kept)
@@ -155,10 +133,6 @@ def test_what_is_kept_is_the_slice_of_the_order_and_the_data_keep_theirs(values:
     assert (low.below, low.above, high.below) == (0, len(high.kept), len(low.kept))
     assert low.lowest == low.all.minimum == values.min() and low.highest == values[list(low.kept)].max()
     assert abs(len(low.kept) - len(values) / 4) <= 0.5
-
-
-@given(VALUES, st.randoms())
-def test_the_groups_kept_do_not_depend_on_their_order_in_the_file(values: np.ndarray, random) -> None:
     values = values + np.arange(len(values)) * 1e-6  # no ties: there the order in the file decides
     shuffled = list(range(len(values)))
     random.shuffle(shuffled)
@@ -166,26 +140,16 @@ def test_the_groups_kept_do_not_depend_on_their_order_in_the_file(values: np.nda
     assert {shuffled[g] for g in again.kept} == set(select(values, [0.25, 0.75]).kept)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
-def test_a_group_without_a_finite_value_has_no_place(bad: float) -> None:
-    with pytest.raises(StoppedError, match="1 of 3 training groups"):
-        select(np.array([-1.0, bad, -0.1]), [0.0, 0.5])
-
-
-def test_the_report_counts_what_was_left_out_by_reason() -> None:
+def test_a_selection_is_reported_and_refused_where_it_means_nothing() -> None:
     page = data_tables.page({"selection": select(np.arange(-8.0, 0.0), [0.25, 0.75]).to_dict()})
     assert "4 of 8 groups; 2 were less likely, 2 more likely" in page
     assert "| every group | 8 | -4.500 | -8.000 |" in page
-
-
-@pytest.mark.parametrize("bad", ["[0.5,0.5]", "[0.6,0.5]", "[-0.1,0.5]", "[0,1.1]", "[0.25]", "[0,0.5,1]"])
-def test_a_range_that_is_none_is_refused(bad: str) -> None:
-    with pytest.raises(ConfigError, match=r"^data\.logprob_range=.*0 <= low < high <= 1"):
-        make_config(f"data.logprob_range={bad}")
-
-
-@pytest.mark.parametrize("settings", [("online=true", "loss=dpo"), ("loss=bradley_terry",)])
-def test_a_range_is_refused_where_there_is_nothing_to_order(settings: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"^data\.logprob_range="):
-        make_config(*settings, "data.logprob_range=[0,0.5]")
-    make_config(*settings)
+    for bad in (float("nan"), float("-inf")):
+        with pytest.raises(StoppedError, match="1 of 3 training groups"):
+            select(np.array([-1.0, bad, -0.1]), [0.0, 0.5])
+    for bad in ("[0.5,0.5]", "[0.6,0.5]", "[-0.1,0.5]", "[0,1.1]", "[0.25]", "[0,0.5,1]"):
+        with pytest.raises(ConfigError, match=r"^data\.logprob_range=.*0 <= low < high <= 1"):
+            make_config(f"data.logprob_range={bad}")
+    for nothing in (("online=true", "loss=dpo"), ("loss=bradley_terry",)):
+        with pytest.raises(ConfigError, match=r"^data\.logprob_range="):
+            make_config(*nothing, "data.logprob_range=[0,0.5]")

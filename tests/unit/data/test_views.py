@@ -37,22 +37,35 @@ def test_best_beats_worst(rewards):
         assert rewards[found[0]] >= max(rewards) - 5e-6 and rewards[found[1]] <= min(rewards) + 5e-6
 
 
+@pytest.mark.parametrize(
+    ("view", "rewards", "wanted"),
+    [
+        (views.pairs, (1.0, -1.0), [((0, 1), 1.0)]),
+        (views.labelled, (1.0, -1.0), [((0,), 1.0), ((1,), -1.0)]),
+        (views.group_advantages, (1.0, -1.0), [((0,), 1.0), ((1,), -1.0)]),
+        (views.demonstrations, (1.0, -1.0), [((0,), 1.0)]),
+        *((views.labelled, (alone,), [((0,), 1.0 if alone > 0 else -1.0)]) for alone in (1.0, -1.0, 0.0)),
+        (views.pairs, (1.0,), []),
+        (views.group_advantages, (1.0,), []),
+        (views.group_advantages, (2.0, 2.0, 2.0), []),
+    ],
+)
+def test_a_groups_rewards_give_each_loss_its_rows(view, rewards, wanted):
+    found = view(group(*rewards))
+    assert [want.completions for want in found] == [rows for rows, _ in wanted]
+    if view in (views.labelled, views.group_advantages):
+        assert [want.label for want in found] == [label for _, label in wanted]
+
+
 def test_threshold_is_inclusive_beyond_rounding():
     assert 0.06 - 0.05 < 0.01 and views.best_and_worst(group(0.05, 0.06), threshold=0.01) == (1, 0)
     assert views.best_and_worst(group(0.0, 0.01), threshold=0.01) == (1, 0)
     assert views.best_and_worst(group(0.0, 0.009), threshold=0.01) is None
 
 
-def test_a_pair_gives_the_same_rows_to_every_loss():
-    pair = group(1.0, -1.0)
-    assert [w.completions for w in views.pairs(pair)] == [(0, 1)]
-    assert [(w.completions, w.label) for w in views.labelled(pair)] == [((0,), 1.0), ((1,), -1.0)]
-    assert [(w.completions, w.label) for w in views.group_advantages(pair)] == [((0,), 1.0), ((1,), -1.0)]
-    assert [w.completions for w in views.demonstrations(pair)] == [(0,)]
-
-
 @given(REWARDS, st.sampled_from([0.0, 0.01, 2.0]))
 def test_advantages_are_population_z_scores(rewards, epsilon):
+    """Of two they are exactly one and minus one."""
     got = views.advantages(rewards, epsilon)
     if max(rewards) - min(rewards) <= 1e-6:
         assert got == [0.0] * len(rewards)
@@ -60,19 +73,7 @@ def test_advantages_are_population_z_scores(rewards, epsilon):
         mean = statistics.fmean(rewards)
         std = statistics.fmean((r - mean) ** 2 for r in rewards) ** 0.5
         assert got == pytest.approx([(r - mean) / (std + epsilon) for r in rewards], abs=1e-6)
-
-
-@given(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6))
-def test_groups_of_two_give_exactly_one_and_minus_one(a, b):
-    if abs(a - b) > 1e-6 * max(1, abs(a), abs(b)):
-        assert sorted(views.advantages([a, b])) == [-1.0, 1.0]
-
-
-def test_groups_without_variance_are_dropped_or_kept_with_zero():
-    assert views.group_advantages(group(2.0, 2.0, 2.0)) == []
-    assert [w.label for w in views.group_advantages(group(2.0, 2.0, 2.0), keep_zero_variance=True)] == [
-        0.0
-    ] * 3
+        assert sorted(views.advantages([min(rewards), max(rewards)])) == [-1.0, 1.0]
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=6), st.integers(2, 8), st.randoms())
@@ -113,64 +114,49 @@ def test_each_advantage_by_its_formula(rewards):
 
 def labelled_examples(labels, lengths):
     """Examples of so many tokens that count, and more that do not."""
-    prompt = np.ones(1, np.int32)
-    return [
-        Example(f"p{i}", (Sequence(prompt, np.full(2 * n + i, 5, np.int32), loss_mask=mask),), label)
-        for i, (label, n) in enumerate(zip(labels, lengths, strict=True))
-        for mask in [np.arange(2 * n + i) < n]
-    ]
+    prompt, made = np.ones(1, np.int32), []
+    for i, (label, n) in enumerate(zip(labels, lengths, strict=True)):
+        row = Sequence(prompt, np.full(2 * n + i, 5, np.int32), loss_mask=np.arange(2 * n + i) < n)
+        made.append(Example(f"p{i}", (row,), label))
+    return made
 
 
-@given(st.data(), st.lists(st.sampled_from([0.1, -0.7, 0.5, 2.0]), min_size=1, max_size=12))
-def test_the_batchs_advantages_are_normalised_over_its_tokens(data, labels):
-    lengths = data.draw(st.lists(st.integers(1, 9), min_size=len(labels), max_size=len(labels)))
+@given(
+    st.lists(st.tuples(st.sampled_from([0.1, -0.7, 0.5, 2.0]), st.integers(1, 9)), min_size=1, max_size=12)
+)
+def test_the_batchs_advantages_are_normalised_over_its_tokens(drawn):
+    labels, lengths = map(list, zip(*drawn, strict=True))
     batch = labelled_examples(labels, lengths)
     made = views.normalised(batch)
     tokens = np.repeat(labels, lengths)
-    expected = (
-        (np.array(labels) - tokens.mean()) / tokens.std() if len(set(labels)) > 1 else np.zeros(len(labels))
-    )
+    spread = tokens.std() if len(set(labels)) > 1 else np.inf
+    expected = (np.array(labels) - tokens.mean()) / spread
     np.testing.assert_allclose([example.label for example in made], expected, atol=1e-9)
     assert [e.rows for e in made] == [e.rows for e in batch] and [e.label for e in batch] == labels
     assert views.normalised([]) == []
 
 
-def test_a_single_labelled_completion():
-    assert [w.label for w in views.labelled(group(1.0))] == [1.0]
-    assert [w.label for w in views.labelled(group(-1.0))] == [-1.0]
-    assert [w.label for w in views.labelled(group(0.0))] == [-1.0]
-    assert views.pairs(group(1.0)) == [] and views.group_advantages(group(1.0)) == []
-
-
 @given(st.lists(st.sampled_from("abcde"), min_size=2, max_size=12))
 def test_mismatched_rows_never_meet_their_own_prompt(prompts):
+    """Nor the halves of split pairs each other; and the rotation is fixed."""
     batch = [example(p) for p in prompts]
     out = views.mismatched(batch, max_length=64)
     if len(set(prompts)) == 1:
         assert all(e.mismatched is None for e in out)
         return
     for before, after in zip(batch, out, strict=True):
-        assert after.mismatched is not None
         assert np.array_equal(after.mismatched.prompt_ids, before.rows[0].prompt_ids)
         assert after.mismatched.completion_ids[0] != ord(before.prompt_id)
         assert before.mismatched is None  # nothing is changed in place
-
-
-def test_the_halves_of_split_pairs_never_meet_and_the_rotation_is_fixed():
-    batch = [example(p) for p in "aabbccdd"]
-    out = views.mismatched(batch, max_length=64)
+    out = views.mismatched([example(p) for p in "aabbccdd"], max_length=64)
     assert [int(e.mismatched.completion_ids[0]) for e in out] == [ord(c) for c in "bbccddaa"]
 
 
 def test_mismatched_rows_are_truncated_like_any_other():
     """With what of them counts."""
     counts = np.arange(9) % 3 > 0
-    masked = [
-        replace(row, loss_mask=mask)
-        for (row,), mask in zip(
-            (example(name, 9).rows for name in ("aaaa", "b")), (counts, ~counts), strict=True
-        )
-    ]
+    rows = [example(name, 9).rows[0] for name in ("aaaa", "b")]
+    masked = [replace(row, loss_mask=mask) for row, mask in zip(rows, (counts, ~counts), strict=True)]
     out = views.mismatched([Example(name, (row,)) for name, row in zip("ab", masked, strict=True)], 8)
     assert [len(e.mismatched) for e in out] == [8, 8]
     assert [e.mismatched.loss_mask.tolist() for e in out] == [(~counts)[:3].tolist(), counts[:6].tolist()]
