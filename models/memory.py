@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from config.schema import Config
 from config.schema_model import SELECTIVE, ModelConfig
-from models.attention import heads_of, packable
+from models.attention import GROUPED, heads_of, packable
 from models.logprobs import BUDGET, keeps_logits
 from models.policy import causal_lm, decoder_blocks
 from models.pretrained import empty_model
@@ -261,7 +261,9 @@ class Estimate:
             softcap = getattr(text, "attn_logit_softcapping", None) is not None
             return repeated + layer.heads * load.longest * (4 + (2 + softcap) * width)
         if load.packed and packable(self.hf_config, model.attn_implementation):
-            return width * layer.queries if not self.gpu else 0
+            if not self.gpu:
+                return width * layer.queries
+            return 0 if GROUPED else repeated
         masked = load.packed or getattr(text, "sliding_window", None)
         flash = "flash" in model.attn_implementation
         mask = width * (load.tokens if load.packed else load.longest)

@@ -49,7 +49,7 @@ BUDGETS = {
     "common": 1_626,
     "config": 3_514,
     "data": 6_925,
-    "models": 5_033,
+    "models": 5_035,
     "trainers": 2_695,
     "reports": 2_192,
     "rollouts": 6_402,

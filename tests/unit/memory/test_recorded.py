@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from config.schema import Config, card_memory
 from jobs.memory import Batches, longest_batch, plan_settings
 from jobs.situations import ASSUMED, VARIABLE, Card, RankMemory
+from models import memory
 from models.memory import Load, Shape
 from models.shapes import architecture
 from tests.tiny import compose_config
@@ -118,6 +119,20 @@ def test_real_steps_took_no_more() -> None:
         estimate = estimate_of(row)
         step = estimate.situations(*loads(estimate))[0]
         assert row["allocated"] <= 1024 * step.tensors <= (1 + estimate.overshoot) * row["allocated"]
+
+
+@pytest.mark.parametrize("row", RECORDED["measured"], ids=lambda row: f"{row['typed']} {row['card']}")
+def test_real_gpus_took_no_more(row: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What grows with tokens no more than is said, beside fixed parts within 3 %; what ran is not refused."""
+    monkeypatch.setattr(memory, "GROUPED", False)
+    estimate = estimate_of(row | {"plan": {}, "ranks": 1})
+    (situation,) = estimate.situations(Load(*row["load"], several=True), None)[:1]
+    fixed, growing = situation.tensors - situation.variable, situation.variable
+    least, most = 0.97 * fixed + growing / (1 + estimate.overshoot), 1.03 * fixed + growing
+    assert least <= row["taken"] <= most
+    assert estimate.fits(Load(*row["load"], several=True))
+    if growing > fixed:
+        assert row["taken"] <= fixed + growing
 
 
 def test_each_recipe_is_cut_as_before_or_less_than_a_third_finer(capsys: pytest.CaptureFixture[str]) -> None:
