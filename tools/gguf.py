@@ -56,17 +56,28 @@ WITHOUT_EFFECT: dict[str, Any] = {
 """Keys that transformers' reader may not know -> the value with which a model has no such part."""
 
 
+class Reader(GGUFReader):
+    """A reader that ends at the end of its file, behind which GGUFReader reads nothing, for ever. Raises
+    ValueError there."""
+
+    def _get(self, offset: Any, dtype: Any, count: Any = 1, *more: Any, **order: Any) -> Any:
+        found = super()._get(offset, dtype, count, *more, **order)
+        if len(found) < count:
+            raise ValueError("it is cut off, or announces more than it holds")
+        return found
+
+
 def convert(file: Path, folder: Path, notes: dict[str, str]) -> None:
     """Write the model of ``file`` and ``notes`` (name -> text) to ``folder``, whole or not at all. Raises
     UserError for a file that cannot be read as it is, and OSError."""
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
-        reader = GGUFReader(file)
+        reader = Reader(file)
         header = {name: field.contents() for name, field in reader.fields.items() if _short(name)}
         _check_header(file, header)
         model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(**where)
-    except (ValueError, IndexError, KeyError, TypeError, OSError) as error:
+    except (ValueError, IndexError, KeyError, TypeError, OSError, RecursionError) as error:
         raise UserError(f"{file} cannot be read as a GGUF file ({type(error).__name__}: {error})") from error
     stored, loaded = (
         sum(int(t.n_elements) for t in reader.tensors),

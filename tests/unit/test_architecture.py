@@ -57,7 +57,7 @@ BUDGETS = {
     "evals": 1_691,
     "launch": 3_229,
     "benchmarks": 1_338,
-    "tools": 920,
+    "tools": 931,
     "tests": 34_400,
 }
 
