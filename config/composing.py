@@ -64,7 +64,7 @@ def check_jobs(words: Sequence[str], program: str) -> None:
     says = "is Hydra's own; runs_dir and exp_name say where runs are, -m starts several"
     for word in words:
         key, written = word.partition("=")[0].lstrip("+~"), IN_FILES.format("Hydra writes the command of -m")
-        require(not key.startswith("hydra."), key, REMOVED, says)
+        require(not (key + ".").startswith("hydra."), key, REMOVED, says)
         require(not crossed or scrub_words([word], show=False) == [word], key, REMOVED, written)
     if not crossed or any("hydra/sweeper=" in word for word in words):
         return

@@ -15,7 +15,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import field, fields
+from dataclasses import asdict, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +24,8 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from common.errors import ConfigError, StoppedError, require
 from common.files import lines_of, write_whole
-from common.secrets import scrub
+from common.secrets import REMOVED, scrub
+from config.files import walk
 from config.removed import refuse_removed
 from config.schema import card_memory
 from config.sections import Count, Natural, Text, dataclass, must, typed
@@ -104,9 +105,11 @@ class Job:
     def __post_init__(self) -> None:
         if self.card is not None:
             card_memory("slurm.card", self.card)
-        secret = [name for name, value in self.environment.items() if scrub(value, name, show=False) != value]
-        kept = "would be written into the jobs' script: export what is secret in the shell that submits"
-        require(not secret, "slurm.environment", secret, kept)
+        kept = "has a secret, and is written into the jobs' script: export it in the shell that submits"
+        for key, value in walk(asdict(self), lists=True):
+            text = str(value) if key.startswith("environment.") else re.sub(r"\$\W?", "${", str(value))
+            inside = isinstance(value, str) and scrub(text, key, show=False) != text
+            require(not inside, f"slurm.{key}", REMOVED, kept)
         for name in self.environment:
             good = re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) is not None
             require(good, "slurm.environment", name, "is not the name of an environment variable")

@@ -55,7 +55,7 @@ BUDGETS = {
     "rollouts": 6_402,
     "jobs": 4_996,
     "evals": 1_691,
-    "launch": 3_229,
+    "launch": 3_232,
     "benchmarks": 1_338,
     "tools": 931,
     "tests": 34_400,

@@ -235,6 +235,7 @@ JOBS = {
     "hydra/sweeper=basic seed=1 reward.http.api_key=plain7": r"^reward\.http\.api_key=\[removed\]: has a",
     "hydra.output_subdir=x loss=dpo": r"^hydra\.output_subdir=\[removed\]: is Hydra's own",
     "+hydra.run.dir=x loss=dpo": r"^hydra\.run\.dir=\[removed\]: is Hydra's own",
+    "hydra={output_subdir:x} loss=dpo": r"^hydra=\[removed\]: is Hydra's own",
     "loss=dpo seed=range(1,3) exp_name=x-${loss.name}": r"\(seed=1 and seed=2\)",
     "seed=1,2 out=x.json overwrite_out=true": r"out=x\.json: two jobs .*, as in 'out=",
 }
