@@ -210,6 +210,7 @@ class Columns:
         """Column -> number of rows that fill it, of all and of the watched ones"""
         self._kept: list[tuple[Row, set[str]]] = []
         """The watched rows, and the columns that were read in each"""
+        self._checked = 0
         self._names: dict[str, None] = {}
         """The columns that rows have, in their order"""
 
@@ -247,8 +248,9 @@ class Columns:
     def check(self) -> None:
         """Raise UnreadError for columns that nothing reads and that may decide what is trained on: at least
         FEW of the rows fill them, and most of these say there what no column says that is read."""
-        if REST in (self.config.ignore_columns or ()):
+        if REST in (self.config.ignore_columns or ()) or len(self._kept) == self._checked:
             return
+        self._checked = len(self._kept)
         found: dict[str, list[tuple[int, bool, Row, Any]]] = {}
         for row, read in self._kept:
             said = Said(row.values[name] for name in row.values.keys() & read)

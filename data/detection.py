@@ -49,10 +49,8 @@ def format_of(config: DataConfig, first: Sequence[Row], propose: Propose) -> tup
     name = detect(first, config.columns, propose) if config.format in OF_COLUMNS else config.format
     if name in FORMATS:
         return name, FORMATS[name]
-    if "." not in name:
-        raise ConfigError(
-            "data.format", name, f"use auto, {', '.join(FORMATS)}, or the import path of a function"
-        )
+    why = f"use auto, {', '.join(FORMATS)}, or the import path of a function"
+    require("." in name, "data.format", name, why)
     custom_format: Format = import_function("data.format", name)
     return name, custom_format
 

@@ -117,8 +117,8 @@ ALIKE = 0.8
 read."""
 NO_TEXT = "\0"
 """A character that no text has. Two numbers that are alike do not say the same."""
-_UNSPACED = r"\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff"
-_WORD = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
+_UNSPACED = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]")
+_WORD = re.compile(rf"{_UNSPACED.pattern}|[^\s{_UNSPACED.pattern[1:-1]}]+")
 """A word; of a script without spaces between words, a character."""
 _LETTERED = re.compile(r"\W?[A-Za-z0-9][).:]")
 
@@ -132,7 +132,7 @@ def is_empty(value: Any) -> bool:
 
 
 def words(text: str) -> list[str]:
-    return _WORD.findall(text)
+    return _WORD.findall(text) if _UNSPACED.search(text) else text.split()
 
 
 def pieces(value: Any) -> Iterator[str]:
@@ -199,31 +199,36 @@ def _names_one(others: Iterable[Any], count: int) -> bool:
     return any(str(one).strip("() .").upper() in marks for one in scalars)
 
 
-def _stretches(texts: Iterable[str]) -> set[tuple[str, ...]]:
-    every = [words(text) for text in texts]
-    return {tuple(found[i : i + LONG]) for found in every for i in range(len(found) - LONG + 1)}
+def _plain(text: str) -> str:
+    return " ".join(words(text))
+
+
+def _share(text: str, other: str) -> float:
+    """Return the share of stretches of LONG words of ``text`` that ``other`` has, of a long one 64."""
+    found = words(text)
+    starts = range(len(found) - LONG + 1)
+    some = [" ".join(found[i : i + LONG]) for i in starts[:: len(starts) // 64 + 1]]
+    return sum(stretch in other for stretch in some) / len(some) if some else 0.0
 
 
 class Said:
     """What values say."""
 
     def __init__(self, values: Iterable[Any]) -> None:
-        self._pieces = {piece for value in values for piece in pieces(unpacked(value))} - {NO_TEXT, ""}
+        self._pieces = {_plain(piece) for value in values for piece in pieces(unpacked(value))} - {
+            NO_TEXT,
+            "",
+        }
         self._text = "\n".join(self._pieces)
-        self._stretches = [_stretches([piece]) for piece in self._pieces]
-        self._all = set[tuple[str, ...]]().union(*self._stretches)
 
     def has(self, value: Any) -> bool:
         """Return whether each text of a value stands in one of these, or a long one of these in the value."""
-        parts = list(filter(None, pieces(unpacked(value))))
-        theirs = _stretches(parts)
-        whole = any(own and len(own & theirs) >= ALIKE * len(own) for own in self._stretches)
-        return whole or all(map(self._repeats, parts))
+        parts = [_plain(piece) for piece in pieces(unpacked(value)) if piece]
+        theirs = "\n".join(parts)
+        return all(map(self._repeats, parts)) or any(_share(own, theirs) >= ALIKE for own in self._pieces)
 
     def _repeats(self, piece: str) -> bool:
-        if piece in self._pieces:
+        if piece in self._pieces or _share(piece, self._text) >= ALIKE:
             return True
-        if len(piece) > 1 and re.search(rf"(?<!\w){re.escape(piece)}(?!\w)", self._text):
-            return True
-        theirs = _stretches([piece])
-        return bool(theirs) and len(theirs & self._all) >= ALIKE * len(theirs)
+        within = rf"(?<!\w){re.escape(piece)}(?!\w)"
+        return 1 < len(piece) < 1000 and re.search(within, self._text) is not None

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from common.errors import ConfigError
+from common.errors import require
 from config.schema_data import DataConfig
 from data.columns import Values
 from data.formats import (
@@ -219,13 +219,9 @@ _WORDS = re.compile(r"\s*\S+")
 def language_modelling(values: Values, config: DataConfig) -> Group:
     """``text``, a document. Its first word becomes the prompt, and the rest the completion. Raises
     ConfigError if a chat template would turn the text into an answer."""
-    if config.apply_chat_template:
-        raise ConfigError(
-            "data.apply_chat_template",
-            True,
-            "rows are texts without a prompt (language modelling), which no chat template is for: type "
-            "data.apply_chat_template=false to train on them as they are",
-        )
+    why = "rows are texts without a prompt (language modelling), which no chat template is for: type "
+    why += "data.apply_chat_template=false to train on them as they are"
+    require(not config.apply_chat_template, "data.apply_chat_template", True, why)
     document = text(values, "text")
     first = _WORDS.match(document)
     if first is None or not document[first.end() :].strip():
