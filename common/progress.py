@@ -305,7 +305,10 @@ def phase(what: str, key: str | None = None) -> Bar:
 
 def seconds_so_far() -> str:
     """Return the seconds of everything that was shown since the last call, longest first, as one line."""
-    spent = Bar.spent | {bar.desc: bar.own_seconds() for bar in Bar.opened}
+    spent, within = Bar.spent.copy(), 0.0
+    for bar in reversed(Bar.opened):
+        spent[bar.desc if "(" in bar.desc else "the rest"] = bar.own_seconds() - within
+        within = bar._time() - bar.start_t
     Bar.spent.clear()
     longest = sorted(spent.items(), key=lambda item: -item[1])
     return ", ".join(f"{seconds:.0f} {what}" for what, seconds in longest if seconds >= SOON)

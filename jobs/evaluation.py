@@ -241,9 +241,8 @@ def make_evaluator(
             sampler = embedded_sampler(*sampler_arguments, what)
             initial_kl = InitialKL(trainer, sampler, held_out, renderer, (prompts, tokens))
         if accuracy is None:
-            what = "answers to read (retention.prompts, retention.tokens)"
-            sampler = embedded_sampler(*sampler_arguments, what)
-            shown = Shown(sampler, prompts_of(held_out), renderer, tokens, prompts)
+            sampler = embedded_sampler(*sampler_arguments, "answers to read (retention.tokens)")
+            shown = Shown(sampler, prompts_of(held_out), renderer, tokens)
 
     def accuracy_on(one: EvaluationSet) -> Accuracy | None:
         if not one.checkable:

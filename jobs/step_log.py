@@ -86,6 +86,7 @@ class StepLog:
         if self._first and self._pending is None and Bar.opened:
             self.bar.desc = "first step and its reference (model.batch_size, model.max_length)"
             self.bar.say(f"seconds until the first update: {seconds_so_far()}")
+            self.bar.desc = "train"
         if self._unseen:
             check_gathered_weights(self.trainer)
             self._unseen = False

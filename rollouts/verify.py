@@ -45,12 +45,10 @@ class Shown:
     """Greedy answers to the first few prompts by id, for people to read before and after training. Every rank
     calls it and gets the same rows of ``COLUMNS``."""
 
-    def __init__(
-        self, sampler: Sampler, prompts: Sequence[Prompt], renderer: Renderer, tokens: int, most: int = READ
-    ) -> None:
-        """``tokens``: the length of an answer at most. ``most``: how many prompts are answered at most."""
+    def __init__(self, sampler: Sampler, prompts: Sequence[Prompt], renderer: Renderer, tokens: int) -> None:
+        """``tokens``: the length of an answer at most."""
         self.renderer = renderer
-        first = usable_prompts(sorted(prompts, key=lambda prompt: prompt.id), renderer)[0][: min(most, READ)]
+        first = usable_prompts(sorted(prompts, key=lambda prompt: prompt.id), renderer)[0][:READ]
         self.answers = Answers(sampler, first, Request("", 1, SamplingSettings(0.0, 1.0, tokens)))
 
     def use_cache(self, cache_dir: Path, parts: Mapping[str, str]) -> None:

@@ -46,7 +46,7 @@ MOST_BRANCHES = 20
 BRANCHES_OF = {"_remedy": 28, "remedy": 26, "proposal": 26}
 # Lines that a room may have; only a reviewed change raises one.
 BUDGETS = {
-    "common": 1_626,
+    "common": 1_629,
     "config": 3_514,
     "data": 6_925,
     "models": 5_035,

@@ -178,4 +178,7 @@ def test_the_seconds_of_a_start_are_said_once_each_by_what_was_shown() -> None:
             inner._time, inner.start_t = lambda: now, 0.0
             now = 7.0
         now = 10.0
-        assert module.seconds_so_far() == "7 inner (b), 3 outer (a)"
+        with progress(1, "train (c)", stream=io.StringIO()) as train:
+            train._time, train.start_t = lambda: now, 10.0
+            now = 15.0
+            assert module.seconds_so_far() == "7 inner (b), 5 train (c), 3 outer (a)"

@@ -87,7 +87,7 @@ def test_a_cpu_gets_the_small_numbers_of_a_models_file_and_says_so(monkeypatch, 
     small = dict(re.findall(r"(\S+)=(\S+?);? ", " ".join(for_a_cpu(composed(words)))))
     assert bool(small) is not gpu and small.get("log_drift", "false") == "false"
     found, default = (flat(asdict(compose_config(list(w)))) for w in (words, ()))
-    for key in ("n_eval_examples", "log_drift", "diagnostics", "retention.prompts", "retention.tokens"):
+    for key in ("n_eval_examples", "log_drift", "diagnostics", "retention.kl", "retention.tokens"):
         assert str(found[key]).lower() == small.get(key, str(default[key]).lower()), key
     typed = [*words, "log_drift=true", "n_eval_examples=9"]
     assert compose_config(typed).n_eval_examples == 9 and compose_config(typed).log_drift
