@@ -15,9 +15,10 @@ import os.path
 import re
 import resource
 import signal
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,9 +131,9 @@ def _listed(source: str) -> str:
 
 
 @contextmanager
-def _bounded() -> Iterator[None]:
-    """Stop what runs within by a TimeoutError after ``SECONDS`` and by a MemoryError beyond ``GIB``, on the
-    thread that can be interrupted."""
+def _bounded(memory: bool) -> Iterator[None]:
+    """Stop what runs within by a TimeoutError after ``SECONDS`` and, with ``memory``, by a MemoryError beyond
+    ``GIB``, on the thread that can be interrupted. The limit of memory is the whole process's."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -141,7 +142,7 @@ def _bounded() -> Iterator[None]:
         raise TimeoutError(f"it does not end within {SECONDS} seconds")
 
     before, limits = signal.signal(signal.SIGVTALRM, stop), resource.getrlimit(resource.RLIMIT_AS)
-    with suppress(OSError, ValueError):  # Linux says how much a process has
+    if memory and sys.platform == "linux":
         with open("/proc/self/statm", "rb") as statm:
             now = int(statm.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (now + (GIB << 30), limits[1]))
@@ -168,6 +169,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
         """Raises ConfigError for a template that does not write what a user or an assistant says."""
         self.tokenizer, self.source = tokenizer, source
+        self._probing = True  # before threads work in the background, which need memory too
         self.parts: set[str] = set()
         """Roles whose contents are given as parts."""
         ask = Turn("user", "a")
@@ -179,12 +181,13 @@ class ChatTemplate:
             require(not fault, KEY, "…", fault)
         self.takes_system = not self._fault("system", [Turn("system", MARK), ask])
         self._probe_answer(ask)
+        self._probing = False
 
     def apply(self, turns: Iterable[Turn], *, add_generation_prompt: bool, tools: str = "") -> str:
         """Return the template's text of ``turns``. ``tools``: as ``Prompt.tools``. Raises
         jinja2.TemplateError."""
         try:
-            with _bounded():
+            with _bounded(self._probing):
                 text = self.tokenizer.apply_chat_template(
                     [self._message(turn) for turn in turns],
                     tools=json.loads(tools) if tools else None,

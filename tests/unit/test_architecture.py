@@ -48,7 +48,7 @@ BRANCHES_OF = {"_remedy": 28, "remedy": 26, "proposal": 26}
 BUDGETS = {
     "common": 1_629,
     "config": 3_514,
-    "data": 6_925,
+    "data": 6_927,
     "models": 5_035,
     "trainers": 2_695,
     "reports": 2_192,
