@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -557,7 +557,7 @@ def wrong_field(file: Path) -> str | None:
     part = fields.get("text_config") if isinstance(fields.get("text_config"), dict) else fields
     assert isinstance(part, dict)
 
-    def builds(without: str, layers: Mapping[str, int]) -> bool:
+    def builds(without: str, layers: dict[str, int]) -> bool:
         left = {key: value for key, value in part.items() if key not in (without, "layer_types")} | layers
         try:
             hf_config = AutoConfig.for_model(**(left if part is fields else fields | {"text_config": left}))

@@ -75,9 +75,9 @@ def check_positions(config: ModelConfig, fields: Mapping[str, Any]) -> None:
     """Raise ConfigError for a ``model.max_length`` that the model has no positions for. ``fields``: of its
     config.json. Scaled rotary embeddings have their factor times as many as the model was made with."""
     positions = fields.get("max_position_embeddings")
-    rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    rope: dict[str, Any] = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if isinstance(positions, int) and (rope.get("rope_type") or rope.get("type")) in ("yarn", "linear"):
-        key, factor = "rope_scaling.factor of config.json", rope.get("factor")
+        key, factor = "rope_scaling.factor of config.json", rope.get("factor", 0)
         number = isinstance(factor, int | float) and factor >= 1
         require(number, key, factor, "must be a number of at least 1; copy or download the model again")
         first = rope.get("original_max_position_embeddings") or positions
