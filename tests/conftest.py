@@ -40,19 +40,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="module")
-def quick_python() -> Iterator[None]:
-    """Whatever starts the Python of the tests gets one whose imports are done."""
-    with pytest.MonkeyPatch.context() as patch:
-        programs.use_quick_python(patch)
-        yield
-
-
-@pytest.fixture(scope="module")
-def quick_vllm() -> Iterator[None]:
-    """``quick_python``, and vLLM is imported too."""
-    with pytest.MonkeyPatch.context() as patch:
-        programs.use_quick_python(patch, programs.quick_vllm())
-        yield
+def quick_python() -> None:
+    """Nothing: programs are started by programs.start."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,15 +61,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return len(os.sched_getaffinity(0)) + 1
 
 
-LONG = (
-    "test_docs_commands",
-    "test_slurm",
-    "test_simulate",
-    "test_online",
-    "test_runs",
-    "test_no_silence",
-    "test_equality",
-)
+LONG = ("test_docs_commands", "test_vllm", "test_slurm", "test_kills", "test_online", "test_equality")
 """Files that take longest, which begin first: what ends last shall be short."""
 
 

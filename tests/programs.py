@@ -1,75 +1,66 @@
 """Programs in processes of their own whose imports are done.
 
-A Python that imports torch and transformers costs seconds of a core, and many tests need one: to be killed,
-or to be one of several ranks. ``start`` gives them a process a moment after it was asked for; the fixture
-``quick_python`` does so for whatever a test starts itself. What must be seen from the first import on is
-started without either.
-"""
+A Python that imports torch and transformers costs seconds of a core, and many tests need one: to be killed, or to
+be one of several ranks. ``start`` has them forked from the server of multiprocessing, which has imported what they
+need (preloaded.py). What they start themselves is started without it.
+"""  # noqa: E501
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
-import marshal
-import multiprocessing.spawn
+import gc
+import multiprocessing
 import os
 import resource
-import shutil
+import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import wait
+from multiprocessing.forkserver import _forkserver
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tests.quick_python import FIRST, VLLM, QuickPython
-
-if TYPE_CHECKING:  # ranks import this module too
-    import pytest
+from common.ports import free_port
 
 ROOT = Path(__file__).parent.parent
 HANG = 900.0
 """Seconds that only a hang takes, however busy the machine is."""
-NOTHING_DRAWN = {FIRST: "tests.blank_charts:blank_charts"}
-"""Environment of a program that draws no chart."""
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["tests.preloaded"])
 
 
 class Program:
-    """A started program; what it prints is in ``stdout`` and ``stderr`` (one file where a log was asked for).
-
-    It ends when this object is forgotten, and is killed by its own process id: nothing stands between.
-    """
+    """A started program. It writes what it prints into ``stdout`` and ``stderr``, or both into ``log``."""
 
     def __init__(
-        self, words: Sequence[str], cwd: Path, env: Mapping[str, str], stdout: Path, stderr: Path
+        self, words: Sequence[str], cwd: Path, env: Mapping[str, str], log: Path | None, drawn: bool
     ) -> None:
-        self.words, self.stdout, self.stderr = words, stdout, stderr
-        self._code: int | None = None
-        self._asked = socket.socket(socket.AF_UNIX)
-        self._asked.connect(str(forked_from().address))
-        about = marshal.dumps([list(words), dict(env), str(cwd), os.getpid(), [0, 1, 2]])
-        with open(os.devnull) as nothing, stdout.open("ab") as out, stderr.open("ab") as err:
-            files = [nothing.fileno(), out.fileno(), err.fileno()]
-            socket.send_fds(self._asked, [len(about).to_bytes(8, "little")], files)
-        self._asked.sendall(about)
-        self._answers = self._asked.makefile("rb")
-        self.pid = int(self._answers.readline())
+        self.words = list(words)
+        self.stdout, self.stderr = (log, log) if log is not None else (_scratch(".out"), _scratch(".err"))
+        streams = (str(self.stdout), str(self.stderr))
+        self._process = SERVER.Process(target=_be, args=(self.words, str(cwd), dict(env), streams, drawn))
+        with contextlib.chdir(ROOT):  # where the server imports from
+            self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
 
     def poll(self) -> int | None:
         """Its exit code, -n where signal n ended it; None while it runs."""
-        return self._ended(0)
+        return self._process.exitcode
 
     def wait(self, timeout: float = HANG) -> int:
         """Its exit code. Raises TimeoutExpired, the program killed, where it does not end."""
-        if self._ended(timeout) is None:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
             self.kill()
             raise subprocess.TimeoutExpired(self.words, timeout, self.said())
-        assert self._code is not None
-        return self._code
+        return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -82,23 +73,20 @@ class Program:
         """Everything it has printed so far."""
         return "".join(path.read_text(errors="replace") for path in dict.fromkeys((self.stdout, self.stderr)))
 
-    def _ended(self, seconds: float) -> int | None:
-        if self._code is None and wait([self._asked], seconds):
-            self._code = int(self._answers.readline() or -signal.SIGKILL)
-        return self._code
-
 
 def start(
-    *words: str | Path, cwd: Path = ROOT, env: Mapping[str, str] | None = None, log: Path | None = None
+    *words: str | Path,
+    cwd: Path = ROOT,
+    env: Mapping[str, str] | None = None,
+    log: Path | None = None,
+    drawn: bool = False,
 ) -> Program:
     """``python WORDS``: a script, ``-m`` and a module, or ``-c`` and code, in a session of its own.
 
-    ``env`` goes over this process's environment. ``log`` gets, at its end, both streams; without one they are
-    in files that nobody else knows.
-    """
-    stdout, stderr = (log, log) if log is not None else (_scratch(".out"), _scratch(".err"))
-    given = os.environ | NOTHING_DRAWN | (env or {})
-    return Program([str(word) for word in words], cwd, given, stdout, stderr)
+    ``env`` goes over this process's environment. ``log`` gets, at its end, both streams. ``drawn``: its charts are
+    drawn, and not blank. In another ``cwd`` than this repository it imports what lies there.
+    """  # noqa: E501
+    return Program([str(word) for word in words], cwd, os.environ | (env or {}), log, drawn)
 
 
 def run(*words: str | Path, timeout: float = HANG, **settings: Any) -> subprocess.CompletedProcess[str]:
@@ -109,24 +97,31 @@ def run(*words: str | Path, timeout: float = HANG, **settings: Any) -> subproces
     return subprocess.CompletedProcess(program.words, code, out, err)
 
 
-def torchrun(ranks: int, *words: str | Path) -> list[str]:
-    """The words of a program on several ranks of this machine."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*launcher, *(str(word) for word in words)]
+def ranks(
+    count: int, *words: str | Path, env: Mapping[str, str] | None = None, **settings: Any
+) -> list[Program]:
+    """A program on several ranks of this machine, started as a launcher would."""
+    common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common |= {"TORCHELASTIC_RUN_ID": f"run-{common['MASTER_PORT']}"} | dict(env or {})
+    each = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    return [start(*words, env=own, **settings) for own in each]
 
 
-def in_ranks(worker: Callable[..., None] | str, arguments: tuple[str | int, ...], ranks: int) -> None:
-    """Call ``worker(rank, *arguments)`` in ``ranks`` processes; where one fails, end the others and say
-    why. ``worker``: a function, or, where this process cannot import it, "module:name"."""
-    path = worker if isinstance(worker, str) else f"{worker.__module__}:{worker.__name__}"
-    module, _, name = path.partition(":")
-    code = f"import sys; from {module} import {name} as f; f(int(sys.argv[1]), *{arguments!r})"
-    programs = [start("-c", code, str(rank)) for rank in range(ranks)]
-    until(lambda: all(p.poll() == 0 for p in programs) or any(p.poll() for p in programs))
+def finished(programs: Sequence[Program]) -> str:
+    """What the first of the ranks printed, once all have ended. Raises AssertionError where one failed."""
+    until(lambda: all(one.poll() == 0 for one in programs) or any(one.poll() for one in programs))
     failed = [program for program in programs if program.poll()]
     for program in programs:
         program.kill()
-    assert not failed, "\n".join(program.said() for program in failed)
+    assert not failed, "\n".join(program.said()[-3000:] for program in failed)
+    return programs[0].said()
+
+
+def in_ranks(worker: Callable[..., None], arguments: tuple[str | int, ...], ranks: int) -> None:
+    """Call ``worker(rank, *arguments)`` in ``ranks`` processes; where one fails, end all and say why."""
+    imported = f"import sys; from {worker.__module__} import {worker.__name__} as f"
+    code = f"{imported}; f(int(sys.argv[1]), *{arguments!r})"
+    finished([start("-c", code, str(rank)) for rank in range(ranks)])
 
 
 def until(condition: Callable[[], Any], said: Callable[[], str] = str, seconds: float = HANG) -> None:
@@ -139,8 +134,7 @@ def until(condition: Callable[[], Any], said: Callable[[], str] = str, seconds: 
 
 
 def writers(file: Path) -> list[int]:
-    """Process ids of those whose standard output is this file: of what a program is, not of what stands for
-    it."""
+    """Process ids of those whose standard output is this file."""
     found = []
     for stream in Path("/proc").glob("[0-9]*/fd/1"):
         with contextlib.suppress(OSError):
@@ -149,62 +143,84 @@ def writers(file: Path) -> list[int]:
     return found
 
 
-def use_quick_python(patch: pytest.MonkeyPatch, quick: QuickPython | None = None) -> None:
-    """From now on whatever this process starts as its own Python has done its imports, and draws no chart.
-    ``quick``: another than ``quick_python``."""
-    python = (quick or quick_python()).python
-    patch.setattr(sys, "executable", str(python))
-    patch.setattr(multiprocessing.spawn, "_python_exe", os.fsencode(python))
-    for name, value in NOTHING_DRAWN.items():
-        patch.setenv(name, value)
-
-
-def forked_from() -> QuickPython:
-    """The process that ``start`` has its programs from."""
-    return quick_python()
-
-
-@functools.cache
-def quick_python() -> QuickPython:
-    """The process that all are forked from; it lives as long as this one."""
-    return QuickPython(_folder(), ROOT, dict(os.environ)).ready()
-
-
-@functools.cache
-def quick_vllm() -> QuickPython:
-    """The process that vLLM's engines and servers are forked from, itself forked from the other."""
-    environment = {key: value for key, value in os.environ.items() if key != FIRST}
-    return QuickPython(_folder() / "vllm", ROOT, environment, VLLM, quick_python().python).ready()
-
-
-FORKED = (quick_vllm, quick_python)
+def alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def end_all() -> None:
-    """End the programs, and the processes that they are forked from."""
-    for quick in FORKED:
-        if quick.cache_info().currsize:
-            quick().close()
-            quick.cache_clear()
-    if _folder.cache_info().currsize:
-        shutil.rmtree(_folder(), ignore_errors=True)
-        _folder.cache_clear()
+    """End the programs that still run."""
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 def cpu_seconds() -> float:
     """CPU seconds of this process, of its children that have ended, and of the programs that have."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     own = time.process_time() + children.ru_utime + children.ru_stime
-    made = [quick() for quick in FORKED if quick.cache_info().currsize]
-    return own + sum(quick.cpu_seconds() for quick in made)
+    server: int | None = _forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if server is None:
+        return own
+    status = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()
+    return own + sum(map(int, status[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 @functools.cache
-def _folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="programs-"))
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="programs-")
 
 
 def _scratch(suffix: str) -> Path:
-    handle, name = tempfile.mkstemp(suffix=suffix, dir=_folder())
+    handle, name = tempfile.mkstemp(suffix=suffix, dir=_folder().name)
     os.close(handle)
     return Path(name)
+
+
+# -- in the process that is forked -----------------------------------------------------------------
+
+
+def _be(words: list[str], cwd: str, env: dict[str, str], streams: tuple[str, str], drawn: bool) -> None:
+    """Do what ``python WORDS`` does, and end as it does."""
+    gc.freeze()  # what was imported stays
+    os.setsid()
+    atexit._clear()  # type: ignore[attr-defined]  # what the server has to do when it ends
+    for number, name in enumerate(streams, 1):
+        file = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    if not drawn:
+        from tests.blank_charts import blank_charts
+
+        blank_charts()
+    try:
+        _execute(words, [] if Path(cwd) == ROOT else [name for name in sys.modules if _ours(name)])
+    finally:
+        atexit._run_exitfuncs()
+
+
+def _ours(name: str) -> bool:
+    """Whether a module is one of this repository, and not of its environment."""
+    file = getattr(sys.modules[name], "__file__", None) or ""
+    return file.startswith(f"{ROOT}/") and not file.startswith(f"{ROOT}/.venv/")
+
+
+def _execute(words: list[str], forgotten: list[str]) -> None:
+    for name in forgotten:  # there are others where it runs
+        del sys.modules[name]
+    own = [entry for entry in sys.path if entry.startswith((sys.prefix, sys.base_prefix))]
+    path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    first, *rest = words
+    if first == "-c":
+        sys.argv, sys.path[:] = ["-c", *rest[1:]], ["", *path, *own]
+        module = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), module.__dict__)
+    elif first == "-m":
+        sys.argv, sys.path[:] = rest, [os.getcwd(), *path, *own]
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[:] = words, [os.path.dirname(os.path.realpath(first)), *path, *own]
+        runpy.run_path(first, run_name="__main__")

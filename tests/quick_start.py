@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
-import os
-import signal
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import yaml
 from hydra._internal.hydra import Hydra
@@ -22,23 +16,9 @@ if TYPE_CHECKING:
     from data.chat import Renderer
     from data.types import Prompt
 
-LEFT_THREADS = {"python", "python3", "jemalloc_bg_thd"}
-"""Threads of a process that may be forked: its own, and one of an allocator that looks after itself."""
 MANY, MOST = 2_000, 900_000
 """The least rows whose tokens are kept, since fewer are soon tokenised, and the most bytes of them: those of
 the embedded task's pairs are two thirds of a million."""
-SETTINGS = (
-    "loss=dpo humanline=true n_examples=4 model.batch_size=2 n_eval_examples=2 n_eval_prompts=1 "
-    "wandb.enabled=false"
-)
-
-
-@functools.cache
-def warm_up() -> None:
-    """All of it, unless this process was forked from one that has."""
-    compose_quickly()
-    prepare_once()
-    train_once()
 
 
 def compose_quickly() -> None:
@@ -127,56 +107,3 @@ def render_once() -> None:
         return list(found)
 
     Renderer.prompts = prompts  # type: ignore[method-assign]
-
-
-def train_once() -> None:
-    """A run of two steps: what libraries import, compile and remember at the first one is there for those
-    that are forked from this process. No thread is left of it, nor anything else that a run could see."""
-    import torch
-
-    from tests.tiny import make_config
-    from train import train
-
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    state = torch.get_rng_state()
-    said = io.StringIO()
-    with _alone(), tempfile.TemporaryDirectory() as folder:
-        places = f"runs_dir={folder}/runs cache_dir={folder}/cache"
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            train(make_config(*SETTINGS.split(), *places.split()), "first")
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    torch.set_rng_state(state)
-    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    assert len(threads) <= len(LEFT_THREADS) and set(threads) <= LEFT_THREADS, threads
-
-
-@contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Processes speak to nobody, tokenizers and progress bars do their work alone, charts are blank, and no
-    temporary file gets a random name (all that are forked would go on from the same state of chance)."""
-    import safetensors.numpy
-    import safetensors.torch
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-    from tqdm import tqdm
-
-    from tests.blank_charts import blank_charts
-
-    def write(tensors: Any, path: str | Path, metadata: Any = None) -> None:
-        Path(path).write_bytes(safetensors.serialize(tensors, metadata))
-
-    start, group = dist.init_process_group, dist.new_group
-    alone = {"store": FakeStore(), "rank": 0, "world_size": 1}
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in (
-            (dist, "init_process_group", lambda *_, **__: start("fake", **alone)),
-            (dist, "new_group", lambda *_, **__: group(backend="fake")),
-            (tqdm, "monitor_interval", 0),
-            (safetensors.torch, "serialize_file", write),
-            (safetensors.numpy, "serialize_file", write),
-        ):
-            stack.enter_context(patch.object(owner, name, value))
-        stack.enter_context(patch.dict(os.environ, TOKENIZERS_PARALLELISM="false"))
-        blank_charts(lambda owner, name, value: stack.enter_context(patch.object(owner, name, value)))
-        yield

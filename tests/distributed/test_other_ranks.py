@@ -10,35 +10,33 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.torture import command, disturb, forked, lines
-from tests.programs import HANG
+from tests import programs
+from tests.distributed.torture import command, disturb, lines
 from tests.tiny import save_tiny_adder
 
 STEPS, LR = 18, 1e-4  # at ten times this rate rounding grows tenfold every few steps, resumed or not
 
 
-def started(folder, name: str, ranks: int):
+def started(folder, name: str, ranks: int) -> list[programs.Program]:
     settings = (f"lr={LR}", f"model.name_or_path={folder / 'model'}")
-    return forked(command(folder, name, STEPS, ranks, *settings), folder / f"{name}.log")
+    return programs.ranks(ranks, *command(folder, name, STEPS, *settings), log=folder / f"{name}.log")
 
 
 def stopped_and_resumed(folder, name: str, before: int, after: int) -> None:
     """Start on ``before`` ranks, ask to stop in mid-run, go on with ``after``."""
-    process = started(folder, name, before)
-    while process.poll() is None and lines(folder / name) < 7:
+    processes = started(folder, name, before)
+    while processes[0].poll() is None and lines(folder / name) < 7:
         time.sleep(0.005)
-    disturb(process, "ask to stop", folder / name, random.Random(0))
-    assert 7 <= lines(folder / name) < STEPS, (folder / f"{name}.log").read_text()[-3000:]
-    resumed = started(folder, name, after)
-    assert resumed.wait(HANG) == 0, resumed.said()[-3000:]
+    disturb(processes, "ask to stop", folder / name, random.Random(0))
+    assert 7 <= lines(folder / name) < STEPS, processes[0].said()[-3000:]
+    programs.finished(started(folder, name, after))
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     save_tiny_adder(folder / "model")
-    undisturbed = started(folder, "whole", 1)
-    assert undisturbed.wait(HANG) == 0, undisturbed.said()[-3000:]
+    programs.finished(started(folder, "whole", 1))
     return folder
 
 

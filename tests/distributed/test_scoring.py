@@ -4,8 +4,6 @@ sampling ahead changes no score."""
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
 from pathlib import Path
 
@@ -18,10 +16,9 @@ from models.export import full_state
 from rollouts.rewards.models import ModelReward
 from tests import programs
 from tests.distributed.joining import join
-from tests.distributed.torture import ranks_of
 from tests.integration.online import SHORT, lines, rounds, scored_again
 from tests.integration.test_lag import LAGGING, Second
-from tests.programs import in_ranks, torchrun
+from tests.programs import in_ranks
 from tests.tiny import make_config
 from tests.tiny_armorm import save_armorm
 from train import train
@@ -88,25 +85,23 @@ def start(folder, armorm, slow=0):
         f"cache_dir={folder}/cache",
         "exp_name=r",
     )
-    return programs.start(*torchrun(2, *words), env={"SLOW_REWARD": str(slow), "OMP_NUM_THREADS": "1"})
+    return programs.ranks(2, *words, env={"SLOW_REWARD": str(slow)})
 
 
 @pytest.mark.slow
 def test_killed_while_scoring(tmp_path, armorm):
-    whole = start(tmp_path / "whole", armorm)
-    assert whole.wait() == 0, whole.said()[-3000:]
+    programs.finished(start(tmp_path / "whole", armorm))
     first = tmp_path / "killed" / "r" / "rounds" / "000"
     killed = start(tmp_path / "killed", armorm, slow=60)
     while not (first / "samples.jsonl").exists():
-        assert killed.poll() is None, killed.said()[-3000:]
+        assert killed[0].poll() is None, killed[0].said()[-3000:]
         time.sleep(0.01)
-    for pid in (*ranks_of(killed), killed.pid):
-        os.kill(pid, signal.SIGKILL)
-    killed.wait()
+    for rank in killed:
+        rank.kill()
+        assert rank.wait() != 0
     sampled = (first / "samples.jsonl").stat().st_mtime_ns
     assert not (first / "scores.jsonl").exists()
-    last = start(tmp_path / "killed", armorm)
-    assert last.wait() == 0, last.said()[-3000:]
+    programs.finished(start(tmp_path / "killed", armorm))
     assert (first / "samples.jsonl").stat().st_mtime_ns == sampled, "what was on disk was sampled again"
     runs = [tmp_path / name / "r" for name in ("whole", "killed")]
     for a, b in zip(*map(rounds, runs), strict=True):

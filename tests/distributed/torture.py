@@ -12,30 +12,24 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
 from tests import programs
-from tests.programs import HANG, Program, torchrun
+from tests.programs import Program
 
-ROOT = Path(__file__).parents[2]
 ACTIONS = ("kill everything", "kill a rank", "ask to stop", "kill and damage")
 
 
-def command(folder: Path, name: str, steps: int, ranks: int, *more: str) -> list[str]:
-    return torchrun(
-        ranks,
+def command(folder: Path, name: str, steps: int, *more: str) -> list[str]:
+    return [
         "train.py",
         "loss=kto",
         "humanline=true",
@@ -57,36 +51,7 @@ def command(folder: Path, name: str, steps: int, ranks: int, *more: str) -> list
         "wandb.enabled=false",
         "keep_checkpoints=3",
         *more,
-    )
-
-
-def start(words: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """``python WORDS``, imports and all."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, *words],
-        cwd=ROOT,
-        env=environment,
-        stdout=log.open("ab"),
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-
-
-def forked(words: list[str], log: Path) -> Program:
-    """``python WORDS``, its imports done already."""
-    return programs.start(*words, log=log)
-
-
-Process = subprocess.Popen[bytes] | Program
-
-
-def ranks_of(process: Process) -> list[int]:
-    """The process ids of the ranks that torchrun started."""
-    found = subprocess.run(
-        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False
-    ).stdout.split()
-    return [int(pid) for pid in found]
+    ]
 
 
 def lines(run: Path) -> int:
@@ -94,23 +59,15 @@ def lines(run: Path) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
-def disturb(process: Process, action: str, run: Path, rng: random.Random) -> None:
-    """Do it, and see that everything is gone."""
-    while not (ranks := ranks_of(process)) and process.poll() is None:
-        time.sleep(0.05)  # torchrun has not started them yet: there is nobody to ask
-    if action == "ask to stop":
-        for pid in ranks:
-            os.kill(pid, rng.choice((signal.SIGTERM, signal.SIGUSR1)))
-    elif action == "kill a rank" and ranks:
-        os.kill(rng.choice(ranks), signal.SIGKILL)
-    else:
-        os.killpg(process.pid, signal.SIGKILL)
-        for pid in ranks:  # torchrun puts its ranks into sessions of their own
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-    process.wait(HANG)
+def disturb(processes: list[Program], action: str, run: Path, rng: random.Random) -> None:
+    """Do it, and wait until all are gone. The ranks beside a killed one get the signal of a launcher."""
+    if action == "kill a rank":
+        rng.choice(processes).kill()
+    for process in processes:
+        asked = rng.choice((signal.SIGTERM, signal.SIGUSR1)) if action == "ask to stop" else signal.SIGTERM
+        process.send_signal(asked if action in ("ask to stop", "kill a rank") else signal.SIGKILL)
+    for process in processes:
+        process.wait()
     if action == "kill and damage":
         damage(run, rng)
 
@@ -132,37 +89,29 @@ def damage(run: Path, rng: random.Random) -> None:
         path.write_bytes(content)
 
 
-def torture(
-    folder: Path,
-    kills: int,
-    steps: int,
-    seed: int,
-    ranks: int = 2,
-    start: Callable[[list[str], Path], Process] = start,
-    more: tuple[str, ...] = (),
-) -> Counter[str]:
+def torture(folder: Path, kills: int, steps: int, seed: int, more: tuple[str, ...] = ()) -> Counter[str]:
     """How often what was done. ``more``: settings of the run. Raises AssertionError where the tortured
     run differs from the undisturbed one."""
     rng = random.Random(seed)
-    whole = start(command(folder, "whole", steps, ranks, *more), folder / "whole.log")
-    assert whole.wait(HANG) == 0, (folder / "whole.log").read_text()[-3000:]
+    programs.finished(programs.ranks(2, *command(folder, "whole", steps, *more)))
     run, done = folder / "hurt", Counter[str]()
-    arguments = command(folder, "hurt", steps, ranks, *more)
     behind = itertools.cycle(("true", "false"))
     while not (run / "summary.json").exists():
-        process = start([*arguments, f"async_save={next(behind)}"], folder / "hurt.log")
+        words = [*command(folder, "hurt", steps, *more), f"async_save={next(behind)}"]
+        processes, before = programs.ranks(2, *words, log=folder / "hurt.log"), done.copy()
         if sum(done.values()) < kills:
             # Some are hurt while they start, most after a few steps of their own.
             target = lines(run) + rng.randrange(0, max(2, steps // kills))
-            while process.poll() is None and lines(run) < target:
+            while processes[0].poll() is None and lines(run) < target:
                 time.sleep(0.01)
             time.sleep(rng.random() * (8 if lines(run) == 0 and rng.random() < 0.3 else 0.05))
-            if process.poll() is None and not (run / "summary.json").exists():
+            if processes[0].poll() is None and not (run / "summary.json").exists():
                 action = rng.choice(ACTIONS)
-                disturb(process, action, run, rng)
+                disturb(processes, action, run, rng)
                 done[action] += 1
                 print(f"{sum(done.values())}/{kills}: {action} at line {lines(run)} of {steps}", flush=True)
-        process.wait(HANG)
+        codes = [process.wait() for process in processes]
+        assert before != done or not any(codes), (folder / "hurt.log").read_text()[-3000:]
     compare(folder / "whole", run, steps)
     return done
 

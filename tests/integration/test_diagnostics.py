@@ -10,12 +10,10 @@ import pytest
 
 from reports.tracking import Tracker
 from tests import programs
-from tests.integration.online import cut_off
-from tests.tiny import make_config
+from tests.tiny import ROOT, make_config
 from train import train
 
 RUN = (
-    "n_examples=160",
     "model.batch_size=4",
     "n_eval_examples=8",
     "wandb.enabled=false",
@@ -31,9 +29,7 @@ RUN = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("diagnostics")
-    train(make_config(*overrides(folder)), "whole")
-    return folder
+    return tmp_path_factory.mktemp("diagnostics")
 
 
 def overrides(folder: Path, *more: str) -> list[str]:
@@ -95,26 +91,16 @@ def test_the_file_agrees_with_the_metrics(folder, loss):
     assert "Beyond the clipping range, by position" in (run / "report.html").read_text()
 
 
-def test_a_killed_run_leaves_the_same_file(folder):
-    settings = overrides(folder, "save_every=36")  # every 9 steps; an interval has 2
-    with cut_off(at=29):
-        train(make_config(*settings), "parts")
-    assert (
-        lines(folder / "parts")[-1]["step"] == 27 or lines(folder / "parts")[-1]["first_step"] > 18
-    )  # some will be done again
-    train(make_config(*settings, "resume=true"), "parts")
-    assert lines(folder / "parts") == lines(folder / "whole")
-
-
-def test_two_ranks_do_not_change_it(folder):
-    name = "two"
-    words = programs.torchrun(
-        2, "train.py", *overrides(folder, "lr=1e-4", "n_examples=32", f"exp_name={name}")
-    )
-    done = programs.run(*words)
-    assert done.returncode == 0, done.stdout + done.stderr
-    train(make_config(*overrides(folder, "lr=1e-4", "n_examples=32")), "short")
-    one, other = lines(folder / "short"), lines(folder / name)
+def test_two_ranks_change_neither_it_nor_the_groups_of_a_range(folder):
+    pairs = (ROOT / "assets" / "adder" / "pairs.jsonl").read_text().splitlines(keepends=True)
+    (folder / "pairs.jsonl").write_text("".join(pairs[:64]))
+    half = ("data=adder", f"data.path={folder}/pairs.jsonl", "data.logprob_range=[0.25,0.75]")
+    words = overrides(folder, "lr=1e-4", *half)
+    programs.finished(programs.ranks(2, "train.py", *words, "exp_name=two", f"cache_dir={folder}/other"))
+    train(make_config(*words), "short")
+    kept = [json.loads((folder / name / "selection.json").read_text()) for name in ("short", "two")]
+    assert kept[0]["selection"]["kept"] == kept[1]["selection"]["kept"]
+    one, other = lines(folder / "short"), lines(folder / "two")
     assert [line["step"] for line in one] == [line["step"] for line in other] == list(range(-1, 8))
     for a, b in zip(one[1:], other[1:], strict=True):
         assert a["entropy"] == pytest.approx(b["entropy"], abs=1e-4)

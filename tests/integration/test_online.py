@@ -197,8 +197,7 @@ def test_several_ranks_and_one_sample_and_train_alike(tmp_path):
     one = run_online(tmp_path, "one", "online=true", "humanline=true", "loss=kto", "model.batch_size=16")
     words = ("train.py", *SHORT, "online=true", "humanline=true", "loss=kto", "model.batch_size=16")
     places = (f"runs_dir={tmp_path}", f"cache_dir={tmp_path}/c", "exp_name=two")
-    done = programs.run(*programs.torchrun(2, *words, *places))
-    assert done.returncode == 0, done.stdout + done.stderr
+    programs.finished(programs.ranks(2, *words, *places))
     for stage in ("samples", "scores", "groups"):
         (text, logprobs), (other, others) = (
             apart(run / f"rounds/000/{stage}.jsonl") for run in (one, tmp_path / "two")

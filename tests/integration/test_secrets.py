@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -110,19 +109,10 @@ def start(folder: Path, *more: str, env: dict[str, str] | None = None) -> subpro
     )
     long = () if "online=true" in more else ("n_examples=16",)
     small = (*long, "n_eval_examples=4", "n_eval_prompts=4", "model.batch_size=4", "retention.kl=false")
-    command = [sys.executable, "train.py", "loss=kto", *small, *places, *words(), *more]
-    return subprocess.run(
-        command,
-        cwd=programs.ROOT,
-        env=os.environ | own | (env or {}),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-    )
+    settings = (*small, *places, *words(), *more)
+    return programs.run("train.py", "loss=kto", *settings, env=own | (env or {}))
 
 
-@pytest.mark.usefixtures("quick_python")
 def test_no_key_leaves_a_run_its_push_its_resume_or_a_crash(tmp_path, hub):  # noqa: F811
     trackers = "trackers=[tensorboard]"
     run = start(tmp_path, "exp_name=a", trackers)
@@ -138,7 +128,6 @@ def test_no_key_leaves_a_run_its_push_its_resume_or_a_crash(tmp_path, hub):  # n
     assert found(*left, other.stdout, other.stderr) == []
 
 
-@pytest.mark.usefixtures("quick_python")
 def test_no_key_leaves_a_round_or_its_crash(tmp_path):
     online = (
         "online=true",
@@ -167,7 +156,6 @@ def test_no_key_leaves_a_round_or_its_crash(tmp_path):
     assert found(tmp_path / "runs", judge.stdout, judge.stderr) == []
 
 
-@pytest.mark.usefixtures("quick_python")
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -82,13 +82,13 @@ def test_ranks_label_as_one(tmp_path):
     written = []
     for ranks in (1, 3):
         out = tmp_path / f"{ranks}.json"
-        run = ["label.py", *words, "format=scalar", f"out={out}"]
-        done = programs.run(*(programs.torchrun(ranks, *run) if ranks > 1 else run))
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("12 entries from 12 scored samples") == 1
+        started = programs.ranks(ranks, "label.py", *words, "format=scalar", f"out={out}")
+        programs.finished(started)
+        assert "".join(one.said() for one in started).count("12 entries from 12 scored samples") == 1
         written.append(out.read_bytes())
     assert written[0] == written[1]
     (tmp_path / "armorm" / "model.safetensors").unlink()
-    done = programs.run(*programs.torchrun(2, "label.py", *words, f"out={tmp_path}/none.jsonl"))
-    assert done.returncode != 0 and not (tmp_path / "none.jsonl").exists()
-    assert done.stderr.count("error: reward.armorm.name_or_path=") == 1
+    started = programs.ranks(2, "label.py", *words, f"out={tmp_path}/none.jsonl")
+    codes = [one.wait() for one in started]
+    assert all(codes) and not (tmp_path / "none.jsonl").exists()
+    assert "".join(one.said() for one in started).count("error: reward.armorm.name_or_path=") == 1

@@ -11,7 +11,6 @@ import yaml
 from data.groups import read_groups
 from tests import programs
 from tests.integration.online import SHORT, lines, rounds, run_online
-from tests.quick_python import FIRST
 
 VARIANTS = [(online, humanline) for humanline in (False, True) for online in (False, True)]
 BOUNDS = ("log_epsilon_P=-0.02", "log_epsilon_R=0.02")
@@ -107,7 +106,7 @@ def test_from_the_command_line(tmp_path):
         "report=true",
         "idle_settings=note",
     )
-    done = programs.run("train.py", *words, f"cache_dir={tmp_path}/cache", env={FIRST: ""})
+    done = programs.run("train.py", *words, f"cache_dir={tmp_path}/cache", drawn=True)
     assert done.returncode == 0, done.stderr
     prove(tmp_path / "r", loss, online, humanline)
     assert json.loads((tmp_path / "r" / "summary.json").read_text())["steps"] == len(lines(tmp_path / "r"))
