@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -156,7 +155,3 @@ def write_examples(page: str) -> None:
         if block.language in ("python", "yaml") and named:
             assert not Path(named[1]).exists(), named[1]
             Path(named[1]).write_text("\n".join(block.lines) + "\n")
-
-
-if __name__ == "__main__":
-    write_examples(sys.argv[1])

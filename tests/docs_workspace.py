@@ -1,6 +1,6 @@
 """What a copy of the repository needs for the commands of the docs: small models and data under the names
 that the docs give, a Slurm. ``python -m tests.docs_workspace`` writes the files into the working
-directory.
+directory, and does the runs that a file lists.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ import json
 import re
 import shutil
 import subprocess
+import sys
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tests.docs import ROOT
+from tests.docs import ROOT, write_examples
 
 LEFT_OUT = ("docs/study/*.svg",)
 ENDS = 0.3
@@ -40,14 +42,13 @@ def copy_of_the_repository(to: Path) -> Path:
     return to
 
 
-def installed(here: Path) -> None:
+def installed(here: Path, python: Path) -> None:
     """Mark what the Makefile installs as installed: the environment is the one that runs the tests."""
-    names = [
-        name.replace("/", "-")
-        for name in re.findall(r"requirements[\w/-]*\.txt", (ROOT / "Makefile").read_text())
-    ]
-    for name in dict.fromkeys(names):
-        (here / ".venv" / f".installed-{name}").touch()
+    (here / ".venv" / "bin").mkdir(parents=True)
+    (here / ".venv" / "bin" / "python").write_text(f'#!/bin/bash\nexec {python} "$@"\n')
+    (here / ".venv" / "bin" / "python").chmod(0o755)
+    for name in re.findall(r"requirements[\w/-]*\.txt", (ROOT / "Makefile").read_text()):
+        (here / ".venv" / f".installed-{name.replace('/', '-')}").touch()
 
 
 def slurm(folder: Path) -> None:
@@ -67,6 +68,26 @@ def write_all(here: Path) -> None:
     sets(here)
     constrained(here)
     (here / "my.yaml").write_text("partition: gpu\naccount: lab\ntime: '12:00:00'\n")
+    write_examples("extend.md")
+
+
+def train_all(listed: Path) -> None:
+    """Do each run of a file of lists of settings, and note in its place what went wrong, or nothing. Of those that
+    only prepare, the ones with the embedded data are only composed: others have prepared it."""  # noqa: E501
+    from tests.quick_start import prepare_once
+    from train import compose, train
+
+    prepare_once()
+    said = []
+    for words in json.loads(listed.read_text()):
+        try:
+            config, name = compose(*words)
+            if not config.dry_run or any(word.startswith(("data", "evaluations", "plan")) for word in words):
+                train(config, name)
+            said.append("")
+        except BaseException:
+            said.append(traceback.format_exc())
+    listed.write_text(json.dumps(said))
 
 
 def models(here: Path) -> None:
@@ -119,6 +140,9 @@ def sets(here: Path) -> None:
         for a, b in sums
     ]
     lines(here / "pairs.jsonl", pairs)
+    embedded = (here / "assets" / "adder" / "pairs.jsonl").read_text()
+    (here / "groups.jsonl").write_text(embedded)
+    lines(here / "rated.jsonl", ({"margin": 2} | json.loads(row) for row in embedded.splitlines()))
     table = pyarrow.Table.from_pylist(pairs)
     for name in ("pairs.parquet", "held_out.parquet"):
         pyarrow.parquet.write_table(table if name == "pairs.parquet" else table.slice(0, 8), here / name)
@@ -168,3 +192,4 @@ def lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 if __name__ == "__main__":
     write_all(Path.cwd())
+    train_all(Path(sys.argv[1]))
