@@ -1,15 +1,13 @@
 """Named evaluation sets of a run: beside its own numbers and without changing them, in everything that shows
-numbers, again after a resume, and refused before weights load."""
+numbers, and refused before weights load."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
-from common.errors import UserError
 from config.cli import compose
 from config.schema import Config
 from launch.pictures import in_words
@@ -84,50 +82,6 @@ def test_they_are_in_the_report_and_the_card(folder):
     assert "other: evaluation margin" in page
     assert "other: evaluation loss" in (folder / "named-s1" / "model" / "README.md").read_text()
     assert in_words("eval_other_reward_accuracy") == "other: evaluation reward accuracy"
-
-
-def test_a_resumed_run_measures_the_same(folder):
-    run = folder / "named-s1"
-    before, last = numbers(run), max((run / "checkpoints").iterdir())
-    summary = json.loads((run / "summary.json").read_text())
-    shutil.copytree(run, folder / "again-s1")
-    again = folder / "again-s1"
-    shutil.rmtree(again / "checkpoints" / last.name)
-    shutil.rmtree(again / "model")
-    (again / "summary.json").unlink()
-    train(config_of(folder, *named(folder), "resume=true"), "again-s1")
-    assert numbers(again) == before
-    assert json.loads((again / "summary.json").read_text())["after"] == summary["after"]
-
-
-@pytest.mark.parametrize(
-    ("rows", "more", "message"),
-    [
-        (None, (), r"evaluations\.hard\.path=\S+hard\.jsonl: .*no such file"),
-        (
-            [{"prompt": "1+1=", "completion": "2" * (1 + i), "label": i > 0} for i in range(3)],
-            (),
-            r"evaluations\.hard=\S+hard\.jsonl: gives loss=dpo no example.*loss=kto.*no prompt has a ref",
-        ),
-        (
-            [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}],
-            ("keep_best=eval_hard_accuracy_sampled",),
-            r"keep_best=eval_hard_accuracy_sampled: evaluations\.hard has no such number",
-        ),
-        (
-            [{"prompt": "Who are you?", "chosen": "Nobody", "rejected": "Somebody"}] * 9,
-            (),
-            r"for evaluations\.hard, its tokenizer does not know",
-        ),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_before_weights_load(tmp_path, monkeypatch, rows, more, message):
-    file = tmp_path / "hard.jsonl"
-    if rows is not None:
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr("jobs.job.load_sharded", lambda *given: pytest.fail("weights were loaded"))
-    with pytest.raises(UserError, match=message):
-        train(config_of(tmp_path, f"evaluations.hard.path={file}", *more), "run")
 
 
 def test_prompts_alone_are_answered_and_labelled_rows_measured(tmp_path, monkeypatch):

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from common.errors import ConfigError
 from config.cli import compose
 from export import main as export_main
 from tests import http_server
@@ -121,22 +120,3 @@ def test_a_failed_upload_costs_no_run_and_the_command_that_is_named_tries_again(
     export_main(shlex.split(again)[2:])
     assert set(hub.files["org/name"]) == {path.name for path in (run / "model").iterdir()}
     assert hub.private == {"org/name": True}
-
-
-@pytest.mark.parametrize(
-    ("words", "token", "message"),
-    [
-        (["push_to_hub=org/name/more"], TOKEN, r"push_to_hub=org/name/more: is no id of a repository"),
-        (["push_to_hub=name"], TOKEN, r"push_to_hub=name: names no owner: write it as org/name"),
-        (["push_to_hub=org/name"], None, r"push_to_hub=org/name: needs a token .*`hf auth login`"),
-    ],
-)
-def test_what_could_not_be_uploaded_is_refused_before_weights_load(
-    tmp_path, hub, monkeypatch, words, token, message
-):
-    if token is None:
-        monkeypatch.setattr("jobs.hub.get_token", lambda: None)
-    monkeypatch.setattr("jobs.job.load_sharded", lambda *given: pytest.fail("weights were loaded"))
-    with pytest.raises(ConfigError, match=message):
-        trained(tmp_path, *words)
-    assert hub.private == {}

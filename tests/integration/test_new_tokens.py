@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.errors import ConfigError
 from export import export_run
 from models.pretrained import check_model, load_policy
 from tests.tiny import ROOT, make_config
@@ -63,17 +61,3 @@ def test_a_run_trains_and_exports_them(tmp_path, capfd):
     assert not torch.equal(one, other), "they are read, and so trained"
     again = make_config("loss=csft", "model=hub", f"model.name_or_path={tmp_path}/run/model", *NEW)
     assert check_model(again.model).vocab_size == len(tokenizer), "nothing is added twice"
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("model.use_peft=true",),
-        ("loss=kto", "online=true", "reward=adder"),
-        ('model.new_tokens=["a","a"]',),
-        ('model.new_tokens=[""]',),
-    ],
-)
-def test_where_they_cannot_be_learned_they_are_refused(words):
-    with pytest.raises(ConfigError, match=r"model\.new_tokens"):
-        make_config("loss=csft", NEW[0], *words)

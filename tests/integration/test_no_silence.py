@@ -8,6 +8,7 @@ import re
 import select
 import signal
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from math import inf
@@ -16,37 +17,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.quick_python import PYTHON
-
 ROOT = Path(__file__).parents[2]
-REAL = ROOT / "assets/smollm2/model"
 TICK, HANG_S = 0.1, 120.0
-
-TINY = ("n_examples=8", "n_eval_examples=4", "n_eval_prompts=4", "model.batch_size=4")
+SMALL = ("n_eval_examples=4", "n_eval_prompts=4", "model.batch_size=4")
 ROUNDS = (
+    "online=true",
+    "humanline=true",
     "rounds.contexts=8",
     "rounds.contexts_per_round=8",
     "rounds.samples=4",
-    "n_eval_examples=4",
-    "n_eval_prompts=4",
 )
-MODEL = (
-    ("model=smollm2-135m-instruct", "model.max_length=96", "model.max_prompt_length=64")
-    if REAL.is_dir()
-    else ()
-)
-TASK = "constraints" if MODEL else "adder"  # a real model's answers to sums differ too seldom to give pairs
-COMMANDS = [
-    ("train.py", "loss=dpo", "online=true", "humanline=true", f"data={TASK}", *ROUNDS),
-    ("sample.py", "data=adder", "limit=4", "rounds.samples=2", "sampler.max_tokens=32"),
-]
-if MODEL:
-    COMMANDS += [
-        ("train.py", "loss=dpo", "data=adder", "dry_run=true"),
-        ("train.py", "loss=kto", "humanline=true", "data=adder", "model.use_peft=true", *TINY),
-        ("train.py", "loss=sft", "data=adder", *TINY),
-        ("train.py", "loss=grpo", "data=constraints", "online=true", *ROUNDS),
-    ]
 
 
 class Terminal:
@@ -54,13 +34,9 @@ class Terminal:
 
     def __init__(self, folder: Path, *words: str) -> None:
         mine, theirs = pty.openpty()
-        own = ("out=a.jsonl",) if words[0] == "sample.py" else ("exp_name=quiet",)
-        given = [*words, *own, f"runs_dir={folder}/runs", f"cache_dir={folder}/cache"]
-        given = [
-            word.replace("out=", f"out={folder}/") if word.startswith("out=") else word for word in given
-        ]
+        places = ("exp_name=quiet", f"runs_dir={folder}/runs", f"cache_dir={folder}/cache")
         self.process = subprocess.Popen(
-            [PYTHON, *given],
+            [sys.executable, "train.py", "loss=dpo", *SMALL, *places, *words],
             cwd=ROOT,
             stdin=theirs,
             stdout=theirs,
@@ -110,32 +86,25 @@ class Terminal:
         os.close(self.end)
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: "-".join(words[:3]))
-def test_no_three_seconds_pass_without_output(tmp_path: Path, words: tuple[str, ...]) -> None:
-    terminal = Terminal(tmp_path, words[0], *MODEL, *words[1:])
-    try:
-        assert terminal.read()
-        assert terminal.process.returncode == 0, terminal.text[-2000:]
-        assert terminal.longest < 3.0, f"{terminal.longest:.1f} CPU seconds after {terminal.silent_after!r}"
-    finally:
-        terminal.close()
-
-
 @pytest.mark.parametrize(
-    ("number", "at", "says"),
+    ("number", "at", "says", "code"),
     [
-        (signal.SIGTERM, "import", "SIGTERM, in: import"),
-        (signal.SIGINT, r"train: +[1-9]\d?%", "resume=true goes on"),
+        (None, "", "", 0),
+        (signal.SIGTERM, "import", "SIGTERM, in: import", 75),
+        (signal.SIGINT, r"train: +[1-9]\d?%", "resume=true goes on", 75),
     ],
 )
-def test_a_request_to_stop_is_answered_at_once(tmp_path: Path, number: int, at: str, says: str) -> None:
-    terminal = Terminal(tmp_path, "train.py", *MODEL, "loss=dpo", "data=adder", *TINY[1:], "n_examples=400")
+def test_no_three_seconds_pass_without_output_and_a_request_to_stop_is_answered_in_one(
+    tmp_path: Path, number: int | None, at: str, says: str, code: int
+) -> None:
+    terminal = Terminal(tmp_path, *(ROUNDS if number is None else ("n_examples=400",)))
     try:
-        assert terminal.read(at), terminal.text
-        terminal.process.send_signal(number)
-        assert terminal.read(says, within=1.0), terminal.text
+        if number is not None:
+            assert terminal.read(at), terminal.text
+            terminal.process.send_signal(number)
+            assert terminal.read(says, within=1.0), terminal.text
         terminal.read()
-        assert terminal.process.returncode == 75
+        assert terminal.process.returncode == code, terminal.text[-2000:]
         assert terminal.longest < 3.0, f"{terminal.longest:.1f} CPU seconds after {terminal.silent_after!r}"
     finally:
         terminal.close()

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from common.errors import ConfigError
 from config.cli import compose
 from jobs.observers import Observers
 from models.distributed import start
@@ -75,16 +74,13 @@ class Recorder:
 
 
 class Stops:
-    """Asks for a stop at a step, or at an evaluation."""
+    """Asks for a stop at an evaluation."""
 
-    def __init__(self, *, at: int, of: str = "step") -> None:
-        self.at, self.of = at, of
-
-    def on_step(self, record):
-        return "enough" if self.of == "step" and record["step"] == self.at else None
+    def __init__(self, *, at: int) -> None:
+        self.at = at
 
     def on_evaluation(self, step, values):
-        return self.of == "evaluation" and step == self.at
+        return step == self.at
 
 
 class Fails:
@@ -106,10 +102,6 @@ class Misspelt:
 
 class TooFew:
     def on_step(self): ...
-
-
-class Nothing:
-    pass
 
 
 @pytest.fixture(scope="module")
@@ -138,10 +130,9 @@ def test_what_is_told_is_what_the_run_keeps_and_nothing_changes(folder):
     assert (kind, step, settings["lr"], last, ended) == ("start", 0, 1e-3, "end", summary)
 
 
-@pytest.mark.parametrize(("of", "at", "before"), [("evaluation", 4, 4)])
-def test_a_stop_ends_the_run_well_and_there_again_when_it_is_resumed(folder, of, at, before, capsys):
-    words = (f"callbacks.mine._target_={HERE}.Stops", f"callbacks.mine.at={at}", f"callbacks.mine.of={of}")
-    name = f"stopped-{of}"
+def test_a_stop_ends_the_run_well_and_there_again_when_it_is_resumed(folder, capsys):
+    words = (f"callbacks.mine._target_={HERE}.Stops", "callbacks.mine.at=4")
+    name, before = "stopped", 4
     summary = train(config_of(folder, *words), name)
     assert summary["stopped_early"] and summary["steps"] == before
     assert summary["stopped_why"].startswith("callbacks.mine asked for it")
@@ -167,24 +158,6 @@ def test_one_that_raises_is_told_of_with_its_line_and_the_run_goes_on(folder, ca
     assert f"on_step failed, {__file__}, line {line}: ZeroDivisionError: division by zero" in said
     assert numbers(folder / "failing") == numbers(folder / "plain")
     assert sum(kind == "step" for kind, *_ in recorder.told) == 8
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["callbacks.a=b"], r"callbacks\.a=b: needs a _target_, as in callbacks\.a\._target_="),
-        (["callbacks.a._target_=no.such"], r"callbacks\.a\._target_=no\.such: cannot be imported"),
-        ([f"callbacks.a._target_={HERE}.Nothing"], r"_target_=Nothing: is no observer: .*on_start, on_step"),
-        ([f"callbacks.a._target_={HERE}.Misspelt"], r"nothing calls its on_evaluate; .*on_evaluation"),
-        ([f"callbacks.a._target_={HERE}.TooFew"], r"its on_step takes \(record\): too many"),
-        ([f"callbacks.a._target_={HERE}.Stops"], r"callbacks\.a\.at=\?\?\?: has no default; give it"),
-        ([f"callbacks.a._target_={HERE}.Stops", "callbacks.a.att=1"], r"a\.att=1: .*it takes at, of"),
-    ],
-)
-def test_what_is_no_observer_is_refused_before_weights_load(folder, monkeypatch, words, message):
-    monkeypatch.setattr("jobs.job.load_sharded", lambda *given: pytest.fail("weights were loaded"))
-    with pytest.raises(ConfigError, match=message):
-        train(config_of(folder, *words), "refused")
 
 
 def test_rounds_are_told_and_may_be_the_last():

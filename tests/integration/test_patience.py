@@ -6,9 +6,6 @@ from __future__ import annotations
 import json
 import shutil
 
-import pytest
-
-from common.errors import ConfigError
 from jobs.ranking import Patience
 from reports.report import final_table
 from tests.tiny import make_config
@@ -18,10 +15,10 @@ FAST = (
     "loss=dpo",
     "lr=1e-3",
     "model.batch_size=8",
-    "n_examples=320",
+    "n_examples=240",
     "eval_every=16",
     "n_eval_examples=8",
-    "n_eval_prompts=32",
+    "n_eval_prompts=16",
 )
 EARLY = (*FAST, "keep_best=eval_accuracy_sampled", "patience=2", "wandb.enabled=false", "diagnostics=false")
 
@@ -50,25 +47,17 @@ def test_a_run_stops_and_stops_there_again_when_it_is_resumed(tmp_path):
     summary = train(config, "run")
     run = tmp_path / "run"
     best = max(seen := evaluations(run), key=lambda one: one[1])
-    assert summary["stopped_early"] and summary["steps"] < 40
+    assert summary["stopped_early"] and summary["steps"] < 30
     assert f"stopped early: {summary['stopped_why']}" in final_table(summary)
     assert "were no better than the best before them" in summary["stopped_why"]
     assert len([one for one in seen if one[0] > best[0]]) + 1 == 2, "the last one stands in the summary"
     weights = (run / "model" / "model.safetensors").read_bytes()
-    for gone in ((), (f"step_{summary['steps']:08d}",)):
-        for name in gone:
-            shutil.rmtree(run / "checkpoints" / name)
+    for last in (None, f"step_{summary['steps']:08d}"):
+        if last is not None:
+            shutil.rmtree(run / "checkpoints" / last)
         (run / "summary.json").unlink()
         shutil.rmtree(run / "model")
         resumed = make_config(*EARLY, "resume=true", f"runs_dir={tmp_path}", f"cache_dir={tmp_path}/cache")
         again = train(resumed, "run")
         assert again["steps"] == summary["steps"] and again["after"] == summary["after"]
         assert (run / "model" / "model.safetensors").read_bytes() == weights
-
-
-def test_patience_without_what_it_counts_is_refused():
-    for missing in (("patience=2",), ("patience=2", "eval_every=0", "keep_best=eval_loss")):
-        with pytest.raises(ConfigError, match=r"patience=2.*give both"):
-            make_config(*missing)
-    with pytest.raises(ConfigError, match="patience=0"):
-        make_config("patience=0", "eval_every=64", "keep_best=eval_loss")

@@ -14,7 +14,7 @@ from common.errors import ConfigError
 from data.batches import Segment
 from tests.engine import Log, engine_config, make_segment, make_trainer, run, weights
 from tests.integration.test_sync_modes import Rounds
-from tests.tiny import make_config, tiny_policy
+from tests.tiny import tiny_policy
 from trainers.assembly import Offline, make_loss
 from trainers.basic import BasicTrainer
 from trainers.corrections import check_correction
@@ -147,22 +147,6 @@ def test_a_ratio_to_the_behaviour_policy_is_bit_identical_to_plain_training(tmp_
     other = run(config_of(tmp_path, *words), segment)[1]
     assert other[0]["kl"] == 0 != lines[0]["kl"], "the ratio's reference is another"
     assert other[0]["kl_penalty"] == 0 == lines[0]["kl_penalty"], "the KL term's is not"
-
-
-@pytest.mark.parametrize(
-    ("words", "key"),
-    [
-        ("loss=dpo ratio_reference=behavior", "ratio_reference"),
-        ("loss=grpo ratio_reference=behavior correction=truncated", "ratio_reference"),
-        ("loss=grpo ratio_reference=behavior sync_mode=kl sync_freq=4", "ratio_reference"),
-        ("loss=grpo ratio_reference=behavior online=true", "ratio_reference"),
-        ("loss=grpo sync_mode=delayed online=true rounds.reset_reference=false", "rounds.reset_reference"),
-    ],
-)
-def test_what_means_nothing_is_refused(words, key):
-    with pytest.raises(ConfigError) as caught:
-        make_config(*words.split())
-    assert caught.value.key == key
 
 
 def test_a_ratio_to_a_policy_that_nobody_recorded_is_refused(tmp_path):

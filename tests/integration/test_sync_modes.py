@@ -232,19 +232,9 @@ def test_resuming_changes_nothing(tmp_path, overrides):
     state, scores = kept.load(kept.path(4), resumed.policy, resumed.optimizer)
     resumed.load_state_dict(state, scores)
     resumed.reference.use_initial(scores)
-    rest = []
-    watch = type(
-        "W",
-        (),
-        {
-            "before_step": lambda s, segment: None,
-            "observe": lambda s, batch, index, scores: None,
-            "done": lambda s: None,
-            "after_step": lambda s, record: rest.append(record.pending.read()["loss"]),
-        },
-    )()
-    resumed.train(Offline(segment), watch)
-    assert rest == [line["loss"] for line in lines[4:]]
+    rest = Log()
+    resumed.train(Offline(segment), rest)
+    assert [line["loss"] for line in rest.lines] == [line["loss"] for line in lines[4:]]
     assert all(torch.equal(w, weights(whole)[name]) for name, w in weights(resumed).items())
 
 
