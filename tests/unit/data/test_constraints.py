@@ -71,7 +71,7 @@ def test_the_source_gives_held_out_halves_and_answers_from_a_file(tmp_path: Path
     assert len(train) == PROMPTS["train"] and len(held_out) == PROMPTS["validation"] + PROMPTS["test"]
     half = load_groups(make_config("data=constraints", "data.eval_split=test").data, "eval").groups
     assert [g.prompt for g in half] == list(prompts("test"))
-    with pytest.raises(ConfigError, match="validation or test"):
+    with pytest.raises(ConfigError, match="validation, test, null"):
         constrained(make_config("data=constraints", "data.eval_split=tset").data, "eval")
 
 
