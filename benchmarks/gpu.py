@@ -30,8 +30,7 @@ from common.options import options_of
 from config.cli import compose_config
 from config.schema import CARDS, Config
 from data.batches import Segment
-from jobs.memory import plan_run
-from jobs.peak import measured
+from jobs.memory import measured, plan_run
 from models.distributed import World, on_main, start, stop
 from models.policy import decoder_blocks
 from models.pretrained import load_policy

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -20,9 +21,8 @@ from jobs.evaluation import make_evaluator
 from jobs.hub import push_or_say
 from jobs.initial_scores import scored_with
 from jobs.likelihood import ready_rows
-from jobs.memory import MemoryPlan, plan_run
+from jobs.memory import MemoryPlan, PeakLine, measured, plan_run, short_of_memory
 from jobs.observers import Observers
-from jobs.peak import PeakLine, measured, short_of_memory
 from jobs.plan import Plan
 from jobs.prepare import Prepared
 from jobs.ranking import EnoughError
@@ -31,7 +31,7 @@ from jobs.run_folder import note as note_in_run
 from jobs.same_data import WEIGHTS, check_inputs, check_names, check_origin, inputs_of
 from jobs.signals import Signals
 from jobs.watch import RunWatch
-from models.distributed import World, ended_together, on_main
+from models.distributed import World, ended_together, explained, on_main
 from models.export import export, full_state
 from models.loading import load_sharded
 from models.policy import Policy
@@ -69,7 +69,14 @@ class Job:
             self.prepared.online.start()
 
     def run(self, signals: Signals) -> dict[str, Any]:
-        """Train, export and report; return the summary."""
+        """Train, export and report; return the summary. What fails on one of several ranks ends all of them;
+        where memory was short, the message has the numbers to type."""
+        remedy = partial(short_of_memory, self.memory, self.prepared.config)
+        with ended_together(alike=(UserError,)), explained(remedy):
+            return self.results(signals)
+
+    def results(self, signals: Signals) -> dict[str, Any]:
+        """Do what ``run`` does, on this rank."""
         prepared, world, folder = self.prepared, self.world, self.folder.path
         observers = Observers.of(prepared.config.callbacks, self.further_observers, world)
         inputs = on_main(self.check_data)
@@ -142,9 +149,7 @@ class Job:
         online = self.prepared.online
         rounds = None if online is None else online.source(trainer, policy, watch)
         try:
-            limits = short_of_memory(self.memory, self.prepared.config.model.eval_batch_size)
-            with ended_together(alike=(UserError, EnoughError)), limits:
-                trainer.train(rounds or Offline(plan.train), watch)
+            trainer.train(rounds or Offline(plan.train), watch)
         except EnoughError as why:
             watch.stop_early(str(why))
             return

@@ -1,12 +1,13 @@
 """What a run decides by the estimate of its memory (``models.memory``) before anything is loaded, and what it
 says of it: how batches are cut into microbatches, what is computed again in the backward, what a rank holds
-at most. ``python -m jobs.memory`` is the worker process of ``launch.sweep``."""
+at most, and what it held in the end. ``python -m jobs.memory`` is the worker process of ``launch.sweep``."""
 
 from __future__ import annotations
 
 import math
+import resource
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from common.errors import ConfigError
+from common.errors import ConfigError, UserError
 from common.worker_process import serve
 from config.schema import Config, card_memory
 from config.schema_model import AUTO, SELECTIVE, ModelConfig
@@ -25,12 +26,21 @@ from data.examples import longest
 from data.types import Example, Sequence
 from jobs.situations import GAPS, GIB, Card, RankMemory, Situation
 from models.attention import packable
+from models.distributed import World, gather_objects
 from models.memory import Load
 from trainers.assembly import trainer_class
 from trainers.basic import BasicTrainer
 
 PROBE = 8192
 """Tokens of a microbatch that selective checkpointing has to leave room for."""
+NEAR = 0.9
+"""Share of the widest planned microbatch from which on one counts as it."""
+FREE = 0.2
+"""Share of a card that is worth using."""
+LESS = 2 / 3
+"""Share of a microbatch's tokens that is left of one that was too large."""
+SHORT = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
+"""Beginnings of messages of errors that are no torch.OutOfMemoryError."""
 AGAIN = {False: "nothing", SELECTIVE: "what is cheap in a layer (selective)", True: "every layer (true)"}
 
 
@@ -333,6 +343,80 @@ def of_settings(config: Config, ranks: int, card: str) -> dict[str, Any]:
     """Return the plan of a sweep's run: its ``text``, and in ``over`` why it is refused, or []."""
     plan = plan_settings(config, ranks, card)
     return {"text": plan.text, "over": [str(plan.refusal)] if plan.refusal else []}
+
+
+# -- afterwards ------------------------------------------------------------------------------------
+
+
+def measured(world: World, plan: MemoryPlan) -> dict[str, Any]:
+    """Return the most that the fullest rank has held so far, in words beside what was planned, and as GiB; a
+    collective."""
+    if world.device.type == "cuda":
+        own, what = torch.cuda.max_memory_allocated(world.device) / GIB, "tensors on the GPU"
+    else:
+        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB  # Linux counts in KiB
+        what = "the whole process"
+    most = max(gather_objects(own))
+    beside = ""
+    if (world.device.type == "cuda") == (plan.card is not None):
+        beside = f", {most / plan.predicted:.0%} of what was predicted"
+    return {"measured": f"{most:.2f} GiB ({what}{beside})", "measured_gib": most}
+
+
+class PeakLine:
+    """Says once, after the first update that had the widest microbatch, what the fullest rank held, and where
+    a fifth of its GPU is free, the number that would use it."""
+
+    def __init__(self, plan: MemoryPlan, world: World, say: Callable[[str], None]) -> None:
+        self._plan, self._world, self._say = plan, world, say
+        self._waits = True
+
+    def after_update(self, widest: int) -> None:
+        """``widest``: tokens of the update's widest microbatch on any rank. Every rank calls it alike."""
+        if not self._waits or widest < NEAR * self._plan.load.tokens:
+            return
+        self._waits = False
+        found = measured(self._world, self._plan)
+        self._say(f"memory so far: {found['measured']}{self._to_use(found['measured_gib'], widest)}")
+
+    def _to_use(self, taken: float, widest: int) -> str:
+        """Return the number of tokens with which microbatches would use what is free of the GPU."""
+        plan, step = self._plan, self._plan.situations[0]
+        if plan.card is None or not plan.load.several:
+            return ""
+        outside = step.total - step.tensors
+        free = plan.card.room - outside - taken
+        growing = taken - (step.tensors - step.variable)
+        if free < FREE * plan.card.memory or growing <= 0:
+            return ""
+        tokens = math.floor(widest * (1 + free / growing)) // 1000 * 1000
+        return f"; {free:.1f} GiB are free: model.microbatch_tokens={tokens} would use them"
+
+
+class ShortOfMemoryError(RuntimeError):
+    """A rank ran out of memory; the message has the numbers to type."""
+
+
+def short_of_memory(plan: MemoryPlan, config: Config, error: Exception) -> Exception:
+    """Return ShortOfMemoryError with what to type in place of an error of a GPU or a CPU without room; any
+    other error as it is."""
+    found = any(words in str(error) for words in SHORT)
+    explained = isinstance(error, UserError | ShortOfMemoryError)
+    if explained or not (found or isinstance(error, torch.OutOfMemoryError)):
+        return error
+    tokens = max(plan.least, math.floor(LESS * plan.load.tokens) // 1000 * 1000)
+    step = f"model.microbatch_tokens={tokens} model.microbatches=1"
+    if tokens >= plan.load.tokens:
+        step = "model.activation_checkpointing=true, or a lower model.max_length"
+    sizes = {
+        "model.eval_batch_size": config.model.eval_batch_size,
+        "reference_batch_size": config.reference_batch_size,
+        "sampler.batch_size": None if config.sampler.separate else config.sampler.batch_size,
+    }
+    halves = " ".join(f"{key}={size // 2}" for key, size in sizes.items() if size is not None and size > 1)
+    elsewhere = f"; in scores before training, an evaluation or a round, use {halves}" if halves else ""
+    first = str(error).strip().partition("\n")[0]
+    return ShortOfMemoryError(f"out of memory ({first}): in a step, use {step}{elsewhere}")
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from common.progress import Bar, progress, seconds_so_far
 from data.batches import Segment
 from jobs.checks import check_gathered_weights, without_signal, write_batch
 from jobs.evaluation import Metrics
+from jobs.memory import PeakLine
 from jobs.observers import Observers
-from jobs.peak import PeakLine
 from reports.evaluations import round_line, status
 from reports.metrics import plain
 from reports.tracking import Tracker

@@ -58,8 +58,10 @@ torch.compile, and vLLM, whose processes inherit them."""
 _deterministic = False
 
 _long_timeout: Group | None = None
+
 """Gloo group for waits on the CPU: ranks may wait for hours while one samples or scores a round, or writes a
 checkpoint. The death of a rank still ends these waits; a device that hangs is not detected here."""
+_explain: Callable[[Exception], Exception] | None = None
 
 
 @dataclass(frozen=True)
@@ -333,7 +335,7 @@ def ended_together(alike: tuple[type[Exception], ...] = ()) -> Iterator[None]:
         _refuse_if_one_has_ended()
         if _of_another(error):
             raise
-        message = f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}"
+        message = f"rank {dist.get_rank()} failed: {_named(error)}"
         with suppress(RuntimeError):  # rank 0 is gone, and its store
             launchers_store("ranks").set(_ENDED, message)
         if dist.get_rank() == 0 and not alike:
@@ -341,6 +343,22 @@ def ended_together(alike: tuple[type[Exception], ...] = ()) -> Iterator[None]:
         print(f"error: {scrub_text(message)}", file=sys.stderr, flush=True)
         error.add_note(_SENT)
         raise
+
+
+@contextmanager
+def explained(explain: Callable[[Exception], Exception]) -> Iterator[None]:
+    """Raise, in place of an error within, what ``explain`` returns for it: the error itself, or one whose
+    message has a remedy. Other ranks are sent that one, too."""
+    global _explain
+    _explain = explain
+    try:
+        yield
+    except Exception as error:
+        if _SENT in getattr(error, "__notes__", ()) or (better := explain(error)) is error:
+            raise
+        raise better from error
+    finally:
+        _explain = None
 
 
 class Ranks:
@@ -500,8 +518,14 @@ def _sendable(done: Done[T]) -> Done[T]:
     if not isinstance(error, Exception) or isinstance(error, UserError):
         return done
     traceback.print_exception(error)
-    words = " ".join(f"{type(error).__name__}: {error}".split())
+    words = " ".join(_named(error).split())
     return None, ShareError(f"rank {dist.get_rank()} could not do its share: {words}")
+
+
+def _named(error: Exception) -> str:
+    """Return the kind and message of ``error``, or of what stands for it (``explained``)."""
+    better = error if _explain is None else _explain(error)
+    return f"{type(better).__name__}: {better}"
 
 
 def _unwrap(done: Done[T]) -> T:

@@ -49,7 +49,7 @@ BUDGETS = {
     "common": 1_629,
     "config": 3_514,
     "data": 6_927,
-    "models": 5_035,
+    "models": 5_059,
     "trainers": 2_695,
     "reports": 2_192,
     "rollouts": 6_402,

@@ -15,11 +15,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import ConfigError
+from common.errors import ConfigError, StoppedError
 from config.schema import Config, card_memory
-from jobs import memory, peak
-from jobs.memory import Batches, longest_batch, make_plan, plan_settings
-from jobs.peak import PeakLine, ShortOfMemoryError, short_of_memory
+from jobs import memory
+from jobs.memory import (
+    Batches,
+    PeakLine,
+    ShortOfMemoryError,
+    longest_batch,
+    make_plan,
+    plan_settings,
+    short_of_memory,
+)
 from jobs.situations import Card, RankMemory, reward_models
 from launch.grid import read_sweep
 from launch.slurm import make_job
@@ -209,8 +216,12 @@ def test_a_run_takes_the_cut_of_a_small_card(tmp_path: Path, monkeypatch, capsys
     assert "| Memory of a rank | " in (tmp_path / "cut" / "model" / "README.md").read_text()
     for a, b in zip(plain, cut, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
-    *_, again = (go("again"), json.loads((tmp_path / "again" / "run.json").read_text())["memory"][-1])
-    assert again["decided"] == noted["decided"]
+    assert [line["loss"] for line in go("again")] == [line["loss"] for line in cut]
+    assert (
+        json.loads((tmp_path / "again" / "run.json").read_text())["memory"][-1]["decided"] == noted["decided"]
+    )
+    first, second = (tmp_path / name / "model" / "model.safetensors" for name in ("cut", "again"))
+    assert first.read_bytes() == second.read_bytes()
 
 
 def test_a_run_that_cannot_fit_ends_before_its_weights_load(tmp_path: Path, monkeypatch) -> None:
@@ -234,7 +245,7 @@ def test_a_peak_is_said_once_and_what_would_use_a_free_fifth(monkeypatch, taken:
     plan, lines = cut_plan(), list[str]()
     world = SimpleNamespace(device=torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: taken * plan.predicted * 2**30)
-    monkeypatch.setattr(peak, "gather_objects", lambda own: [own, 0.0])
+    monkeypatch.setattr(memory, "gather_objects", lambda own: [own, 0.0])
     line = PeakLine(plan, world, lines.append)  # type: ignore[arg-type]
     for widest in (plan.load.tokens // 2, plan.load.tokens, plan.load.tokens):
         line.after_update(widest)
@@ -243,14 +254,25 @@ def test_a_peak_is_said_once_and_what_would_use_a_free_fifth(monkeypatch, taken:
     assert (number is not None) == free and (not free or int(number[1]) > plan.load.tokens)
 
 
-def test_out_of_memory_has_the_number_to_type() -> None:
-    plan = cut_plan()
-    with pytest.raises(ShortOfMemoryError) as caught, short_of_memory(plan, 64):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
-    tokens = int(re.search(r"use model\.microbatch_tokens=(\d+) ", str(caught.value))[1])
-    assert plan.least <= tokens < plan.load.tokens and "model.eval_batch_size=32" in str(caught.value)
-    with pytest.raises(RuntimeError, match=r"^other$"), short_of_memory(plan, 64):
-        raise RuntimeError("other")
+@pytest.mark.parametrize(
+    ("error", "short"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (RuntimeError("other"), False),
+        (StoppedError("rank 1 failed: can't allocate memory"), False),
+    ],
+)
+def test_out_of_memory_has_the_numbers_to_type(error: Exception, short: bool) -> None:
+    plan, model = cut_plan(), replace(QWEN.model, eval_batch_size=64)
+    config = replace(QWEN, model=model, reference_batch_size=16)
+    found = short_of_memory(plan, config, error)
+    assert (found is error) != short and isinstance(found, ShortOfMemoryError) == short
+    if short:
+        tokens = int(re.search(r"use model\.microbatch_tokens=(\d+) ", str(found))[1])
+        assert plan.least <= tokens < plan.load.tokens and "more" not in str(found)
+        assert "model.eval_batch_size=32 reference_batch_size=8" in str(found)
 
 
 def test_the_process_takes_what_is_said_of_a_cpu(tmp_path: Path) -> None:
