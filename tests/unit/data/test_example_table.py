@@ -116,6 +116,14 @@ def test_a_table_gives_what_would_be_held(tmp_path_factory, wanted, view):
     assert plain(made.groups[1:]) == plain(want[1:])
 
 
+def test_an_added_end_token_has_no_log_mu_and_counts() -> None:
+    known, mask = (-1.0, -2.0), (True, False)
+    sampled = Completion("yes", (5, 6), behavior_logprobs=known, loss_mask=mask)
+    row = with_tokens(renderer().sequence(Prompt((Turn("user", "a"),)), sampled), sampled)
+    assert len(row.completion_ids) == 3 and row.loss_mask.tolist() == [True, False, True]
+    assert row.behavior_logprobs[:2].tolist() == [*known] and np.isnan(row.behavior_logprobs[2])
+
+
 def most_memory(folder: Path, count: int) -> tuple[int, int]:
     """(the most memory at once, what is left at the end), bytes, of pairs made into batches."""
     answers = Completion("yes " * 40), Completion("no " * 40)
