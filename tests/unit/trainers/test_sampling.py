@@ -32,7 +32,12 @@ as K grows, here with M_P = M_R = 20 and epsilon_R = e^1.5."""
 
 @pytest.mark.parametrize(
     "constants",
-    [CONSTANTS, beta(3.0, 2.5, 0.05, 1.0, 0.5, 0.5), beta(3.0, 2.5, 200.0, 50.0, 30.0, 300.0)],
+    [
+        CONSTANTS,
+        beta(3.0, 2.5, 0.05, 1.0, 0.5, 0.5),
+        beta(3.0, 2.5, 200.0, 50.0, 30.0, 300.0),
+        beta(3.0, 3.0, 0.7, 1.3, 0.7, 1.3),  # alike, and still drawn apart
+    ],
 )
 def test_rejection_rates_are_those_of_the_two_beta_distributions(constants):
     n = 60_000
