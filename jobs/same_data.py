@@ -4,6 +4,7 @@ fingerprints: another input at the same place would silently continue the run wi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -50,7 +51,9 @@ _OF_MODEL = ("renderer", "architecture", WEIGHTS)
 def inputs_of(config: Config, plan: Plan, renderer: Renderer, sets: Sequence[EvaluationSet]) -> Inputs:
     """Return the fingerprints of what the run reads besides its weights: ``file_inputs``; how texts become
     tokens; the model's configuration; the examples of ``plan``, before ``data.logprob_range`` chooses among
-    them, or the prompts of online rounds; what is known of each token; the held-out rows and prompts."""
+    them, or the prompts of online rounds; what is known of each token; the held-out rows and prompts.
+
+    Prompts are compared as texts: with the same renderer, these give the same token ids."""
     inputs = file_inputs(config)
     inputs |= {"renderer": renderer.fingerprint, "architecture": architecture_digest(config.model)}
     inputs["seed"] = config.seed
@@ -69,10 +72,10 @@ def inputs_of(config: Config, plan: Plan, renderer: Renderer, sets: Sequence[Eva
 
 
 def file_inputs(config: Config) -> Inputs:
-    """Return setting -> file -> digest, of the folders of models and tokenizers, and of the code that
-    settings name with what it imports from its own folder."""
+    """Return setting -> file -> digest, of the models, tokenizers and files that settings name by their
+    place, and of the code that they name with what it imports from its own folder."""
     digests = FileDigests(Path(config.cache_dir) / "digests.json")
-    inputs: Inputs = {key: _of_folder(key, folder, digests) for key, folder in _folders(config)}
+    inputs: Inputs = {key: _of_place(key, place, digests) for key, place in _places(config)}
     for key, name in _code(config).items():
         if files := modules_beside(module_and_name(name)[0]):
             inputs[key] = {place: digests.of(file) for place, file in sorted(files.items())}
@@ -80,11 +83,17 @@ def file_inputs(config: Config) -> Inputs:
     return inputs
 
 
-def _folders(config: Config) -> Iterator[tuple[str, Path]]:
-    """Yield (setting, folder) of the models and tokenizers that the run reads, where they are on this machine
-    already."""
-    named = {"model": asdict(config.model), **({"reward": asdict(config)["reward"]} if config.online else {})}
-    settings = dict(texts(named))
+def _settings(config: Config) -> dict[str, str]:
+    """Return setting -> text of the sections of what is trained, and, online, of what samples and rewards."""
+    of_rounds = ("sampler", "reward") * config.online
+    tree, sections = asdict(config), ("model", "loss", "trainer", "correction", "humanline_rule", *of_rounds)
+    return {key: name for section in sections for key, name in texts(tree[section], section)}
+
+
+def _places(config: Config) -> Iterator[tuple[str, Path]]:
+    """Yield (setting, folder or file) of the models, tokenizers and files that the run reads, where they are
+    on this machine already."""
+    settings = _settings(config)
     for key, name in settings.items():
         if key.endswith("name_or_path"):
             folder = Path(resolve_model_path(name))
@@ -92,6 +101,10 @@ def _folders(config: Config) -> Iterator[tuple[str, Path]]:
                 folder = _snapshot(name, settings.get(key.replace("name_or_path", "revision")) or "main")
             if folder.is_dir():
                 yield key, folder
+        elif os.path.isfile(name) or os.path.isdir(name):  # of any text; Path raises for one that is too long
+            place = Path(resolve_model_path(name))
+            if place.is_file() or any(place.glob("*config.json")):  # not a folder to write to
+                yield key, place
 
 
 def _snapshot(name: str, revision: str) -> Path:
@@ -102,10 +115,12 @@ def _snapshot(name: str, revision: str) -> Path:
     return folder / "snapshots" / revision
 
 
-def _of_folder(key: str, folder: Path, digests: FileDigests) -> dict[str, str]:
-    """Return file -> digest of everything in a model's folder but hidden files and README, and but the
-    tensors of the policy; with the commit if it is of the hub, whose files are fetched when they are
+def _of_place(key: str, folder: Path, digests: FileDigests) -> dict[str, str]:
+    """Return file -> digest of a file, or of everything in a model's folder but hidden files and README, and
+    but the tensors of the policy; with the commit if it is of the hub, whose files are fetched when they are
     needed."""
+    if folder.is_file():
+        return {folder.name: digests.of(folder)}
     skipped = _TENSORS if key.startswith("model.") else ()
     there = sorted(folder.glob("*")) + sorted(folder.glob("additional_chat_templates/*"))
     read = [path for path in there if path.is_file() and not path.name.startswith((".", "README"))]
@@ -126,14 +141,7 @@ def reward_code(config: Config) -> list[str]:
 def _code(config: Config) -> dict[str, str]:
     """Return setting -> the import path of the function or class that it names: the loss and its trainer, the
     optimizer, what clips, corrects and verifies, and, online, what samples and rewards."""
-    sections = ("loss", "trainer", "correction", "humanline_rule", *(("sampler", "reward") * config.online))
-    tree = asdict(config)
-    named = [
-        (key, name)
-        for section in sections
-        for key, name in texts(tree[section], section)
-        if key.endswith(("._target_", ".path"))
-    ]
+    named = [(key, name) for key, name in _settings(config).items() if key.endswith(("._target_", ".path"))]
     sets = evaluation_sets(config.evaluations, config.data)
     named += [(f"evaluations.{name}.verifier", data.verifier or "") for name, data in sets.items()]
     return dict([*named, ("optimizer", config.optimizer), ("data.verifier", config.data.verifier or "")])
@@ -170,6 +178,8 @@ def _refused(folder: Path, config: Config, names: list[str], before: Any, now: A
         key = "data.path" if config.data.path else "data"
     elif key == "evaluation":
         key = "data.eval_path"
+    elif key.startswith("evaluations.") and key.count(".") == 1:
+        key, why = f"{key}.path", _WHY["evaluation"]
     elif key in _OF_MODEL:
         key = "model.name_or_path"
     elif isinstance(before, dict) and isinstance(now, dict):

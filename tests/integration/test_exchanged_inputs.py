@@ -49,6 +49,7 @@ def words(folder: Path, mode: str) -> list[str]:
     held_out = folder / "held_out.jsonl"
     places = (f"runs_dir={folder}", f"cache_dir={folder / 'cache'}", f"data.path={folder / 'pairs.jsonl'}")
     rows = (f"data.eval_path={held_out}", "n_eval_examples=8", f"model.name_or_path={folder / 'M'}")
+    rows += (f"model.chat_template={folder / 't.jinja'}", f"+evaluations.hard.path={folder / 'hard.jsonl'}")
     rewards = ("reward=weighted", f"reward.weighted.parts={PARTS % (folder / 'R')}") * (mode == "online")
     return [*MODES[mode], *places, *rows, *MODEL, *FAST, *rewards]
 
@@ -64,7 +65,9 @@ def inputs(folder: Path) -> None:
     for name, text in CODE.items():
         (folder / f"{name}.py").write_text(text)
     (folder / "pairs.jsonl").write_text("".join(LINES[:40]))
-    (folder / "held_out.jsonl").write_text("".join(LINES[40:]))
+    for name in ("held_out", "hard"):
+        (folder / f"{name}.jsonl").write_text("".join(LINES[40:]))
+    shutil.copy(ADDER / "model" / "chat_template.jinja", folder / "t.jinja")
 
 
 def field(key: str, value: Any) -> Callable[[Path], None]:
@@ -111,12 +114,15 @@ EXCHANGED: list[tuple[str, str, Callable[[Path], None], str]] = [
     ("both", "M/model.safetensors", bit, f"{OF_MODEL}the initial weights are others"),
     ("both", "pairs.jsonl", reversed_rows, r"^data\.path=.*would go on with other (rows|prompts)"),
     ("both", "held_out.jsonl", reversed_rows, r"^data\.eval_path=.*would compare two different sets"),
+    ("both", "hard.jsonl", reversed_rows, r"^evaluations\.hard\.path=\S+/hard\.jsonl: .*two different sets"),
+    ("both", "t.jinja", text("{", "{# #}{"), r"^model\.chat_template=\S+/t\.jinja: .*its t\.jinja changed"),
     ("offline", "own_losses.py", text("import deep", "import  deep"), f"{OF_LOSS}own_losses.py"),
     ("offline", "own_parts/deep.py", text("1", "2"), f"{OF_LOSS}own_parts/deep.py"),
     ("online", "own_rewards.py", text("W *", "-W *"), f"{OF_FUNCTION}own_rewards.py"),
     ("online", "own_helper.py", text("return W", "return -W"), f"{OF_FUNCTION}own_helper.py"),
     ("online", "own_parts/deep.py", text("1", "2"), f"{OF_FUNCTION}own_parts/deep.py"),
     ("online", "R/chat_template.jinja", text("{", "{# #}{"), f"{OF_CLASSIFIER}chat_template.jinja"),
+    ("online", "R/tokenizer_config.json", field("eos_token", "<user>"), f"{OF_CLASSIFIER}tokenizer_config"),
     ("online", "R/model.safetensors", bit, f"{OF_CLASSIFIER}model.safetensors"),
     ("online", "pairs.jsonl", text('"reference": "108"', '"reference": "9"'), r"^data\.path=.*other prompts"),
 ]
@@ -156,10 +162,13 @@ def test_an_exchanged_input_is_refused_by_its_name_its_file_and_what_accepts_it(
             file.write_bytes(kept)
     with pytest.raises(ConfigError, match=r"^resume_with_other=weight: names no input"):
         train(make_config(*words(tmp_path, mode), "resume_with_other=[weights,weight]"), "run")
+    (tmp_path / "M" / "README.md").write_text("what a model is")
+    os.utime(tmp_path / "M" / "tokenizer.json")
     field("rms_norm_eps", 1e-5)(tmp_path / "M" / "config.json")
     with pytest.raises(ConfigError) as refused:
         train(make_config(*words(tmp_path, mode)), "run")
     (accepts,) = re.findall(r"'(resume_with_other=\S+)'", str(refused.value))
+    assert accepts == "resume_with_other=[model.name_or_path,architecture]", "neither README nor a time"
     assert train(make_config(*words(tmp_path, mode), accepts), "run")["steps"] > 1
     (noted, *_) = json.loads((run / "run.json").read_text())["went_on_with_other"]
     assert noted["model.name_or_path"][0] != noted["model.name_or_path"][1]
@@ -210,10 +219,12 @@ def test_a_commit_of_the_hub_says_its_files_and_an_unread_file_has_its_digest(
         f"cache_dir={tmp_path / 'cache'}",
         "optimizer=torch.optim.SGD",
         "+evaluations.e.verifier=data.adder.verify",
+        f"+sampler.options.model={local}",
     )
     config = replace(config, resume=True)
     before = file_inputs(config)
     assert before["reward.classifier.name_or_path"] == {"model.safetensors": "f00d", "commit": "a1"}
+    assert before["sampler.options.model"] == before["model.name_or_path"]
     assert "evaluations.e.verifier" in before and "sampler._target_" in before and "optimizer" in before
     monkeypatch.setattr("common.files._sha256", lambda path, *of: "read" if path.parent == local else "code")
     assert file_inputs(config)["model.name_or_path"] == before["model.name_or_path"]

@@ -53,7 +53,7 @@ BUDGETS = {
     "trainers": 2_695,
     "reports": 2_192,
     "rollouts": 6_402,
-    "jobs": 4_996,
+    "jobs": 5_006,
     "evals": 1_691,
     "launch": 3_232,
     "benchmarks": 1_338,
