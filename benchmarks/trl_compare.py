@@ -85,7 +85,7 @@ def measured(side: str, at_once: int, model: str, pairs: int, batch_pairs: int) 
     plan = segment_of(settings, drawn_pairs(pairs, hf_config.vocab_size))
     policy = random_policy(hf_config, torch.device("cpu"))
     if KIN[side] == "trl":
-        run = of_trl(settings, plan, policy, side.endswith("grouped"))
+        run: Callable[[], list[Any]] = of_trl(settings, plan, policy, side.endswith("grouped"))
     else:
         trainer = make_trainer(settings, policy)
         score_all(trainer, plan)
