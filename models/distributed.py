@@ -58,10 +58,10 @@ torch.compile, and vLLM, whose processes inherit them."""
 _deterministic = False
 
 _long_timeout: Group | None = None
-
 """Gloo group for waits on the CPU: ranks may wait for hours while one samples or scores a round, or writes a
 checkpoint. The death of a rank still ends these waits; a device that hangs is not detected here."""
 _explain: Callable[[Exception], Exception] | None = None
+"""What ``explained`` holds."""
 
 
 @dataclass(frozen=True)

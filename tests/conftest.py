@@ -39,11 +39,6 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     gc.freeze()  # pytest collects garbage five times at its very end, over all that is left
 
 
-@pytest.fixture(scope="module")
-def quick_python() -> None:
-    """Nothing: programs are started by programs.start."""
-
-
 @pytest.fixture(scope="module", autouse=True)
 def charts_of_whole_runs(request: pytest.FixtureRequest) -> Iterator[None]:
     """A run's report takes as long to draw as the run to train. Where reports are not what is tested they

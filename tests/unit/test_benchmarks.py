@@ -153,7 +153,6 @@ def test_a_gpus_benchmark_runs_without_one(monkeypatch, capsys):
     assert "peak: " in said and "estimate: the process takes" in said
 
 
-@pytest.mark.usefixtures("quick_python")
 def test_a_side_runs_in_a_process_of_its_own_that_may_take_so_much():
     words = ["--side", "ours", "--pairs", "2", "--batch-pairs", "2", "--model", "tiny"]
     found = trl_compare.of_side(words, memory=trl_compare.MOST)

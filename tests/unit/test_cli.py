@@ -31,8 +31,6 @@ from tests.programs import HANG
 from tests.tiny import ROOT
 from trainers.assembly import make_loss
 
-pytestmark = pytest.mark.usefixtures("quick_python")
-
 
 def program(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "train.py", "dry_run=true", *words]

@@ -36,7 +36,7 @@ def test_the_embedded_model_is_not_trained_on_words(tmp_path, line):
         train(make_config(*line.format(own=tmp_path).split(), "dry_run=true"), "run")
 
 
-def test_the_embedded_models_settings_are_not_another_models(tmp_path, quick_python):
+def test_the_embedded_models_settings_are_not_another_models(tmp_path):
     shutil.copytree(EMBEDDED, tmp_path / "mine")
     path = tmp_path / "mine" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 32000}))

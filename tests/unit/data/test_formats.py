@@ -261,7 +261,7 @@ def test_data_of_another_kind_are_named_with_the_loss_for_them(tmp_path, rows, l
         dry_run(tmp_path / "rows.jsonl", rows, loss)
 
 
-def test_the_start_shows_the_format_what_is_not_read_and_an_example(tmp_path, capsys, quick_python) -> None:
+def test_the_start_shows_the_format_what_is_not_read_and_an_example(tmp_path, capsys) -> None:
     row = {"instruction": "12+34=", "input": "", "output": "46", "id": 7}
     dry_run(tmp_path / "rows.jsonl", [row], "sft")
     out = capsys.readouterr().out

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from config.cli import compose_config
 from launch import doctor
 from launch.doctor import BAD, OK, packages, run, runs_folder, why
-
-pytestmark = pytest.mark.usefixtures("quick_python")
 
 
 def test_what_is_not_as_it_must_be_is_reported_with_the_remedy(monkeypatch, tmp_path, capsys) -> None:

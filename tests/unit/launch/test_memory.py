@@ -23,7 +23,7 @@ slurm: {gpus_per_node: 1, card: "%s"}
 """
 
 
-def test_a_run_that_does_not_fit_is_refused(tmp_path: Path, quick_python: None, capsys) -> None:
+def test_a_run_that_does_not_fit_is_refused(tmp_path: Path, capsys) -> None:
     (tmp_path / "small.yaml").write_text(SWEEP % "1")
     sweep = read_sweep(tmp_path / "small.yaml", {})
     composer = Composer()

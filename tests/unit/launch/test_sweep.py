@@ -117,7 +117,6 @@ def test_each_exit_code_is_understood_and_stopping_starts_no_other(pool, tmp_pat
     assert kinds_of(tasks) == ["interrupted", "interrupted", "not started"]
 
 
-@pytest.mark.usefixtures("quick_python")
 def test_the_ranks_of_a_run_end_with_its_code_and_finish_saving(pool, monkeypatch) -> None:
     monkeypatch.setattr(local, "GRACE", 2.0)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
@@ -253,7 +252,6 @@ def test_a_run_that_another_process_does_is_waited_for(pool, tmp_path: Path) -> 
     assert f"waits for process {others[1].pid}" in crash.log.read_text()
 
 
-@pytest.mark.usefixtures("quick_python")
 def test_a_dry_run_counts_what_will_be_trained_on(tmp_path: Path) -> None:
     config = compose_config([])
     settings = {"loss": "kto", "n_examples": 640, "wandb.enabled": False}

@@ -18,7 +18,6 @@ from config.schema import WandbConfig
 from reports.metrics import read_metrics
 from reports.tracking import Tracker
 
-pytestmark = pytest.mark.usefixtures("quick_python")
 ROOT = Path(__file__).parents[3]
 CONFIG = {"seed": 3, "humanline": True, "loss": {"name": "dpo", "beta": 0.1}}
 

@@ -21,8 +21,6 @@ from rollouts.rewards.mathverify import check
 from rollouts.rewards.verifier import VerifierReward, format_reward, tag_count_reward
 from tests.tiny import reward_of
 
-pytestmark = pytest.mark.usefixtures("quick_python")
-
 DATA = Path(__file__).parents[4] / "shared" / "data"
 SAMPLE = 200
 

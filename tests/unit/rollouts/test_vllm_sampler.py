@@ -38,7 +38,6 @@ from tests.fake_transfer import PROMPTS, RENDERER, FakeTransfer, use_fake_transf
 from tests.programs import writers
 from tests.tiny import make_config, tiny_policy
 
-pytestmark = pytest.mark.usefixtures("quick_python")
 SETTINGS = SamplingSettings(temperature=0.7, top_p=0.95, max_tokens=8)
 
 

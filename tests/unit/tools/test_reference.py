@@ -7,14 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tools.reference import settings_of
 
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.usefixtures("quick_python")
 def test_the_made_pages_are_up_to_date():
     done = subprocess.run(
         [sys.executable, "-m", "tools.reference", "--check"], cwd=ROOT, capture_output=True, text=True
