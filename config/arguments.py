@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from common.errors import ConfigError, require
-from config.files import FOLDER, has_aliases
+from config.files import FOLDER, MOST_VALUES, too_many
 from config.unknown_keys import no_file
 
 HYDRAS = {name: action.nargs is None for name, action in get_args_parser()._option_string_actions.items()}
@@ -181,8 +181,10 @@ def further_folders(arguments: Sequence[str]) -> list[Path]:
     require(folder is None or folder.is_dir(), "--config-dir", folder, says)
     for path in sorted(folder.glob("*/*.yaml")) if folder is not None else ():
         with suppress(OSError, UnicodeDecodeError, YAMLError):  # which Hydra will say
-            aliases = has_aliases(path.read_text(encoding="utf-8"))
-            require(not aliases, "--config-dir", path, "has aliases: write out what they stand for")
+            endless = too_many(path.read_text(encoding="utf-8"))
+            require(
+                not endless, "--config-dir", path, f"its aliases stand for more than {MOST_VALUES:,} values"
+            )
     return [] if folder is None else [folder]
 
 

@@ -3,6 +3,8 @@ choose."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -45,22 +47,32 @@ class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mis
 
 
 _ALIAS = re.compile(r"(^|[\s\[{,:?-])\*[^\s]")
+MOST_VALUES = 100_000
+"""Number of values that a yaml text with aliases may stand for."""
 
 
-def has_aliases(text: str) -> bool:
-    """Return whether a yaml text has aliases. Raises YAMLError."""
-    return bool(_ALIAS.search(text)) and any(
-        isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader)
-    )
+def too_many(text: str) -> bool:
+    """Return whether the aliases of a yaml text stand for more than ``MOST_VALUES`` values, as a few that
+    refer to each other do, or for themselves. Nothing is built. Raises YAMLError."""
+    return bool(_ALIAS.search(text)) and _values(yaml.compose(text, Loader), {}) > MOST_VALUES
+
+
+def _values(node: Any, known: dict[int, float]) -> float:
+    """Return the number of values of a node with everything in it, written out; ``known``: by its id."""
+    if id(node) not in known:
+        known[id(node)] = math.inf  # until it is known: a node within itself has no end
+        inside = node.value if isinstance(node, yaml.CollectionNode) else ()
+        parts = itertools.chain(*inside) if isinstance(node, yaml.MappingNode) else inside
+        known[id(node)] = 1 + sum(_values(part, known) for part in parts)
+    return known[id(node)]
 
 
 def parsed(text: str) -> Any:
-    """Return the content of a yaml text as plain data. Raises YAMLError, also for aliases (a few of them
-    can stand for a tree without end) and endless nesting, and ValueError or TypeError for a malformed number
-    or key."""
+    """Return the content of a yaml text as plain data. Raises YAMLError, also for aliases as in ``too_many``
+    and endless nesting, and ValueError or TypeError for a malformed number or key."""
     try:
-        if has_aliases(text):
-            raise yaml.YAMLError("it has aliases")
+        if too_many(text):
+            raise yaml.YAMLError(f"its aliases stand for more than {MOST_VALUES:,} values")
         return yaml.load(text, Loader)
     except RecursionError as error:
         raise yaml.YAMLError("it is nested too deeply") from error

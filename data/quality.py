@@ -441,7 +441,7 @@ def unknown_share(tokenizer: PreTrainedTokenizerBase, rows: Iterable[np.ndarray]
     """Return the share of the tokens of ``rows`` ([tokens] ids each) that stand for unknown text; 0 if the
     tokenizer has no separate token for it."""
     unknown = tokenizer.unk_token_id
-    if unknown in (None, tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id):
+    if unknown is None or unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id):
         return 0.0
     count = total = 0
     left = iter(rows)

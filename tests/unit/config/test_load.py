@@ -9,10 +9,11 @@ from dataclasses import asdict
 
 import pytest
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from config.cli import compose_config
 from config.composing import composed
-from config.files import files_of
+from config.files import files_of, parsed
 from config.load import changed, dump, flat, for_a_cpu, load_saved, run_name, settings_of
 from config.schema import Config
 from config.sections import word_of
@@ -67,6 +68,15 @@ e: {f: {1: 2}, g: [{h: -1.5e+3}]}
 
 
 NESTED = ["wandb.enabled=false", "plan.ranks=8", "++callbacks.x._target_=a.b", "~wandb.tags"]
+
+
+def test_aliases_are_read_unless_they_stand_for_a_tree_without_end() -> None:
+    merged = parsed("a: &a {b: 1, c: 2}\nd: {<<: *a, c: 3}\ne: *a")
+    assert merged == {"a": {"b": 1, "c": 2}, "d": {"b": 1, "c": 3}, "e": {"b": 1, "c": 2}}
+    levels = [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]" for i in range(1, 30)]
+    for text in ("\n".join(["l0: &l0 [1]", *levels]), "a: &a [*a]", "a: &a {b: *a}", "[" * 9999):
+        with pytest.raises(YAMLError):
+            parsed(text)
 
 
 def test_an_automatic_name_does_not_change_with_operational_settings() -> None:

@@ -121,7 +121,7 @@ class Spelling:
     """Renders a prompt as the numbers of its characters; the answer to a prompt is the numbers behind it."""
 
     calls = 0
-    tokenizer = SimpleNamespace(unk_token_id=None)
+    tokenizer = SimpleNamespace(unk_token_id=None, name_or_path="none")
 
     @property
     def ranks(self):
