@@ -180,7 +180,7 @@ def further_folders(arguments: Sequence[str]) -> list[Path]:
     says = "is no folder; give one with folders such as experiment or loss in it"
     require(folder is None or folder.is_dir(), "--config-dir", folder, says)
     for path in sorted(folder.glob("*/*.yaml")) if folder is not None else ():
-        with suppress(OSError, UnicodeDecodeError, YAMLError):  # which Hydra will say
+        with suppress(OSError, UnicodeDecodeError, YAMLError, RecursionError):  # which Hydra will say
             endless = too_many(path.read_text(encoding="utf-8"))
             require(
                 not endless, "--config-dir", path, f"its aliases stand for more than {MOST_VALUES:,} values"
