@@ -43,6 +43,7 @@ class Program:
     ) -> None:
         self.words = list(words)
         self.stdout, self.stderr = (log, log) if log is not None else (_scratch(".out"), _scratch(".err"))
+        self.stdout.touch()  # it may be read before the program has begun
         streams = (str(self.stdout), str(self.stderr))
         self._process = SERVER.Process(target=_be, args=(self.words, str(cwd), dict(env), streams, drawn))
         with contextlib.chdir(ROOT):  # where the server imports from

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 from pathlib import Path
@@ -37,6 +38,7 @@ def parts(rank: int, ranks: int, store: str, folder: str) -> None:
     """Load the model in ``folder``, and write to ``folder``/RANK.json its fingerprint, the peak of this
     process's memory above what it had before, in bytes, and how many tensors were sent."""
     world = join(rank, ranks, store)
+    ctypes.CDLL(None).mallopt(-3, 1 << 17)  # M_MMAP_THRESHOLD: what is freed goes back to the system at once
     sent, broadcast = [], distributed.dist.broadcast
     distributed.dist.broadcast = lambda tensor, src: (sent.append(src), broadcast(tensor, src=src))
     load_sharded(settings(folder), world)  # imports what is needed
