@@ -34,7 +34,8 @@ _NAMED = re.compile(
     r"(?:(?P<mark>\\?\"|')(?P<text>(?:(?!(?P=mark))(?:\\.|[^\\]))*)(?P=mark)"
     r"|(?P<value>\[[^\]\n]*\]|(?:bearer|basic|token|digest)\s+[^\s,;'\"]+|[^\s,;'\"&<>)}\]]*[^\s,;:.'\"&<>)}\]]))"
 )
-_NOTHING = re.compile(r"(?i)|null|none|true|false|~|\?\?\?|\[removed\]|\$\{.*")
+_NOTHING = re.compile(r"(?i)|\d{1,3}|null|none|true|false|~|\?\?\?|\[removed\]|\$\{.*")
+_IMPORT_PATH = re.compile(r".+\.py:\w+|(?!.+\.(?:jsonl?|parquet|[ct]sv|gz)$)\w+(?:\.\w+)+")
 _VARIABLE = re.compile(r"(?!.{41})[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
 _remembered: set[str] = set()
 
@@ -60,7 +61,8 @@ def scrub(tree: Any, key: str = "", show: bool = True, hidden: bool = False) -> 
     ``hidden``: whether callbacks or trackers get it."""
     if isinstance(tree, dict):
         path = str(tree.get("_target_") or tree.get("path") or "")
-        users = hidden or (show and "." in path and not (_ROOT / path.partition(".")[0]).is_dir())
+        ours = (_ROOT / path.partition(".")[0]).is_dir()
+        users = hidden or (show and not ours and _IMPORT_PATH.fullmatch(path) is not None)
         below = {"callbacks": True, "trackers": True, "_target_": False, "path": hidden, "name": hidden}
         names = {name: key if is_secret_name(key) else str(name) for name in tree}
         return {name: scrub(tree[name], names[name], show, below.get(name, users)) for name in tree}

@@ -252,7 +252,8 @@ class Config:
         one = "cannot go with resume=true: one deletes the run, the other goes on with it; give one"
         need(self, not (self.overwrite and self.resume), "overwrite", one)
         named = self.optimizer == "AdamW" or "." in self.optimizer
-        need(self, named, "optimizer", "must be AdamW, or the import path of a torch optimizer: module.Class")
+        known = "must be AdamW, or the import path of a torch optimizer, as bitsandbytes.optim.AdamW8bit"
+        need(self, named, "optimizer", known)
         ends = self.n_epochs is not None or self.n_examples is not None
         need(self, ends, "n_epochs", "give n_epochs or n_examples")
 

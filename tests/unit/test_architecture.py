@@ -46,8 +46,8 @@ MOST_BRANCHES = 20
 BRANCHES_OF = {"_remedy": 28, "remedy": 26, "proposal": 26}
 # Lines that a room may have; only a reviewed change raises one.
 BUDGETS = {
-    "common": 1_629,
-    "config": 3_528,
+    "common": 1_631,
+    "config": 3_529,
     "data": 6_927,
     "models": 5_059,
     "trainers": 2_686,
@@ -58,7 +58,7 @@ BUDGETS = {
     "launch": 3_232,
     "benchmarks": 1_213,
     "tools": 931,
-    "tests": 31_222,
+    "tests": 31_228,
 }
 
 

@@ -83,12 +83,18 @@ def test_what_a_users_code_gets_and_a_url_beyond_its_host_are_not_shown():
         "callbacks": {"c": {"_target_": "mine.C", "chat": "plain7", "n": 5, "path": ["plain8"], "on": True}},
         "reward": {"name": "own", "_target_": "mine.make", "own": {"scale": 0.5, "place": "plain9"}},
         "loss": {"name": "dpo", "_target_": "trainers.losses.dpo.dpo", "shape": "plain"},
+        "data": {
+            "path": "own/pairs.jsonl",
+            "source": "local",
+            "mix": {"b": {"path": "b.csv", "format": "csv"}},
+        },
         "hook": "https://hooks.host/services/T0?x=1",
     }
     shown = scrub(settings)
     hidden = {"chat": REMOVED, "n": REMOVED, "path": [REMOVED], "on": True}
     assert shown["callbacks"] == {"c": {"_target_": "mine.C", **hidden}}
     assert shown["reward"] == {**settings["reward"], "own": {"scale": 0.5, "place": REMOVED}}
+    assert shown["data"] == settings["data"]
     assert shown["loss"] == settings["loss"] and shown["hook"] == f"https://hooks.host/{REMOVED}"
     kept = scrub(settings, show=False)
     assert kept == settings | {"callbacks": shown["callbacks"]}, "what a resumed run is compared with"
