@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import socket
 import struct
@@ -18,19 +17,18 @@ import sys
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from common.files import open_own
 
 _HELD = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
-_ATTEMPTS = 20
 _FLOCK = "hhqqi4x"
 """Layout of Linux's struct flock: type, whence, start, length, process id."""
 
 
 class LockedError(Exception):
-    """Another process holds the lock. ``str()`` describes it: process id, host, start time, Slurm job."""
+    """Another process holds the lock. ``str()`` describes it: process id, host, start time."""
 
 
 class FileLock:
@@ -46,17 +44,12 @@ class FileLock:
     def acquire(self) -> None:
         """Take the lock without waiting, and create the folder if necessary. Raises LockedError, and OSError,
         for example for a file that is a link (``open_own``)."""
-        for _ in range(_ATTEMPTS):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                stream = os.fdopen(open_own(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+b")
-            except FileNotFoundError:  # another process has just removed the folder that it had created
-                continue
-            if self._take(stream):
-                self._stream = stream
-                return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        stream = os.fdopen(open_own(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+b")
+        if not self._take(stream):
             stream.close()
-        raise LockedError("a process that starts and ends again and again")
+            raise LockedError("a process that has just ended and removed it: start again")
+        self._stream = stream
 
     def _take(self, stream: IO[bytes]) -> bool:
         """Lock ``stream``. Return True if it is now locked or the file system offers no locks; return False
@@ -77,17 +70,10 @@ class FileLock:
         """Write into the file which process holds the lock. If the disk is full, the file stays without this
         text, but the lock still holds."""
         assert self._stream is not None, "acquire comes first"
-        job = os.environ.get("SLURM_ARRAY_JOB_ID", os.environ.get("SLURM_JOB_ID"))
-        task = os.environ.get("SLURM_ARRAY_TASK_ID")
-        facts = {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "since": datetime.now().astimezone().isoformat(timespec="seconds"),
-            "slurm_job": f"{job}_{task}" if job and task else job,
-        }
+        since = datetime.now().astimezone().isoformat(timespec="seconds")
         with suppress(OSError):
             self._stream.truncate(0)
-            self._stream.write((json.dumps(facts) + "\n").encode())
+            self._stream.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n".encode())
             self._stream.flush()
             os.fsync(self._stream.fileno())
 
@@ -123,10 +109,5 @@ def holder(path: Path) -> str | None:
 
 def _owner(stream: IO[bytes]) -> str:
     """Return a description of the process that holds the lock, read from the file."""
-    try:
-        stream.seek(0)
-        facts: dict[str, Any] = json.loads(stream.read())
-        job = f" (Slurm job {facts['slurm_job']})" if facts["slurm_job"] else ""
-        return f"process {facts['pid']} on {facts['host']}, since {facts['since']}{job}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "a process that has not said yet which it is"
+    stream.seek(0)
+    return stream.read().decode(errors="replace").strip() or "a process that has not said yet which it is"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import math
 import os
 import select
 import sys
@@ -18,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, ClassVar, Protocol, TextIO, TypeVar
+from typing import Any, ClassVar, TextIO, TypeVar
 
 from tqdm import tqdm
 
@@ -42,17 +41,11 @@ def no_room(error: OSError) -> bool:
 
 
 class _Forgiving(io.FileIO):
-    """A file descriptor that drops the bytes which its file, pipe or terminal does not take, and those beyond
-    ``left``."""
-
-    left = math.inf
+    """A file descriptor that drops the bytes which its file, pipe or terminal does not take."""
 
     def write(self, data: object) -> int:
         rest = memoryview(data).cast("B")  # type: ignore[arg-type]
-        size, left = len(rest), self.left
-        self.left -= size
-        if size > left:
-            rest = memoryview(_TOO_MUCH if left >= 0 else b"")
+        size = len(rest)
         with contextlib.suppress(OSError):
             while rest:
                 written = super().write(rest)
@@ -60,9 +53,6 @@ class _Forgiving(io.FileIO):
                     select.select([], [self], [])
                 rest = rest[written or 0 :]
         return size
-
-
-_TOO_MUCH = b"\n[this process has printed too much: the rest is dropped]\n"
 
 
 class _Clean(io.TextIOWrapper):
@@ -88,11 +78,10 @@ class _Line:
 _line = _Line()
 
 
-def guard_output(most: float = math.inf) -> None:
+def guard_output() -> None:
     """From now on, remove secrets from what this program prints, drop it where it cannot be written (a full
-    disk, a closed pipe or descriptor) or is beyond ``most`` bytes a stream, and escape letters that the
-    output's encoding lacks: a log is not worth a run. Streams that somebody put in place of the process's own
-    stay as they are."""
+    disk, a closed pipe or descriptor), and escape letters that the output's encoding lacks: a log is not
+    worth a run. Streams that somebody put in place of the process's own stay as they are."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         if stream is not getattr(sys, f"__{name}__"):
@@ -108,10 +97,9 @@ def guard_output(most: float = math.inf) -> None:
             with contextlib.suppress(OSError):
                 stream.flush()
             number = stream.fileno()
-        raw = _Forgiving(number, "w", closefd=False)
-        raw.left = most
+        raw: Any = _Forgiving(number, "w", closefd=False)
         wrapped = _Clean(
-            raw,  # type: ignore[arg-type]  # nothing waits in a buffer: it could not be dropped from there
+            raw,  # nothing waits in a buffer: it could not be dropped from there
             encoding="utf-8" if stream is None else stream.encoding,
             errors="backslashreplace",
             line_buffering=True,
@@ -202,16 +190,15 @@ class Bar(tqdm):
         with self.external_write_mode():
             print(text, flush=True)
 
-    def due(self) -> bool:
-        """Return whether it has lasted long enough to be shown."""
-        return self._time() - self.start_t >= self.delay  # type: ignore[no-any-return]
-
-    def beat(self) -> None:
-        """Draw the bar again, if it was not drawn a short while ago."""
+    def beat(self) -> bool:
+        """Draw the bar again, if it was not drawn a short while ago. Return whether it has lasted long enough
+        to be shown."""
         now = self._time()
-        if now - self.last_print_t >= max(self.mininterval, SOON):
+        due: bool = now - self.start_t >= self.delay
+        if due and now - self.last_print_t >= max(self.mininterval, SOON):
             self.refresh()
             self.last_print_t = now
+        return due
 
     def own_seconds(self) -> float:
         """Return the seconds so far, without those of the bars within."""
@@ -333,17 +320,13 @@ def pulse() -> None:
 def _beats() -> None:
     while True:
         time.sleep(SOON / 2)
-        # What has begun just now is not shown yet, but what it belongs to is.
-        due = (bar for bar in Bar.opened[::-1] if bar.due())
-        if (bar := next(due, None)) is not None and not _line.within:
-            bar.beat()
+        if not _line.within:  # what has begun just now is not shown yet, but what it belongs to is
+            any(bar.beat() for bar in Bar.opened[::-1])
 
 
-class Agreed(Protocol):
-    """How ranks that compute together end their work at the same part of it."""
-
-    def __call__(self, requested: bool, now: bool = False) -> bool:
-        """Return on every rank whether one had ``requested`` at the call before, or ``now``."""
+Agreed = Callable[[bool, bool], bool]
+"""How ranks that compute together end their work at the same part of it: whether this one ``requested`` it,
+and whether it is to be ``now`` -> on every rank, whether one had requested it at the call before, or now."""
 
 
 _requested: Callable[[], bool] = bool

@@ -8,8 +8,7 @@ lives on. If the worker dies or does not answer in time, the error has the end o
 process group is killed.
 
 Every request has a number, which its reply repeats. A reply with another number is an error. A process that
-the worker's code forks cannot use the pipe. If the handler returns in the forked process too, that process
-ends at the point where the worker would reply.
+the worker's code forks cannot use the pipe.
 """
 
 from __future__ import annotations
@@ -39,16 +38,8 @@ from common.progress import guard_output, pause
 
 _APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND
 ROOT = Path(__file__).resolve().parent.parent
-LAUNCHER = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
+LAUNCHER += ("MASTER_ADDR", "MASTER_PORT")
 """Variables by which a launcher (torchrun, accelerate) tells the owner its rank. A worker that read them
 would join the owner's process group."""
 
@@ -265,26 +256,20 @@ def _opened(log: Path | None) -> tuple[IO[bytes], int]:
     return output, os.fstat(output.fileno()).st_size
 
 
-_MOST_PRINTED = 1 << 26
-"""Bytes of a worker's output that are kept: user code may print without end."""
-
-
 def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
     """Run the worker's side: answer requests with ``handlers`` until the owner sends the leave request or
     ends."""
     descriptor, owner = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(descriptor, False)
-    guard_output(_MOST_PRINTED)  # without a buffer, which keeps the last lines of a killed worker
+    guard_output()  # without a buffer, which keeps the last lines of a killed worker
     live_while(owner, _kill_group)
-    connection, pid = Connection(descriptor), os.getpid()
+    connection = Connection(descriptor)
     os.register_at_fork(after_in_child=connection.close)
     all_handlers: dict[str, Callable[..., Any]] = {**handlers, _LOG_TO: _log_to}
     try:
         while (request := connection.recv())[1] != _LEAVE:
             number, method, arguments = request
             for reply in _replies(number, all_handlers, method, arguments):
-                if os.getpid() != pid:
-                    _end_child()
                 connection.send_bytes(reply)
     except (EOFError, ConnectionError):
         _kill_group()
@@ -321,15 +306,6 @@ def _log_to(log: str) -> None:
     for standard in (1, 2):
         os.dup2(descriptor, standard)
     os.close(descriptor)
-
-
-def _end_child() -> None:
-    """End a process that a handler forked and in which the handler returned as well. Only the worker itself
-    may reply."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(0)
 
 
 def live_while(owner: int, end: Callable[[], None]) -> None:

@@ -1,6 +1,5 @@
 """A worker that does what the tests of worker processes need."""
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -37,10 +36,6 @@ def fork_and_return() -> int:
     return os.fork()
 
 
-def libc_fork_and_return() -> int:
-    return int(ctypes.PyDLL(None).fork())
-
-
 def forge(number: int) -> None:
     """A reply of one's own, before the right one."""
     Connection(int(sys.argv[1])).send((number, True, "forged"))
@@ -62,7 +57,6 @@ if __name__ == "__main__":
             "spawn": spawn,
             "spawn_holder": spawn_holder,
             "fork_and_return": fork_and_return,
-            "libc_fork_and_return": libc_fork_and_return,
             "forge": forge,
             "scribble": scribble,
             "unsendable": lambda: (lambda: 1),

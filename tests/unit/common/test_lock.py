@@ -38,11 +38,10 @@ def holder():
     killed."""
     started = []
 
-    def start(path: Path, *how: str, **environment: str) -> subprocess.Popen[str]:
+    def start(path: Path, *how: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", HOLD, str(path), *how]
-        env = os.environ | environment
         process = subprocess.Popen(
-            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
+            command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
         started.append(process)
         assert process.stdout is not None and int(process.stdout.readline()) == process.pid
@@ -58,13 +57,12 @@ def holder():
 def test_a_second_process_is_refused_with_the_holders_name_and_asking_takes_no_lock(tmp_path, holder):
     path = tmp_path / "new" / "lock"
     assert module.holder(path) is None
-    process = holder(path, SLURM_JOB_ID="9", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
+    process = holder(path)
     written = path.read_bytes()
     with pytest.raises(LockedError) as refused:
         FileLock(path).acquire()
     for words in (str(refused.value), module.holder(path) or "", module.holder(path) or ""):
         assert f"process {process.pid} on {socket.gethostname()}, since 20" in words
-        assert "Slurm job 7_3" in words
     assert path.read_bytes() == written
 
 
@@ -77,7 +75,7 @@ def test_a_dead_process_holds_nothing(tmp_path, holder, how):
     lock = FileLock(tmp_path / "lock")
     lock.acquire()
     lock.sign()
-    assert f'"pid": {os.getpid()}' in (tmp_path / "lock").read_text()
+    assert f"process {os.getpid()} on" in (tmp_path / "lock").read_text()
     lock.release()
 
 

@@ -80,11 +80,10 @@ def test_a_killed_worker_is_an_error_at_once_and_its_last_words_are_in_it(worker
 
 
 def test_a_child_that_returns_from_its_fork_replies_to_nothing(worker):
-    """Nor does it take a request from the pipe; and it is gone. ``libc``: a fork that Python does not see."""
-    for how in ("fork_and_return", "libc_fork_and_return"):
-        children = [worker.call(how, timeout=900) for _ in range(3)]
-        assert [worker.call("echo", n, timeout=900) for n in range(5)] == list(range(5))
-        assert wait_until(lambda: not any(alive(pid) for pid in children))  # noqa: B023
+    """Nor does it take a request from the pipe; and it is gone."""
+    children = [worker.call("fork_and_return", timeout=900) for _ in range(3)]
+    assert [worker.call("echo", n, timeout=900) for n in range(5)] == list(range(5))
+    assert wait_until(lambda: not any(alive(pid) for pid in children))
 
 
 @pytest.mark.parametrize(
