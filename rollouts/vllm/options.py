@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
-import fcntl
 import hashlib
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,35 +45,13 @@ def with_engines(config: SamplerConfig, gpus: int, ranks: int | None) -> Sampler
 
 def shape_folder(model_config: str, cache: Path) -> Path:
     """Return a folder below ``cache`` with this config.json alone, the same one at every start: in the key of
-    what vLLM has compiled, a model in another folder is another model. Without room there, a new folder."""
+    what vLLM has compiled, a model in another folder is another model."""
     folder = cache / "engines" / hashlib.sha256(model_config.encode()).hexdigest()[:16]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor, part = tempfile.mkstemp(dir=folder)
-    except OSError:
-        folder = Path(tempfile.mkdtemp())
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        descriptor, part = tempfile.mkstemp(dir=folder)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(model_config)
-    os.replace(part, folder / "config.json")  # several engines may start at once: theirs are equal
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f".{os.getpid()}.part"
+    part.write_text(model_config, encoding="utf-8")
+    part.replace(folder / "config.json")  # several engines may start at once: theirs are equal
     return folder
-
-
-@contextmanager
-def one_compiles(folder: Path, key: str) -> Iterator[None]:
-    """Let one of several engines that start at once compile, within the context; the others wait, and find in
-    vLLM's cache what it compiled. ``folder``: their common one. ``key``: what is compiled, besides the
-    model; once it has been, nobody waits."""
-    done = folder / f"compiled-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-    with open(folder / "lock", "a") as lock:
-        with suppress(OSError):  # a file system without locks: each compiles
-            if not done.exists():
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            if done.exists():
-                fcntl.flock(lock, fcntl.LOCK_UN)
-        yield
-        done.touch()
 
 
 def engine_environment(

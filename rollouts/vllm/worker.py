@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch._dynamo
-import vllm
 import vllm.envs as envs
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.config import WeightTransferConfig
@@ -30,7 +29,7 @@ from rollouts.vllm.messages import (
     ended_by_itself,
     sampling_params,
 )
-from rollouts.vllm.options import KV_CACHE, WITHOUT_GPU, one_compiles, shape_folder
+from rollouts.vllm.options import KV_CACHE, WITHOUT_GPU, shape_folder
 
 T = TypeVar("T")
 NONE = ""
@@ -54,9 +53,7 @@ class OfflineEngine:
         else:
             model_config = (Path(folder) / "config.json").read_text() if folder else options.model_config
             shape = shape_folder(model_config, Path(envs.VLLM_CACHE_ROOT))
-            key = f"{options} {vllm.__version__} {torch.__version__} {current_platform.get_device_name()}"
-            with one_compiles(shape, key):
-                self._llm = self._built(options, str(shape), "dummy")
+            self._llm = self._built(options, str(shape), "dummy")
             if folder:
                 self._llm.collective_rpc("read_weights", args=(folder,))
         self._llm.update_weight_version(version if folder else NONE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from typing import Any
 
@@ -49,8 +48,6 @@ def by_word(completions, **columns):
         raise ValueError("the reward is broken")
     if word == "hang":
         time.sleep(60)
-    if word == "exit":
-        sys.exit(3)
     if word == "die":
         print("about to die", flush=True)
         os._exit(1)
@@ -59,10 +56,7 @@ def by_word(completions, **columns):
         "nan": [float("nan")] * n,
         "short": [1.0] * (n - 1),
         "string": "1" * n,
-        "dict": {"a": 1},
-        "number": 1.0,
         "lambda": [lambda: 1] * n,
-        "true": [True] * n,
     }.get(word, [1.0] * n)
 
 

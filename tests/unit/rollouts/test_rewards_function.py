@@ -20,7 +20,6 @@ from common.errors import ConfigError, Requeue
 from common.progress import stops_if
 from common.worker_process import replies_of
 from config.schema_rewards import FunctionConfig
-from data.adder import addition, rewards
 from data.formats import prompt_only
 from data.groups import from_dict, read_groups, to_dict, write_groups
 from data.json_values import LARGEST
@@ -141,14 +140,11 @@ def test_a_reward_beyond_float32_is_no_verdict(make):
     [
         ("raise", "ValueError: the reward is broken"),
         ("hang", "took longer than 1 s"),
-        ("exit", "ended its process"),
         ("die", r"ended its process \(about to die\)"),
         ("none", "no verdict"),
         ("nan", "the reward is nan"),
         ("short", "returned 1 rewards for 2 completions"),
         ("string", "returned a str, not a list"),
-        ("dict", "returned a dict"),
-        ("number", "returned a float, not a list"),
         ("lambda", "returned a function, not a number"),
     ],
 )
@@ -202,10 +198,8 @@ def test_what_a_function_raises_names_its_line_and_is_in_the_log_whole_with_what
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("x = 1\nraise RuntimeError('not\\ntoday')\n", r"RuntimeError: not today \(.*faulty\.py:2\)"),
         ("import json\nimport no_such_thing\n", r"No module named 'no_such_thing'.*\(.*faulty\.py:2\)"),
         ("x = 1\ndef f(:\n", r"SyntaxError: .*\(faulty\.py, line 2\)"),
-        ("f = 1\n", "is not a function"),
         ("g = 1\n", "has no attribute|cannot import"),
     ],
 )
@@ -217,13 +211,6 @@ def test_a_function_that_cannot_be_imported_is_refused_with_its_line(make, tmp_p
     with pytest.raises(ConfigError, match=told):
         make(config, log_dir=tmp_path / "logs")
     assert not (tmp_path / "logs").exists()
-
-
-def test_the_embedded_task(make):
-    config = make_config("online=true").reward_config
-    assert config.needs_reference
-    prompts, texts = [addition(7, 8), addition(12, 9), addition(1, 2)], ["7+8=15;0+0+1=1;15", "nonsense", "3"]
-    assert make(config).score(prompts, texts) == rewards(texts, [p.reference_answer for p in prompts])
 
 
 class Fixed:

@@ -4,10 +4,6 @@ do to judges is in the tests of those."""
 from __future__ import annotations
 
 import json
-import socket
-import threading
-import time
-from concurrent.futures import CancelledError
 
 import aiohttp
 import pytest
@@ -110,22 +106,6 @@ def test_a_server_that_cannot_score_is_refused_at_the_start(server):
 
 
 # -- the client ------------------------------------------------------------------------------------
-
-
-def test_closing_ends_what_is_under_way_and_leaves_nothing():
-    """And nothing that is asked of a closed client waits."""
-    before = threading.active_count()
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        client = Client(url, 60, 1000)
-        asked = client.submit(client.post(url, b""))
-        time.sleep(0.1)
-        client.close()
-        client.close()
-        for future in (asked, client.submit(client.post(url, b""))):
-            with pytest.raises(CancelledError):
-                future.result(5)
-    assert threading.active_count() <= before
 
 
 def test_a_proxy_comes_from_the_environment(server, monkeypatch):
