@@ -251,13 +251,6 @@ class Renderer:
             raise DataError(f"prompt {prompt.id}: {ids}")
         return ids
 
-    def too_long(self, prompt: Prompt) -> bool:
-        """Return whether a prompt loses turns or words because it exceeds max_prompt_length."""
-        before = self.cuts.copy()
-        opened = _or_reason(self._open, _or_reason(self._prepared, prompt))
-        self.cuts = before
-        return not isinstance(opened, RenderError) and len(opened.ids) > self.max_prompt_length
-
     def sequence(self, prompt: Prompt, completion: Completion) -> Sequence | str:
         """Return one row of training, or the reason why there is none: it cannot be rendered, or it has no
         completion token."""

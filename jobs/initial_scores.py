@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention import current_flash_attention_impl
 
 from common.errors import StoppedError
 from common.progress import SOON, Bar, progress
@@ -47,7 +46,7 @@ def scored_with(model: ModelConfig, weights: str, texts: str, world: World) -> d
     """Return everything that scores under the initial weights depend on, whatever the rows: the key of their
     cache. ``weights`` and ``texts``: fingerprints of the weights and of how texts become tokens. Raises
     ConfigError if the model's config cannot be loaded."""
-    kernel, temperature = current_flash_attention_impl(), model.logit_temperature
+    temperature = model.logit_temperature
     return {
         "weights": weights,
         "architecture": architecture_digest(model),
@@ -56,7 +55,6 @@ def scored_with(model: ModelConfig, weights: str, texts: str, world: World) -> d
         "attention": model.attn_implementation,
         "device": world.device.type,
         "torch": torch.__version__,
-        **({} if kernel is None else {"flash": kernel}),
         **({"layers": "compiled"} if model.compile else {}),
         **({} if temperature == 1 else {"logit_temperature": str(temperature)}),
     }

@@ -17,8 +17,7 @@ from jobs.ranking import Patience, RankedCheckpoints, Ranking
 from jobs.run_folder import INPUTS
 from jobs.signals import Signals
 from jobs.step_log import StepLog
-from models.checkpoint import everywhere
-from models.checkpoint_reading import CheckpointError
+from models.checkpoint import CheckpointError, everywhere
 from models.distributed import any_rank, from_main, on_main
 from reports.answers import copy_answers
 from reports.metrics import restore

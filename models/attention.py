@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
@@ -27,7 +27,6 @@ from common.errors import require
 from config.schema_model import ModelConfig
 from data.batches import to_device
 from data.types import PackedRows
-from models import flash_kernel
 
 PACKED = "packed_rows"
 DECODING = "grouped_decoding"
@@ -88,11 +87,7 @@ def packs_rows(config: ModelConfig, hf_config: PretrainedConfig) -> tuple[bool, 
         "not to; use auto or false, which pads them",
     )
     if config.packing is not None:
-        setting = f"model.packing={str(config.packing).lower()}"
-        flash = (
-            config.packing and packable(hf_config, config.attn_implementation) and config.dtype != "float32"
-        )
-        return config.packing, setting + _by_kernel(config, hf_config) * flash
+        return config.packing, f"model.packing={str(config.packing).lower()}"
     if not packable(hf_config, config.attn_implementation):
         return False, f"{hf_config.model_type} with {config.attn_implementation} has no packed attention here"
     if config.compile and not torch.cuda.is_available():
@@ -103,59 +98,23 @@ def packs_rows(config: ModelConfig, hf_config: PretrainedConfig) -> tuple[bool, 
         fails = flash_fails(heads_of(hf_config), compiled=config.compile)
         if fails is not None:
             return False, f"this GPU has no working kernel for uneven lengths: {fails}"
-    return True, "no padding is computed" + _by_kernel(config, hf_config)
-
-
-def _by_kernel(config: ModelConfig, hf_config: PretrainedConfig) -> str:
-    """Return words on the flash kernel that computes packed rows; "" without a GPU."""
-    if not torch.cuda.is_available():
-        return ""
-    declined = why_not_faster(heads_of(hf_config), config.compile)
-    return f", by {flash_kernel.in_use()}" + f" ({declined})" * bool(declined)
-
-
-@cache
-def why_not_faster(heads: Heads, compiled: bool = False) -> str | None:
-    """Decide which flash kernel this process uses on its GPU for attention of these heads, and return why it
-    is not FlashAttention-3, though that is installed, or None. It is tried on rows with prompts of their own
-    and with a shared one. With ``compiled``, torch.compile makes its calls."""
-    faster = flash_kernel.FASTER
-    return flash_kernel.choose(
-        lambda: (
-            _flash_differs(faster, heads, False, compiled) or _flash_differs(faster, heads, True, compiled)
-        )
-    )
+    return True, "no padding is computed"
 
 
 def all_pack_rows(
     config: ModelConfig, hf_config: PretrainedConfig, gather: Callable[[Any], list[Any]]
 ) -> bool:
     """Return whether rows are packed on every rank: a kernel may work on one node's GPUs and not on others.
-    All use one flash kernel, torch's own if one of them cannot use FlashAttention-3. ``gather`` returns the
-    values that all ranks give it; a collective."""
-    packs_rows(config, hf_config)
-    used = gather(flash_kernel.in_use())
-    if len(set(used)) > 1:
-        flash_kernel.use_default()
-        ranks = [rank for rank, name in enumerate(used) if name == flash_kernel.in_use()]
-        print(
-            f"every rank uses {flash_kernel.in_use()}, as ranks {ranks} cannot use flash-attn-3", flush=True
-        )
+    ``gather`` returns the values that all ranks give it; a collective."""
     return all(gather(packs_rows(config, hf_config)[0]))
 
 
+@cache
 def flash_fails(heads: Heads, shared: bool = False, compiled: bool = False) -> str | None:
     """Return why the kernel for uneven lengths cannot compute attention of these heads here, or None. The
     kernel is tried once, forward and backward, on two rows of bfloat16, and must give what sdpa gives row by
     row. With ``shared``, a third row reads the first one's prompt. With ``compiled``, torch.compile makes its
     call."""
-    why_not_faster(heads, compiled)
-    return _flash_differs(current_flash_attention_impl(), heads, shared, compiled)
-
-
-@cache
-def _flash_differs(in_use: str | None, heads: Heads, shared: bool, compiled: bool) -> str | None:
-    """Return ``flash_fails`` of the kernel in use, whose name torch gives: None for its own."""
     rows = PackedRows((3, 6, 4), ((0, 0), (0, 0), (0, 2))) if shared else PackedRows((3, 6), ((0, 0),) * 2)
     generator, results = torch.Generator().manual_seed(0), []
     queries, keys, size = heads
@@ -172,7 +131,7 @@ def _flash_differs(in_use: str | None, heads: Heads, shared: bool, compiled: boo
         ):
             q, k, v = (part.clone().requires_grad_() for part in drawn.split((queries, keys, keys), 1))
             read = (_Read.apply(x, arguments["key_places"]) for x in (k, v)) if shared else (k, v)
-            with sdpa_kernel(SDPBackend.MATH):  # FlashAttention-3 would serve sdpa too
+            with sdpa_kernel(SDPBackend.MATH):
                 out = kernel(q, *read, scaling=None)
                 results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
     except torch.OutOfMemoryError:

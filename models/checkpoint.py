@@ -34,8 +34,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from common.errors import StoppedError
 from common.files import on_disk, read_json, regular_file
-from models.checkpoint_reading import CheckpointError, Planner, Reader
+from models.checkpoint_reading import Planner, Reader
 from models.distributed import (
     Group,
     World,
@@ -60,6 +61,10 @@ _NAME = re.compile(r"step_[0-9]{8,}")
 
 FOREIGN = (TypeError, LookupError, AttributeError)
 """Further exceptions that reading raises where the files are somebody else's."""
+
+
+class CheckpointError(StoppedError):
+    """A checkpoint that could not be written, or none that can be read; the message says what and why."""
 
 
 class Checkpoints:
@@ -179,10 +184,7 @@ class Checkpoints:
         """Remove all but the newest ``keep`` checkpoints and the best one. One that cannot be removed stays,
         and is tried again after the next save."""
         for old in set(self.all()[: -self.keep]) - {self.best()}:
-            try:
-                shutil.rmtree(old)
-            except OSError as error:
-                print(f"{old}: an old checkpoint could not be removed ({error})", flush=True)
+            shutil.rmtree(old, ignore_errors=True)
 
     def best(self) -> Path | None:
         """Return the checkpoint whose state has the highest ``score``, or None where none has a score. A
@@ -318,10 +320,7 @@ def reason(error: BaseException) -> str:
     for rank, (cause, _) in sorted(failures.items()):
         return f"rank {rank}: {reason(cause)}"
     lines = str(error).strip().splitlines() or [""]
-    full = (
-        " (torch's file writer stops so where a file may not grow)" if "inline_container" in lines[0] else ""
-    )
-    return f"{type(error).__name__}: {lines[0]}{full}"
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 def _fill(path: Path, saved: dict[str, Any], policy: nn.Module) -> None:

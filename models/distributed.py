@@ -214,6 +214,11 @@ def compute_as_torch_does() -> None:
 # -- collectives -----------------------------------------------------------------------------------
 
 
+def is_main() -> bool:
+    """Return whether this is rank 0, or a process that has joined no others."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def sum_over_ranks(tensor: Tensor) -> Tensor:
     """Sum ``tensor`` (on the device) over ranks, in place, and return it."""
     dist.all_reduce(tensor)

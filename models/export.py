@@ -19,14 +19,15 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from models.distributed import is_main
 from models.policy import Policy, causal_lm, is_adapted
-from models.quantization import quantised, weight_name
+from models.quantization import quantised, unpack
 from models.sharding import local
 from models.weight_files import INDEX
 
@@ -41,20 +42,11 @@ def full_state(policy: Policy) -> dict[str, Tensor]:
     Every rank calls it; the result is empty on all but the first. Weights are float32, except those of a LoRA
     base that had nothing to merge. Parts that only training needs (a value head, a slow reference, running
     means) are left out."""
-    state = get_model_state_dict(policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    named = _of_model(state)
-    for name, layer in quantised(policy.model).items() if named else ():
-        named[weight_name(name)] = layer.dequantised(named.pop(name))
-    return merge_adapters(named, policy) if named else {}
-
-
-def _of_model(state: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the weights of the transformers model within a policy's state, under its own names."""
-    return {
-        name.removeprefix("model."): tensor
-        for name, tensor in state.items()
-        if isinstance(tensor, Tensor) and name.startswith("model.")
-    }
+    state = {}
+    for name, tensor in _plain_weights(policy):
+        if is_main():
+            state[name] = tensor.to("cpu", copy=True)
+    return state
 
 
 def whole_weights(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -70,17 +62,23 @@ def whole_weights(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Ten
 
 
 def _plain_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of each weight whole, as ``full_state`` has it."""
-    named = _of_model(get_model_state_dict(policy))
+    """Yield (name, tensor) of each weight whole, as ``full_state`` has it, with adapters merged: W + scaling
+    B A, in float32 (Hu et al. 2021, eq. 3)."""
+    named = {
+        name.removeprefix("model."): tensor
+        for name, tensor in get_model_state_dict(policy).items()
+        if isinstance(tensor, Tensor) and name.startswith("model.")
+    }
     layers, packed = _adapted(policy), quantised(policy.model)
     for name, tensor in named.items():
         if layers and ".lora_" in name:
             continue
-        value = local(tensor)
-        if name in packed:
-            name, value = weight_name(name), packed[name].dequantised(value)
+        value = local(tensor.detach())
+        if (of := packed.get(name)) is not None:
+            name = f"{name.removesuffix('packed')}weight"
+            value = unpack(value, of.table.to(value.device), of.columns).to(of.dtype)
         if name.endswith(_BASE) and (layer := layers.get(name.removesuffix(_BASE))) is not None:
-            value = _merged(name.removesuffix(_BASE), layer, value, lambda key: local(named[key]))
+            value = _merged(name.removesuffix(_BASE), layer, value, lambda key: local(named[key].detach()))
         yield (_plain(name) if layers else name), value
 
 
@@ -89,18 +87,6 @@ def _layer_of(name: str) -> str:
     layer."""
     first = re.match(r"(.*?\.\d+)\.", name)
     return first[1] if first else ""
-
-
-def merge_adapters(state: dict[str, Tensor], policy: Policy) -> dict[str, Tensor]:
-    """Return the state of a model with LoRA as that of the model without: W + scaling B A, in float32 (Hu et
-    al. 2021, eq. 3)."""
-    layers = _adapted(policy)
-    if not layers:
-        return state
-    merged = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
-    for name, layer in layers.items():
-        merged[f"{name}{_BASE}"] = _merged(name, layer, merged[f"{name}{_BASE}"], state.__getitem__)
-    return {_plain(name): tensor for name, tensor in merged.items()}
 
 
 def _adapted(policy: Policy) -> dict[str, LoraLayer]:

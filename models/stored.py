@@ -16,7 +16,7 @@ from common.errors import ConfigError
 from common.files import resolve_model_path
 from config.schema_model import ModelConfig
 from models.sharding import local_part
-from models.weight_files import FLOATS, Stored, check_files, weight_files
+from models.weight_files import FLOATS, Stored, check_files, weights_are_there
 
 KEY = "model.name_or_path"
 
@@ -28,10 +28,7 @@ def stored_tensors(config: ModelConfig) -> dict[str, Stored] | None:
     if not path.is_dir():
         cached = try_to_load_from_cache(config.name_or_path, "config.json", revision=config.revision)
         path = Path(cached).parent if isinstance(cached, str) else path
-        try:
-            if not all(file.exists() for file in weight_files(path)):
-                return None
-        except (OSError, ValueError):
+        if not weights_are_there(path):
             return None
     return check_files(KEY, config.name_or_path, path)
 

@@ -160,6 +160,14 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / file for file in sorted(set(names.values()))]
 
 
+def weights_are_there(folder: Path) -> bool:
+    """Return whether all weight files of a model in the hub's cache have been downloaded."""
+    try:
+        return all(file.exists() for file in weight_files(folder))
+    except (OSError, DamagedError):
+        return False
+
+
 def weight_map(folder: Path) -> dict[str, str]:
     """Return name of a tensor -> its file, from the index. Raises DamagedError, OSError."""
     files = read_object(folder / INDEX).get("weight_map")
@@ -285,11 +293,6 @@ def refuse_other_tensors(
     if not problems:
         return
     remedy = "copy or download the model again, with the config.json that was written with it"
-    for extra in sorted({part for tensor in unknown for part in _WRAPPED if part in f".{tensor}"}):
-        remedy = (
-            f"the names have {extra[1:]} in them, which a wrapper of torch or peft left: save the model "
-            "without its wrapper, or rename the tensors"
-        )
     if missing and all(tensor.startswith("lm_head.") for tensor in missing) and not unknown:
         remedy = (
             'where the model ties its head to the embedding, write "tie_word_embeddings": true in '
@@ -298,10 +301,6 @@ def refuse_other_tensors(
     if any(tensor.startswith("score.") for tensor in unknown):
         remedy = "they are a reward model's, whose head is a score: give the model that it was trained from"
     raise ConfigError(key, name, f"its files {'; they '.join(problems)}; {remedy}")
-
-
-_WRAPPED = ("._orig_mod.", ".module.", ".base_model.model.", ".base_layer.", ".modules_to_save.")
-"""Parts of names that torch.compile, data parallelism and peft add."""
 
 
 def named(tensors: Iterable[str]) -> str:

@@ -104,7 +104,6 @@ class RoundBuilder:
                 "parts": parts,
                 "kept": len(groups),
                 "dropped": dropped,
-                "cut_prompts": self._cut_prompts(first, end),
                 "metrics": self._metrics(folder.record["stages"], parts, completions, scores),
             }
         )
@@ -123,12 +122,6 @@ class RoundBuilder:
             ]
             for one, line in zip(sampled, scored, strict=True)
         ]
-
-    def _cut_prompts(self, first: int, end: int) -> int:
-        """Return how many of these contexts' prompts were too long and are sampled without a part."""
-        if not (self.renderer.cuts["oldest turns"] or self.renderer.cuts["last user turn"]):
-            return 0
-        return sum(self.renderer.too_long(p) for _, taken in self.contexts.take(first, end) for p in taken)
 
     def _feedback_settings(self) -> Facts:
         """Return the settings that determine the groups. How a round is kept on disk changes none of them."""

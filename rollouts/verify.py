@@ -3,7 +3,6 @@ reports."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from models.distributed import World, gather_objects
 from models.policy import Policy
 from rollouts.answers import Answers, Request
 from rollouts.embedded import EmbeddedSampler
+from rollouts.rewards.base import Missing, finite, verdict_of
 from rollouts.rewards.blame import describe
 from rollouts.rounds import usable_prompts
 from rollouts.samplers import Sample, Sampler, SamplingSettings
@@ -159,19 +159,9 @@ def _valid(returned: Any, expected: int, reasons: Counter[str]) -> list[float | 
     values = list(returned)
     if len(values) != expected:
         raise ValueError(f"it returned {len(values)} verdicts for {expected} answers")
-    for i, value in enumerate(values):
-        if value is not None and not _is_number(value):
-            reasons[f"it returned {str(value)[:40]!r}, which is no number"] += 1
-            values[i] = None
-    return values
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether a verdict is a finite number, also one of numpy or torch."""
-    try:
-        return not isinstance(value, (str, bytes)) and math.isfinite(value)
-    except (TypeError, ValueError):
-        return False
+    verdicts = [None if value is None else finite(verdict_of(value)) for value in values]
+    reasons.update(verdict.reason for verdict in verdicts if isinstance(verdict, Missing))
+    return [None if isinstance(verdict, Missing) else verdict for verdict in verdicts]
 
 
 def say_failures(reasons: Counter[str], answers: int, kind: str) -> None:

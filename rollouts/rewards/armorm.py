@@ -8,7 +8,6 @@ import on transformers 5. Module names are the checkpoint's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,18 +23,6 @@ from rollouts.rewards.models import DTYPES, ModelReward, Place, padded
 
 N_OBJECTIVES, TEMPERATURE, HIDDEN, N_HIDDEN = 19, 10.0, 1024, 3
 """Values of the published checkpoint, used where its config does not give them."""
-
-
-@dataclass(frozen=True)
-class ArmoRMOutput:
-    """Rewards of R rows with K objectives, float32."""
-
-    score: Tensor
-    """[R] the reward: the gate's weights times the decorrelated objectives"""
-    rewards: Tensor
-    """[R, K] the objectives, before decorrelation"""
-    gating: Tensor
-    """[R, K] the gate's weights, non-negative, before decorrelation; they depend on the prompt alone"""
 
 
 class Gating(nn.Module):
@@ -83,15 +70,15 @@ class ArmoRM(LlamaPreTrainedModel):
         )
         self.post_init()
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, gate: Tensor, last: Tensor) -> ArmoRMOutput:
-        """Score R rows. ``input_ids``, ``attention_mask``: [R, L], right padded. ``gate``: [R] the position
-        of the end-of-turn token that ends the prompt. ``last``: [R] the position of the row's last token."""
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, gate: Tensor, last: Tensor) -> Tensor:
+        """Return the [R] rewards of R rows, float32. ``input_ids``, ``attention_mask``: [R, L], right padded.
+        ``gate``: [R] the position of the end-of-turn token that ends the prompt. ``last``: [R] that of the
+        row's last token."""
         hidden = self.model(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
         rows = torch.arange(len(hidden), device=hidden.device)
         rewards = self.regression_layer(hidden[rows, last].float())
-        gating = self.gating(hidden[rows, gate].float())
-        score = (gating * (rewards @ self.reward_transform_matrix)).sum(dim=-1)
-        return ArmoRMOutput(score, rewards, gating)
+        gating: Tensor = self.gating(hidden[rows, gate].float())
+        return (gating * (rewards @ self.reward_transform_matrix)).sum(dim=-1)
 
 
 class ArmoRMHead:
@@ -125,8 +112,8 @@ class ArmoRMHead:
         ids, mask = padded(rows, 0, device)
         gate = torch.tensor([gate_position(row, self.end_id) for row in rows], device=device)
         last = torch.tensor([len(row) - 1 for row in rows], device=device)
-        output: ArmoRMOutput = model(ids, mask, gate, last)
-        return output.score
+        scores: Tensor = model(ids, mask, gate, last)
+        return scores
 
 
 def gate_position(row: Row, end_id: int) -> int:

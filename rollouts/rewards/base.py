@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -171,6 +171,18 @@ def make_reward(
     """
     make = import_function("reward._target_", config.target)
     return Reward(make(config.settings, device, log_dir), config.max_missing)
+
+
+def verdict_of(value: Any) -> float | Missing:
+    """Return what a user's code or server gives for a completion as a number, or why that is no verdict."""
+    if value is None:
+        return Missing("no verdict was given (None)")
+    if isinstance(value, (str, bytes)):  # float("1") would pass, and "nan" too
+        return Missing(f"{value[:40]!r} was given, not a number")
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return Missing(f"{type(value).__name__} was given, not a number")
 
 
 def finite(verdict: float | Missing) -> float | Missing:

@@ -1,8 +1,4 @@
-"""Requests over HTTP to what runs elsewhere: a judge or a reward server.
-
-A ``Client`` exchanges requests and replies with one address, within limits. An ``Endpoint`` takes JSON by
-POST from many callers at once; it may fail now and then, and is given up if it only fails.
-"""
+"""Requests over HTTP to what runs elsewhere: a judge or a reward server."""
 
 from __future__ import annotations
 
@@ -12,10 +8,8 @@ import os
 import random
 import threading
 import urllib.request
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
-from functools import cache
 from typing import Any, TypeVar
 
 import aiohttp
@@ -41,103 +35,6 @@ all redirections."""
 
 class ReplyError(aiohttp.ClientError):
     """A reply that is not read on: it has more bytes than the limit, or is compressed."""
-
-
-@dataclass(frozen=True)
-class Reply:
-    """A whole reply."""
-
-    status: int
-    headers: Mapping[str, str]
-    content: bytes
-
-
-class Client:
-    """Exchanges requests and replies with one address, in an event loop in a thread of its own. Any number of
-    threads may use it.
-
-    A time limit of each read would not end an exchange with a server that sends a byte now and then, or
-    ``100 Continue`` for ever. Here the limit is of the whole exchange, from the first attempt to connect to
-    the last byte. Replies are uncompressed, because a few compressed bytes may unpack to gigabytes, and
-    redirections are not followed. Proxies come from the environment.
-    """
-
-    def __init__(
-        self, address: str, timeout: float | None, most_bytes: int, headers: Mapping[str, str] | None = None
-    ) -> None:
-        """``timeout``: seconds; None: no limit. ``most_bytes``: size of the largest reply. ``headers`` go
-        with every request."""
-        self.most_bytes, self.base_url = most_bytes, address.rstrip("/")
-        self._timeout = aiohttp.ClientTimeout(total=timeout)
-        self._headers = {**(headers or {}), "Accept-Encoding": "identity"}
-        self._session: aiohttp.ClientSession | None = None
-        self._lock, self._closed = threading.Lock(), False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="http", daemon=True)
-        self._thread.start()
-
-    def submit(self, work: Coroutine[Any, Any, V]) -> Future[V]:
-        """Run ``work`` in the client's loop. It is cancelled if the client is closed."""
-        with self._lock:
-            if not self._closed:
-                return asyncio.run_coroutine_threadsafe(work, self._loop)
-        work.close()
-        cancelled: Future[V] = Future()
-        cancelled.cancel()
-        return cancelled
-
-    async def post(self, url: str, body: bytes) -> Reply:
-        """Send ``body`` to ``url``, which begins with ``base_url``, and return the whole reply. Runs in the
-        client's loop. Raises TimeoutError, aiohttp.ClientError (ReplyError), OSError, ValueError."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-                timeout=self._timeout,
-                headers=self._headers,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                auto_decompress=False,
-            )
-        async with self._session.post(
-            url, data=body, allow_redirects=False, proxy=_proxy(self.base_url)
-        ) as response:
-            if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-                raise ReplyError("the reply is compressed, which was not asked for")
-            received = bytearray()
-            async for part in response.content.iter_any():
-                received += part
-                if len(received) > self.most_bytes:
-                    raise ReplyError(f"the reply is longer than {self.most_bytes} bytes")
-            return Reply(response.status, response.headers, bytes(received))
-
-    def close(self) -> None:
-        """Cancel what is under way, close the connections and end the thread."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        ended = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
-        wait([ended], _CLOSE_S)  # a loop that is busy with what a reply says ends with the process
-        if ended.done():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-
-    async def _end(self) -> None:
-        under_way = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in under_way:
-            task.cancel()
-        await asyncio.gather(*under_way, return_exceptions=True)
-        if self._session is not None:
-            await self._session.close()
-
-
-@cache
-def _proxy(base_url: str) -> str | None:
-    """Return the address of the proxy for ``base_url`` in the environment (HTTP_PROXY, NO_PROXY, …)."""
-    url, proxies = URL(base_url), urllib.request.getproxies()
-    if urllib.request.proxy_bypass(f"{url.host}:{url.port}"):
-        return None
-    return proxies.get(url.scheme) or proxies.get("all")
 
 
 def check_endpoint(section: str, base_url: str, api_key_env: str | None, key: str | None) -> None:
@@ -174,7 +71,14 @@ class FailedError(Exception):
 
 class Endpoint:
     """One address that takes JSON by POST and answers with JSON. An endpoint that fails now and then is asked
-    again; an endpoint that only fails is given up."""
+    again; an endpoint that only fails is given up.
+
+    Requests are made in an event loop in a thread of its own. A time limit of each read would not end an
+    exchange with a server that sends a byte now and then, or ``100 Continue`` for ever. Here the limit is of
+    the whole exchange, from the first attempt to connect to the last byte. Replies are uncompressed, because
+    a few compressed bytes may unpack to gigabytes, and redirections are not followed. Proxies come from the
+    environment.
+    """
 
     def __init__(
         self, section: str, base_url: str, path: str, settings: JudgeConfig | HttpConfig, most_bytes: int
@@ -186,11 +90,15 @@ class Endpoint:
         name = settings.api_key_env
         self._key = os.environ[name].strip() if name is not None else None
         check_endpoint(section, base_url, name, self._key)
-        headers = {"Content-Type": "application/json"}
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        self._client = Client(base_url, settings.timeout, most_bytes, headers)
-        self._url = self._client.base_url + path
+            self._headers["Authorization"] = f"Bearer {self._key}"
+        self._url, self._most_bytes = base_url.rstrip("/") + path, most_bytes
+        self._proxy = proxy_of(base_url)
+        self._session: aiohttp.ClientSession | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="http", daemon=True)
+        self._thread.start()
         self._room = asyncio.Semaphore(settings.concurrency)
         self._lock, self._under_way, self._failures_in_a_row = threading.Lock(), 0, 0
         self._dead_after = max(50, 5 * settings.concurrency)
@@ -212,7 +120,7 @@ class Endpoint:
             if self._under_way == 0:
                 self._failures_in_a_row = 0
             self._under_way += 1
-        future = self._client.submit(self._one(ask, item))
+        future = asyncio.run_coroutine_threadsafe(self._one(ask, item), self._loop)
         future.add_done_callback(self._ended)
         return future
 
@@ -250,7 +158,7 @@ class Endpoint:
     async def post(self, body: bytes) -> Any:
         """Return the endpoint's JSON answer to ``body``. Raises FailedError, RewardError."""
         try:
-            reply = await self._client.post(self._url, body)
+            response, content = await self._exchange(body)
         except TimeoutError:
             reason = f"the endpoint did not answer within {self.settings.timeout:g} s"
             raise FailedError(reason, again=True) from None
@@ -258,12 +166,34 @@ class Endpoint:
             # not an error's own message, which may be the endpoint's and different at each call
             kind = str(error) if isinstance(error, ReplyError) else type(error).__name__
             raise FailedError(f"the endpoint did not answer ({kind})", again=True) from None
-        if not 200 <= reply.status < 300:
-            raise self._refused(reply)
+        if not 200 <= response.status < 300:
+            raise self._refused(response, content)
         try:
-            return json.loads(reply.content)
+            return json.loads(content)
         except (ValueError, RecursionError):
             raise FailedError("the endpoint's reply is no JSON", again=True) from None
+
+    async def _exchange(self, body: bytes) -> tuple[aiohttp.ClientResponse, bytes]:
+        """Return the response to ``body``, whole. Raises TimeoutError, aiohttp.ClientError (ReplyError),
+        OSError, ValueError."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+                timeout=aiohttp.ClientTimeout(total=self.settings.timeout),
+                headers=self._headers,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+            )
+        sent = self._session.post(self._url, data=body, allow_redirects=False, proxy=self._proxy)
+        async with sent as response:
+            if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+                raise ReplyError("the reply is compressed, which was not asked for")
+            received = bytearray()
+            async for part in response.content.iter_any():
+                received += part
+                if len(received) > self._most_bytes:
+                    raise ReplyError(f"the reply is longer than {self._most_bytes} bytes")
+            return response, bytes(received)
 
     def check(self, ask: Callable[[T], Awaitable[Any]], item: T) -> None:
         """Make one call before anything else is done. Raises ConfigError if there is no answer."""
@@ -273,7 +203,7 @@ class Endpoint:
 
         key = f"{self.section}.base_url"
         try:
-            self._client.submit(one_call()).result()
+            asyncio.run_coroutine_threadsafe(one_call(), self._loop).result()
         except FailedError as failed:
             self.close()
             raise ConfigError(key, self.base_url, f"does not answer as it must: {failed}") from None
@@ -283,35 +213,50 @@ class Endpoint:
             raise ConfigError(key, self.base_url, reason) from None
 
     def close(self) -> None:
-        """Cancel the calls, and close the client."""
-        self._client.close()
+        """Cancel the calls, close the connections and end the thread. Nothing can be asked afterwards."""
+        if self._loop.is_closed():
+            return
+        ended = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        wait([ended], _CLOSE_S)  # a loop that is busy with what a reply says ends with the process
+        if ended.done():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
 
-    def _refused(self, reply: Reply) -> FailedError | RewardError:
+    async def _end(self) -> None:
+        under_way = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    def _refused(self, response: aiohttp.ClientResponse, content: bytes) -> FailedError | RewardError:
         """Return the error for an HTTP error status: a RewardError if it concerns all calls, else a
         FailedError. The endpoint's message may repeat the key, so the key is removed from it."""
-        code, message = reply.status, reply.content[:2000].decode(errors="replace")
+        code, message = response.status, content[:2000].decode(errors="replace")
         if self._key:
             message = message.replace(self._key, "***")
+        message = message[:300]
         if code in _STOP or 300 <= code < 400:
             model = getattr(self.settings, "model", None)
             subject = f"model={model}" if model else "the call"
             return RewardError(
                 f"{self.section}.base_url={self.base_url} refuses {subject}: "
-                f"HTTP {code} {message[:300]}; fix the address, the model or the key"
+                f"HTTP {code} {message}; fix the address, the model or the key"
             )
         again = code in (408, 409, 425, 429) or code >= 500
-        why = "" if again else f": {' '.join(_words(message).split())}"  # its words differ from try to try
-        wait = _seconds(reply.headers.get("Retry-After"))
+        why = "" if again else f": {' '.join(message.split())}"  # its words differ from try to try
+        wait = _seconds(response.headers.get("Retry-After"))
         return FailedError(f"HTTP {code} from the endpoint{why}", again, wait)
 
 
-def _words(message: str) -> str:
-    """Return what an endpoint says of a refused call: the message in the JSON of OpenAI's form, else all."""
-    try:
-        error = json.loads(message)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)[:300]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return message[:300]
+def proxy_of(base_url: str) -> str | None:
+    """Return the address of the proxy for ``base_url`` in the environment (HTTP_PROXY, NO_PROXY, …)."""
+    url, proxies = URL(base_url), urllib.request.getproxies()
+    if urllib.request.proxy_bypass(f"{url.host}:{url.port}"):
+        return None
+    return proxies.get(url.scheme) or proxies.get("all")
 
 
 def _seconds(text: str | None) -> float:

@@ -18,15 +18,13 @@ from common.imports import import_function
 from config.schema_rewards import FunctionConfig
 from data.adder import rewards
 from data.types import Prompt
-from rollouts.rewards.base import Missing, RewardError, Scorer
+from rollouts.rewards.base import Missing, RewardError, Scorer, verdict_of
 from rollouts.rewards.pool import Pool
 
 Columns = dict[str, list[Any]]
 REFERENCE = ("reference", "answer", "solution")
 """Names under which a function gets the prompt's reference answer."""
 PASSED = ("completions", "prompts", *REFERENCE)
-ANSWERS = ("answer", "solution", "ground_truth", "target", "label")
-"""Columns that hold the reference answer in many data sets."""
 _OF_MESSAGES = re.compile(r"(?i)list\[[\w.]*(list|sequence)\[|dict|mapping|message")
 """An annotation of completions that are lists of messages."""
 _TAKES_FIELDS = re.compile("string indices must be integers|'str' object has no attribute 'get'")
@@ -65,16 +63,11 @@ class FunctionReward(Scorer):
         has_references = any(prompt.reference_answer is not None for prompt in prompts)
         for name in self._asks.needed:
             if name in REFERENCE and not has_references and name not in others:
-                column = next((candidate for candidate in ANSWERS if candidate in others), None)
                 raise ConfigError(
                     "data.columns",
                     None,
-                    f"{self.config.path} asks for {name}, the reference answer, and no row has one; "
-                    + (
-                        f"the data have {column}: type data.columns={{reference: {column}}}"
-                        if column
-                        else "name its column, as in data.columns={reference: answer}"
-                    ),
+                    f"{self.config.path} asks for {name}, the reference answer, and no row has one; name its "
+                    "column, as in data.columns={reference: answer}",
                 )
             require(
                 name in (*others, *PASSED),
@@ -227,18 +220,7 @@ def verdicts(returned: Any, expected: int) -> list[float | Missing]:
     values = list(returned)
     if len(values) != expected:
         raise ValueError(f"it returned {len(values)} rewards for {expected} completions")
-    return [_verdict(value) for value in values]
-
-
-def _verdict(value: Any) -> float | Missing:
-    if value is None:
-        return Missing("the function gave no verdict (None)")
-    if isinstance(value, (str, bytes)):  # float("1") would pass, and "nan" too
-        return Missing(f"the function returned {value[:40]!r}, not a number")
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return Missing(f"the function returned a {type(value).__name__}, not a number")
+    return [verdict_of(value) for value in values]
 
 
 def make(settings: FunctionConfig, device: object, log_dir: Path | None) -> FunctionReward:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from config.schema_rewards import HttpConfig
 from data.types import Prompt, Turn
-from rollouts.rewards.base import Missing, Scorer
+from rollouts.rewards.base import Missing, Scorer, verdict_of
 from rollouts.rewards.endpoint import Endpoint, FailedError
 from rollouts.rewards.function import Columns, batches_of, columns
 
@@ -45,18 +45,7 @@ class HttpReward(Scorer):
         wanted = len(batch["completions"])
         if not isinstance(rewards, list) or len(rewards) != wanted:
             raise FailedError('the reply is not {"rewards": [one a completion]}', again=True)
-        return [_number(value) for value in rewards]
-
-
-def _number(value: object) -> float | Missing:
-    if value is None:
-        return Missing("the reward server gave null")
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return Missing("the reward server gave something that is no number")
-    try:
-        return float(value)
-    except OverflowError:
-        return Missing("the reward server gave an integer beyond every float")
+        return [verdict_of(value) for value in rewards]
 
 
 def make(settings: HttpConfig, device: object, log_dir: Path | None) -> HttpReward:

@@ -7,7 +7,6 @@ under causal attention, or is masked.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -24,7 +23,6 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from common.errors import ConfigError, require
 from config.schema_rewards import ClassifierConfig, RewardModelConfig
@@ -34,7 +32,7 @@ from data.types import Completion, Prompt
 from data.types import Sequence as Row
 from models.distributed import Ranks, map_locally
 from models.pretrained import not_found, reachable
-from models.weight_files import read_header
+from models.weight_files import CONFIG, read_tensors, weights_are_there
 from rollouts.rewards.base import Missing, Scorer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -261,28 +259,16 @@ def make(config: ClassifierConfig, device: torch.device | str, log_dir: Path | N
 
 
 def tensor_names(path: str, revision: str | None) -> set[str] | None:
-    """Return the names of the tensors in a checkpoint's safetensors files, from their index or their header;
-    None if only a download of the weights would tell. Raises OSError, ValueError for files that cannot be
-    read."""
-    index = cached_file(
-        path,
-        SAFE_WEIGHTS_INDEX_NAME,
-        revision=revision,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    if index is not None:
-        try:
-            return set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"])
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{SAFE_WEIGHTS_INDEX_NAME} has no weight_map") from error
-    if Path(path).is_dir():
-        file: object = str(Path(path) / SAFE_WEIGHTS_NAME)
-    else:
-        file = try_to_load_from_cache(path, SAFE_WEIGHTS_NAME, revision=revision)
-    if not isinstance(file, str) or not Path(file).is_file():
-        return None
-    return {tensor.name for tensor in read_header(Path(file))}
+    """Return the names of the tensors in a checkpoint's safetensors files, from their headers; None without
+    such files, and where not all of a model of the hub are on this machine yet. Raises OSError, ValueError
+    for a folder's files that cannot be read."""
+    folder = Path(path)
+    if not folder.is_dir():
+        cached = try_to_load_from_cache(path, CONFIG, revision=revision)
+        folder = Path(cached).parent if isinstance(cached, str) else folder
+        if not weights_are_there(folder):
+            return None
+    return set(read_tensors(folder)) if any(folder.glob("*.safetensors")) else None
 
 
 def padded(rows: Sequence[Row], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:

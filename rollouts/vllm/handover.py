@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import shutil
-import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
@@ -22,9 +21,9 @@ from models.policy import Policy, causal_lm
 from models.reference import score
 from rollouts.probe import Probe, check_probe
 from rollouts.samplers import Facts, write_weights
-from rollouts.vllm.folders import place_of, write_model
+from rollouts.vllm.folders import HEAD, place_of, write_model
 from rollouts.vllm.nodes import Asked, Failures, NodeError, Nodes, raise_any
-from rollouts.vllm.transfer import HEAD, DeferredErrors, Transfer, WeightSource, chosen, make_transfer
+from rollouts.vllm.transfer import DeferredErrors, Transfer, WeightSource, chosen, make_transfer
 
 PROBE_ROWS = 16
 _COARSENESS = ("float32", "float16", "bfloat16")
@@ -79,22 +78,18 @@ class HandOver:
         self._folder, self._kept = Path(), False
         self._written: Path | None = None
         """where this rank has written the weights for its node"""
-        self._proving, self._writing = 0.0, 0.0
-        """seconds spent on the probe, and on writing files, in this hand-over"""
         engines.transfers_by(None if self.backend == "disk" else self.backend)
 
     def publish(self, folder: Path, version: int, keep: bool) -> Facts:
         """Give all engines the policy's weights (``Sampler.publish``). Every rank calls it."""
-        scoring = time.monotonic()
         self._scores = self._scored()
         self._version, self._folder, self._kept = version, folder, False
         if self.nodes.engines.config.shares_devices and self.world.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()  # the engine uses this memory when it wakes up
-        start, self._proving, self._writing = time.monotonic(), 0.0, 0.0
         if keep:
             write_weights(self.policy, self.renderer.tokenizer, folder, self.dtype)
-            self._kept, self._writing = True, time.monotonic() - start
+            self._kept = True
         replaceable = self._worked
         while True:
             try:
@@ -107,20 +102,14 @@ class HandOver:
                 elif not self._another_way(error):
                     raise
         self._worked = True
-        return self.nodes.ranks.on_main(partial(self._facts, start - scoring, start))
+        return self.nodes.ranks.on_main(self._facts)
 
-    def _facts(self, scoring: float, start: float) -> Facts:
-        """Return what the round's record says of the hand-over that began at ``start``, before which the
-        trainer scored the probe for ``scoring`` seconds. Called on rank 0."""
-        sizes = self.nodes.engines.sizes
+    def _facts(self) -> Facts:
+        """Return what the round's record says of the hand-over. Called on rank 0."""
         return {
             "weight_transfer": self.backend,
             "sampler_nodes": len(self.nodes.every),
             "sampler_engines": self.nodes.engines_of_all,
-            "sampler_workers": sum(sizes) * len(self.nodes.every),
-            "write_seconds": self._writing,
-            "load_seconds": time.monotonic() - start - self._writing - self._proving,
-            "probe_seconds": scoring + self._proving,
             "probe_largest": max(probe.largest for probe in self._probed.values()),
             "probe_mean": max(probe.mean for probe in self._probed.values()),
         }
@@ -170,9 +159,7 @@ class HandOver:
 
     def _give_by_folder(self, nodes: Collection[int]) -> None:
         if not self._kept:
-            start = time.monotonic()
             raise_any(self._write_all((self._folder, frozenset(nodes))))
-            self._writing += time.monotonic() - start
         self.nodes.all(self._load, (self._folder if self._kept else None, self._version), nodes)
 
     def _give_by_transfer(self, nodes: Collection[int]) -> None:
@@ -185,14 +172,12 @@ class HandOver:
 
     def _prove(self, nodes: Collection[int]) -> None:
         """Raise WorkerError unless the engines' log-probabilities of the probe agree with the trainer's."""
-        start = time.monotonic()
         dtypes = (self.nodes.config.model.dtype, self.nodes.engines.options.dtype)
         coarser = max(*dtypes, key=_COARSENESS.index)
         for node, of_engines in self.nodes.all(self.nodes.logprobs, self.probe, nodes).items():
             for engine in of_engines:
                 probed = check_probe(engine, self._scores, coarser, self._probed.get(node))
             self._probed[node] = probed
-        self._proving += time.monotonic() - start
 
     # -- what every rank does ----------------------------------------------------------------------
 

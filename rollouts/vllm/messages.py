@@ -79,17 +79,3 @@ class Generated:
     logprobs: tuple[float, ...]
     """the engine's own log-probability of each token, nats: at temperature 1 and without top-p if
     ``EngineOptions.temperature`` is 1, else after temperature and top-p"""
-
-
-def ended_by_itself(finish_reason: str | None) -> bool:
-    """Return whether a stop token ended a sample, and not the length limit.
-
-    vLLM returns requests that were aborted (``abort``), or that failed, as replies with the tokens that there
-    were. Such a sample would be trained on as if the policy had written no more. Raises ValueError for it.
-    """
-    if finish_reason not in ("stop", "length"):
-        raise ValueError(
-            f"vLLM ended a sample with finish_reason={finish_reason}, neither at a stop token nor at its "
-            "length limit: something else aborted its requests, or it failed"
-        )
-    return finish_reason == "stop"

@@ -20,8 +20,6 @@ from common.ports import free_port
 from common.worker_process import WorkerError
 from config.schema_sampler import SamplerConfig
 
-HEAD = "lm_head.weight"
-
 
 class Client(Protocol):
     """The calls that vLLM's trainer engines make to an engine. They are those of vLLM's

@@ -20,13 +20,12 @@ from vllm.config import WeightTransferConfig
 from vllm.platforms import current_platform
 
 from common.worker_process import serve
-from rollouts.vllm.backend import EXTENSION
+from rollouts.vllm.folders import EXTENSION
 from rollouts.vllm.messages import (
     EngineOptions,
     Generated,
     GenerateRequest,
     TokenRow,
-    ended_by_itself,
     sampling_params,
 )
 from rollouts.vllm.options import KV_CACHE, WITHOUT_GPU, shape_folder
@@ -195,10 +194,11 @@ class OfflineEngine:
 
 def _drawn(output: RequestOutput) -> Generated:
     sample = output.outputs[0]
-    finished = ended_by_itself(sample.finish_reason)
+    if sample.finish_reason not in ("stop", "length"):  # such tokens would be trained on as a whole answer
+        raise ValueError(f"vLLM aborted a sample, or it failed: finish_reason={sample.finish_reason}")
     assert sample.logprobs is not None
     values = tuple(step[token].logprob for token, step in zip(sample.token_ids, sample.logprobs, strict=True))
-    return Generated(tuple(sample.token_ids), finished, values)
+    return Generated(tuple(sample.token_ids), sample.finish_reason == "stop", values)
 
 
 def main() -> None:

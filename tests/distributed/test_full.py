@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from models.checkpoint import Checkpoints
-from models.checkpoint_reading import CheckpointError
+from models.checkpoint import CheckpointError, Checkpoints
 from models.sharding import local
 from tests.distributed.joining import join
 from tests.engine import engine_config, make_segment, make_trainer, run, weights

@@ -32,7 +32,7 @@ NF4 = ("model.use_peft=true", "model.peft.lora_r=4", "model.quantization=nf4", "
 def settings(folder: Path, world: World) -> Config:
     path = folder / "base"
     if world.is_main and not path.exists():
-        tiny_llama(tied=False).save_pretrained(path)
+        tiny_llama(seed=1, tied=False).save_pretrained(path)
     dist.barrier()
     places = (f"model.name_or_path={path}", "model.max_prompt_length=32", "model.batch_size=8")
     return engine_config(folder / "cache", "dpo", *NF4, *places, "humanline=true", "sync_freq=2")

@@ -31,13 +31,12 @@ from benchmarks.steps import (
 from config.schema_model import SELECTIVE
 from data.batches import microbatch
 from data.types import Example, Sequence
-from models import flash_kernel
-from models.attention import flash_fails, heads_of, why_not_faster
+from models.attention import flash_fails, heads_of
 from models.distributed import start
 from models.fingerprint import weights_fingerprint
 from models.logprobs import chunked_logprobs
 from models.policy import Policy, decoder_blocks, set_up_layers
-from models.quantization import NF4Linear
+from models.quantization import NF4Linear, unpack
 from trainers.optimizer import make_optimizer, update
 
 GPU = [
@@ -121,9 +120,7 @@ def test_the_kernel_for_rows_of_different_lengths_gives_what_each_row_gives(
     shared: bool, compiled: bool
 ) -> None:
     """As a run tries it before its first step, with prompts of their own or shared."""
-    heads = heads_of(SMALL)
-    assert flash_fails(heads, shared, compiled) is None
-    print(flash_kernel.in_use(), why_not_faster(heads, compiled) or "")
+    assert flash_fails(heads_of(SMALL), shared, compiled) is None
 
 
 WAYS = ("padded", "packed", "prompts shared", "checkpointed", "checkpointed selectively")
@@ -256,10 +253,11 @@ def test_weights_in_4_bits_give_what_float64_gives(device: str) -> None:
     x = torch.randn(9, 256, device=device).requires_grad_()
     out = layer(x)
     (gradient,) = torch.autograd.grad(out.square().sum(), x)
-    kept, exact = layer.weight.detach().double(), x.detach().double().requires_grad_()
+    weights = unpack(layer.packed, layer.table, 256)
+    kept, exact = weights.double(), x.detach().double().requires_grad_()
     wanted = exact @ kept.T
     numbers = {
-        "weights": relative(layer.weight, linear.weight),
+        "weights": relative(weights, linear.weight),
         "product": relative(out, wanted),
         "gradient": relative(gradient, torch.autograd.grad(wanted.square().sum(), exact)[0]),
     }

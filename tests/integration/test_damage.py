@@ -19,8 +19,7 @@ from safetensors.torch import load_file
 from common.errors import ConfigError, DataError
 from config.load import LOCK
 from export import export_run
-from models.checkpoint import Checkpoints
-from models.checkpoint_reading import CheckpointError
+from models.checkpoint import CheckpointError, Checkpoints
 from reports.metrics import FILES
 from tests import programs
 from tests.integration.online import assert_same, cut_off, lines, rounds, run_online

@@ -37,7 +37,7 @@ CONFINED = {
     "hydra": ("config.arguments", "config.load", "config.cli", "config.composing", "launch", "entry point"),
     "omegaconf": ("config", "launch", "entry point"),
     "wandb": ("reports.tracking",),
-    "vllm": ("rollouts.vllm.worker", "rollouts.vllm.backend", "rollouts.vllm.transfer"),
+    "vllm": ("rollouts.vllm.worker", "rollouts.vllm.transfer"),
 }
 MOST_LINES = 600
 MOST_LINES_OF_A_FUNCTION = 60

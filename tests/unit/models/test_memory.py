@@ -1,4 +1,4 @@
-"""The memory of the head, and of freed tensors, measured from outside in a process of its own."""
+"""The memory of the head, measured from outside in a process of its own."""
 
 import subprocess
 import sys
@@ -34,40 +34,14 @@ print(added(32_768), added(65_536), added(32_768, whole=True))
 """  # noqa: E501
 
 
-def printed(script: str, *words: object, **environment: str) -> list[float]:
-    """The numbers that a program prints."""
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", script, *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True, env=environment)
-    return list(map(float, done.stdout.split()))
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
 def test_memory_is_flat_in_the_vocabulary():
     """The float32 logits of 2,048 tokens are 256 MB at a vocabulary of 32k, 512 MB at 64k; only the weight's
     gradient may grow."""
-    small, large, whole = printed(SCRIPT, MALLOC_MMAP_THRESHOLD_="65536")
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True, env=environment)
+    small, large, whole = map(float, done.stdout.split())
     assert whole > 500, "the measure sees no logits"
     assert small < 200
     assert large - small < 40
-
-
-FREED = """
-import sys, torch
-from pathlib import Path
-from models.distributed import return_freed_blocks
-
-return_freed_blocks(int(sys.argv[1]))
-resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) / 256
-del (larger := [torch.ones(1 << 22)])[:]   # 16 MiB: from its return on glibc keeps blocks of this size
-kept = [torch.ones(1 << 19) for _ in range(64)]
-before = resident()
-del kept[::2]
-print(before - resident())
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
-@pytest.mark.parametrize(("weights", "returned"), [(1 << 26, True), (1 << 25, False)])
-def test_freed_blocks_between_living_ones_are_returned(weights: int, returned: bool) -> None:
-    assert (printed(FREED, weights)[0] > 60) == returned  # 32 of 2 MiB

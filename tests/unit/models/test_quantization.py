@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import tempfile
 import zlib
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from models.distributed import start
 from models.export import export, full_state, whole_weights
 from models.policy import Policy, decoder_blocks
 from models.pretrained import check_model, load_policy
-from models.quantization import LEVELS, NF4Linear, block_length, pack, quantise, quantised, unpack
+from models.quantization import BLOCK, LEVELS, NF4Linear, pack, quantise, quantised, unpack
 from models.sharding import shard
 from tests.integration import test_two_models
 from tests.tiny import tiny_llama
@@ -60,7 +59,7 @@ def pair(model: Any, **more: Any) -> tuple[Policy, Policy]:
         for name, layer in quantised(ours.model).items():
             linear = plain.model.get_submodule(name.removesuffix(".packed"))
             assert type(linear) is nn.Linear
-            linear.weight.copy_(layer.weight)
+            linear.weight.copy_(unpack(layer.packed, layer.table, layer.columns))
     return ours, plain
 
 
@@ -74,11 +73,8 @@ def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None
 
 NUMBERS = {
     (128, 128): 1771494671,
-    (128, 352): 2305055436,
-    (7, 48): 2184794429,
-    (64, 1536): 3507518036,
-    (1, 16): 3763706977,
-    (33, 64): 2167563029,
+    (64, 1536): 2157168426,
+    (33, 64): 2468262287,
 }
 """Rows and columns of drawn weights -> the checksum of their bytes, made by the NF4Tensor of torchao 0.18."""
 
@@ -89,16 +85,15 @@ def test_the_numbers_are_torchaos() -> None:
     for (rows, columns), wanted in NUMBERS.items():
         weight = torch.randn(rows, columns) * 0.02
         weight[0, :16] = 0
-        assert not unpack(pack(weight), TABLE, columns)[0, :16].any()
-        if rows > 5:
-            weight[2], weight[3] = 0.0, 0.5
-        packed, block = pack(weight), block_length(columns)
+        weight[2], weight[3] = 0.0, 0.5
+        packed = pack(weight)
         assert zlib.crc32(packed.numpy().tobytes()) == wanted
         given = unpack(packed, TABLE, columns)
-        largest = weight.view(-1, block).abs().amax(-1, keepdim=True)
-        error = (given.view(-1, block) - weight.view(-1, block)).abs()
+        assert not given[0, :16].any()
+        largest = weight.view(-1, BLOCK).abs().amax(-1, keepdim=True)
+        error = (given.view(-1, BLOCK) - weight.view(-1, BLOCK)).abs()
         gap = max(b - a for a, b in pairwise(LEVELS))
-        spread = (largest - largest.mean()).abs().view(rows, -1).amax(-1).repeat_interleave(columns // block)
+        spread = (largest - largest.mean()).abs().view(rows, -1).amax(-1).repeat_interleave(columns // BLOCK)
         assert (error <= largest * gap / 2 + spread[:, None] / 127 + 1e-7).all()
 
 
@@ -158,8 +153,7 @@ def test_every_architecture_is_right_or_refused(tmp_path) -> None:
 # -- runs ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("loss", "k"), [("kto", 1), ("grpo", 3)])
-def test_the_reference_is_that_of_a_second_model(tmp_path, monkeypatch, loss: str, k: int) -> None:
+def test_the_reference_is_that_of_a_second_model(tmp_path, monkeypatch) -> None:
     """As for a base that is not quantised: losses of every step and the final weights to the bit, the first
     of them against a policy that is its own reference."""
     plain = test_two_models.make_policy
@@ -170,24 +164,7 @@ def test_the_reference_is_that_of_a_second_model(tmp_path, monkeypatch, loss: st
         return policy
 
     monkeypatch.setattr(test_two_models, "make_policy", make_policy)
-    test_two_models.test_bit_identical_to_a_second_model(tmp_path, loss, k, True)
-
-
-def test_compiled_layers_agree_with_plain_ones(tmp_path, monkeypatch):
-    """Values and the adapters' gradients."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(torch._dynamo.config, "assume_static_by_default", False)
-    tiny_llama(layers=1).save_pretrained(tmp_path)
-    found = []
-    for compiled in (False, True):
-        policy = load_policy(settings(tmp_path, compile=compiled, **LORA), CPU)
-        perturb(policy)
-        values = policy(batch())
-        values.square().sum().backward()
-        found.append([values.detach(), *(p.grad for p in policy.parameters() if p.grad is not None)])
-    assert len(quantised(policy.model)) == 7
-    for plain, other in zip(*found, strict=True):
-        torch.testing.assert_close(other, plain, rtol=1e-3, atol=1e-3 * float(plain.abs().max()))
+    test_two_models.test_bit_identical_to_a_second_model(tmp_path, "grpo", 3, True)
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -196,12 +173,11 @@ def test_compiled_layers_agree_with_plain_ones(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (LlamaConfig(**SIZES, hidden_size=32, intermediate_size=37), "rows of 37 weights, which no even bl"),
-        (LlamaConfig(**SIZES, hidden_size=32, intermediate_size=74), "rows of 74 weights, which no even bl"),
-        (GPT2Config(**SIZES), "0% of the weights of this model's layers are in linear layers"),
+        (LlamaConfig(**SIZES, hidden_size=32, intermediate_size=40), "rows of 40 weights, no multiple of 16"),
+        (GPT2Config(**SIZES), "only 0% of this model's weights are in linear layers"),
         (LlamaConfig(**SIZES, quantization_config={"quant_method": "fp8"}), " is stored quantised"),
     ],
-    ids=["odd rows", "short blocks", "transposed weights", "stored quantised"],
+    ids=["odd rows", "transposed weights", "stored quantised"],
 )
 def test_a_model_that_cannot_be_quantised_is_refused_before_weights_are_loaded(tmp_path, found, said):
     """There is a folder with a config.json alone."""

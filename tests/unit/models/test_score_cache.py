@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import resource
 from pathlib import Path
 from unittest.mock import Mock, patch
 
@@ -109,18 +107,3 @@ def test_the_last_shard_that_has_a_key_counts(tmp_path_factory, shards, others):
     for key in set(others) - set(want):
         with pytest.raises(KeyError):
             table[key]
-
-
-def test_more_shards_than_a_process_may_have_open_files(tmp_path):
-    cache, used = ScoreCache(tmp_path, PARTS, rank=0), list(map(int, os.listdir("/proc/self/fd")))
-    allowed = max(used) + 20
-    shards = allowed - len(used) + 5
-    for number in range(shards):
-        cache.write({f"{number}/a": torch.tensor([-float(number)])})
-    few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
-    try:
-        found = read(cache)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
-    assert len(found) == shards > 20 and found["20/a"].tolist() == [-20.0]

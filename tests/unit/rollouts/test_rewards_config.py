@@ -16,6 +16,7 @@ from config.schema_rewards import (
     OWN_KEYS,
     ClassifierConfig,
     FunctionConfig,
+    JudgeConfig,
     RewardConfig,
     RewardModelConfig,
     VerifierConfig,
@@ -36,6 +37,9 @@ UNSET = {
     "base_url": "http://localhost:5000/score",
     "parts": {"verifier": {"weight": 1}},
 }
+
+
+JUDGE = {"base_url": "http://x", "model": "m", "prompt": "{completion}", "api_key_env": None}
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +88,11 @@ def changed(without=None, **changes):
         (lambda: changed(_target_="nowhere.make"), "reward._target_"),
         (lambda: changed(verifier={"accuracy": 8, "acuracy": 1}), "reward.verifier.acuracy"),
         (lambda: FunctionConfig(path="reward"), "reward.function.path"),
+        (lambda: JudgeConfig(**JUDGE | {"base_url": "x"}), "reward.judge.base_url"),
+        (lambda: JudgeConfig(**JUDGE | {"prompt": "rate it"}), "reward.judge.prompt"),
+        (lambda: JudgeConfig(**JUDGE | {"api_key_env": "ABSENT"}), "reward.judge.api_key_env"),
+        (lambda: JudgeConfig(**JUDGE | {"pattern": "x"}), "reward.judge.pattern"),
+        (lambda: JudgeConfig(**JUDGE | {"min_score": 10.0}), "reward.judge.min_score"),
         (lambda: VerifierConfig(accuracy=-1), "reward.verifier.accuracy"),
         (lambda: VerifierConfig(accuracy=0, format=0, tag_count=0), "reward.verifier.accuracy"),
         (lambda: RewardModelConfig(dtype="float16"), "reward.armorm.dtype"),

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import json
 
-import aiohttp
 import pytest
 
 from common.errors import ConfigError
 from config.schema_rewards import HttpConfig
 from data.types import Prompt, Turn
 from rollouts.rewards.base import Missing, make_reward
-from rollouts.rewards.endpoint import Client, check_endpoint
+from rollouts.rewards.endpoint import check_endpoint
 from rollouts.rewards.http import HttpReward
 from tests import http_server
 from tests.tiny import reward_of
@@ -68,16 +67,15 @@ def test_batches_come_back_in_order(server):
     assert len(first["completions"]) == 5
 
 
-NO_NUMBER, NO_LIST = "something that is no number", 'the reply is not {"rewards": [one a completion]}'
+NO_LIST = 'the reply is not {"rewards": [one a completion]}'
 
 
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"rewards": [None]}, "the reward server gave null"),
-        ({"rewards": [True]}, f"the reward server gave {NO_NUMBER}"),
-        ({"rewards": ["3"]}, f"the reward server gave {NO_NUMBER}"),
-        ('{"rewards": [' + "9" * 400 + "]}", "the reward server gave an integer beyond every float"),
+        ({"rewards": [None]}, "no verdict was given (None)"),
+        ({"rewards": ["3"]}, "'3' was given, not a number"),
+        ('{"rewards": [' + "9" * 400 + "]}", "int was given, not a number"),
         ({"rewards": [1, 2]}, NO_LIST),
         ([1], NO_LIST),
     ],
@@ -111,17 +109,9 @@ def test_a_server_that_cannot_score_is_refused_at_the_start(server):
 def test_a_proxy_comes_from_the_environment(server, monkeypatch):
     monkeypatch.setenv("http_proxy", server.url)
     monkeypatch.setenv("no_proxy", "elsewhere.invalid:1")
-    sent = json.dumps({"completions": ["abc"]}).encode()
-    for url, error in (("http://no.such.host.invalid", None), ("http://elsewhere.invalid:1", True)):
-        client = Client(url, 60, 1000)
-        try:
-            if error:
-                with pytest.raises(aiohttp.ClientConnectionError):
-                    client.submit(client.post(url, sent)).result()
-            else:
-                assert client.submit(client.post(url, sent)).result().content == b'{"rewards": [3]}'
-        finally:
-            client.close()
+    assert reward(server, base_url="http://no.such.host.invalid").score([PROMPT], ["abc"]) == [3]
+    with pytest.raises(ConfigError, match="Client"):
+        reward(server, base_url="http://elsewhere.invalid:1", retries=0)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from collections import Counter
 
 import pytest
 
-from common.errors import ConfigError
 from config.schema_rewards import JudgeConfig
 from data.types import Prompt, Turn
 from rollouts.rewards.base import Missing, RewardError
@@ -265,12 +264,13 @@ def test_a_dead_endpoint_is_given_up(endpoint):
 def test_what_an_answer_alone_brings_about_says_nothing_about_the_endpoint(endpoint):
     def behave(handler, text):
         if text == "bad":
-            return handler.send(400, {"error": {"message": f"too\nlong, {KEY}"}})
+            return handler.send(400, {"error": {"message": f"too long, {KEY}"}})
         return "[[" in text and handler.reply(f"[[2]], it says {text}")
 
     endpoint.behave = behave
     verdicts = judge(endpoint, retries=1).score([PROMPT] * 161, ["[[10]]"] * 80 + ["bad"] * 80 + ["abc"])
-    assert verdicts == [SEVERAL] * 80 + [Missing("HTTP 400 from the endpoint: too long, ***")] * 80 + [3]
+    refused = Missing('HTTP 400 from the endpoint: {"error": {"message": "too long, ***"}}')
+    assert verdicts == [SEVERAL] * 80 + [refused] * 80 + [3]
     assert (endpoint.seen["[[10]]"], endpoint.seen["bad"]) == (160, 80), "a refused one is not sent again"
 
 
@@ -287,21 +287,3 @@ def test_no_more_calls_or_tokens_than_the_caps_even_at_once(endpoint):
     scored = [v for v in verdicts if not isinstance(v, Missing)]
     assert 300 <= reward.spent.tokens == 30 * len(scored) <= 400 and reward.spent.calls == len(scored)
     assert Missing("reward.judge.max_total_tokens=400 is used up") in verdicts
-
-
-def test_settings_are_checked(monkeypatch):
-    monkeypatch.delenv("ABSENT", raising=False)
-    good = {"base_url": "http://x", "model": "m", "prompt": "{completion}", "api_key_env": None}
-    JudgeConfig(**good)
-    bad = [
-        ("base_url", "x"),
-        ("prompt", "rate it"),
-        ("api_key_env", "ABSENT"),
-        ("pattern", "("),
-        ("pattern", "x"),
-    ]
-    bad += [("min_score", 10.0), ("retries", -1), ("max_calls", 0), ("timeout", 0)]
-    for key, value in bad:
-        with pytest.raises(ConfigError) as error:
-            JudgeConfig(**(good | {key: value}))
-        assert error.value.key == f"reward.judge.{key}"

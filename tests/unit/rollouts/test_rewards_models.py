@@ -169,7 +169,6 @@ NO_MODEL = "is not the folder of a model"
         ("{here}", "tokenizer.json", "{", NO_MODEL),
         ("{here}", "config.json", "{", NO_MODEL),
         ("{here}", "model.safetensors", "x" * 100, NO_MODEL),
-        ("{here}", "model.safetensors.index.json", "[]", "has no weight_map"),
     ],
 )
 def test_a_reward_model_that_is_damaged_or_cannot_be_had_is_refused_before_its_weights_load(

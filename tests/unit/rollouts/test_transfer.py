@@ -12,8 +12,9 @@ import torch
 
 from common.worker_process import WorkerError
 from config.schema_sampler import SamplerConfig
+from rollouts.vllm.folders import HEAD
 from rollouts.vllm.sampler import installed
-from rollouts.vllm.transfer import HEAD, DeferredErrors, WeightSource, chosen, stoppable, trainer_info
+from rollouts.vllm.transfer import DeferredErrors, WeightSource, chosen, stoppable, trainer_info
 from tests.fake_transfer import FakeTransfer
 
 WEIGHTS = {

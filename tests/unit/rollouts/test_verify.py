@@ -14,10 +14,8 @@ from common.errors import ConfigError
 from config.schema_data import DataConfig
 from data import adder
 from data.chat import Renderer
-from data.sources import load_groups
 from data.types import Group, Prompt, Turn
 from models.distributed import Ranks, start
-from models.pretrained import load_policy
 from rollouts.samplers import Answered, Sample, SamplingSettings
 from rollouts.verify import MOST_FAILURES, Accuracy, make_accuracy, verdicts_of
 from tests.tiny import ROOT, make_config, tiny_policy
@@ -104,8 +102,8 @@ def test_a_verifier_that_raises_costs_the_verdicts_on_which_it_does(renderer, ca
     [
         (lambda n: [1.0] * (n - 1), "it returned 0 verdicts for 1 answers"),
         (lambda n: None, "TypeError: 'NoneType' object is not iterable"),
-        (lambda n: [float("nan")] * n, "it returned 'nan', which is no number"),
-        (lambda n: ["yes"] * n, "it returned 'yes', which is no number"),
+        (lambda n: [float("nan")] * n, "the reward is nan"),
+        (lambda n: ["yes"] * n, "'yes' was given, not a number"),
     ],
 )
 def test_what_is_no_list_of_verdicts_is_no_verdict(returned, reason):
@@ -163,14 +161,3 @@ def test_nothing_is_checked_without_verifier_or_reference(renderer):
     config = make_config("loss=dpo", "data=adder", "data.verifier=data.adder.acuracy")
     with pytest.raises(ConfigError, match=re.escape("data.verifier=data.adder.acuracy")):
         make_accuracy(config, tiny_policy(), renderer, known, world)
-
-
-def test_the_embedded_policy_has_room_both_ways(renderer):
-    """On held-out prompts, pair or none: 0.4 to 0.6 sampled."""
-    config = make_config("loss=dpo", "data=adder")
-    held_out = load_groups(config.data, "eval").groups[::4]
-    policy = load_policy(config.model, torch.device("cpu"))
-    evaluate = make_accuracy(config, policy, renderer, held_out, start())
-    assert evaluate is not None
-    found = evaluate()
-    assert 0.4 <= found["accuracy_sampled"] <= 0.6 and found == evaluate()
