@@ -118,15 +118,6 @@ def lines_of(text: str) -> list[str]:
     return lines if lines[-1] else lines[:-1]
 
 
-def temporary_folder() -> str:
-    """Return the folder for temporary files. Where none can be written to, which is how a full disk shows
-    first, return the names of those that were tried."""
-    try:
-        return tempfile.gettempdir()
-    except FileNotFoundError:
-        return ", ".join(dict.fromkeys([os.environ.get("TMPDIR", "/tmp"), "/tmp", "/var/tmp"]))
-
-
 def on_disk(path: Path | str) -> str:
     """Return the disk of a path, which need not exist, for messages about room: ``(disk /data, 0.0 GB
     free)``."""

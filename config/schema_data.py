@@ -78,7 +78,7 @@ class DataConfig:
     system_prompt: Text | None
     trained_turns: Literal["last", "all", "marked"] | None
     read_markup: Literal["auto", "off"]
-    control_tokens: Literal["keep", "escape", "drop"]
+    control_tokens: Literal["keep", "drop"]
     long_prompts: Literal["cut", "drop"]
     apply_chat_template: bool
     score_threshold: NotNegative

@@ -40,9 +40,7 @@ if TYPE_CHECKING:
 CUT = "cut"
 """What is done with a prompt that is too long, unless it is dropped: see ``data.long_prompts``."""
 CONTROLLED = "texts with control tokens"
-_CUT_EARLY = "before it was tokenised, a text"
-_NAMED = 5
-"""Texts that are named where they were cut before they were tokenised."""
+CUT_EARLY = "long texts, before they were tokenised"
 _FAR, _MORE = 16, 64
 """A text of more than _FAR characters for each token that there is room for is shortened before it is
 tokenised, to more tokens than that by _MORE: next to the cut they may be others."""
@@ -78,72 +76,32 @@ def model_ends(model: ModelConfig) -> tuple[int, ...]:
 
 
 def _model_file(model: ModelConfig, name: str) -> Path:
-    """Return a file of the model, which may be missing. The hub is asked for one that its cache lacks,
-    without a network once, where hf_hub_download asks for half a minute. Raises OSError, HTTPError."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+    """Return a file of the model, which may be missing. The hub is asked for one that its cache lacks. Raises
+    OSError, HTTPError."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     path, revision = resolve_model_path(model.name_or_path), model.revision
     if Path(path).is_dir():
         return Path(path) / name
     found = try_to_load_from_cache(path, name, revision=revision)
     if found is None:
-        get_hf_file_metadata(hf_hub_url(path, name, revision=revision), timeout=10)
         found = hf_hub_download(path, name, revision=revision)
     return Path(found) if isinstance(found, str) else Path(path) / name
 
 
-KEEP, ESCAPE, DROP = "keep", "escape", "drop"
+KEEP, DROP = "keep", "drop"
 """What is done with control tokens: see ``data.control_tokens``."""
-_PLACE = re.compile("\ue000([0-9]+)\ue001")
-"""Stands for a control token that is to be encoded as plain text (characters of Unicode's private use)."""
 T = TypeVar("T")
 Encode = Callable[[list[str]], list[list[int]]]
 
 
-class ControlTokens:
-    """The control tokens of a tokenizer in the texts of people, such as an end of turn within a question:
-    those that it marks as special, but for the tags of thoughts. A tokenizer makes the control token itself
-    of such a text, in training as at inference, so a text can close its turn and open another."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, how: str) -> None:
-        """``how``: ``keep``, ``escape`` or ``drop``."""
-        self.tokenizer, self.how = tokenizer, how
-        tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self._tokens = sorted((t for t in tokens if t.strip() and not is_thought(t)), key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, self._tokens)) or r"(?!)")
-
-    def first(self, text: str) -> str | None:
-        """Return the first control token in a text; None without one."""
-        match = self._pattern.search(text)
-        return match and match[0]
-
-    def written(self, text: str) -> str:
-        """Return the text as it goes into the template. Raises RenderError for a text that is dropped."""
-        token = self.first(text) if self.how != KEEP else None
-        if token is None:
-            return text
-        if self.how == DROP:
-            raise RenderError(f"a text holds the control token {token} (data.control_tokens=drop)")
-        if "\ue000" in text:
-            raise RenderError("a text with control tokens holds U+E000, which stands for one of them")
-        return self._pattern.sub(lambda match: f"\ue000{self._tokens.index(match[0])}\ue001", text)
-
-    def encoded(self, text: str, alone: Encode, inside: Encode) -> list[int]:
-        """Return the ids of a text that ``written`` made, with its control tokens as plain text. ``alone``
-        encodes the beginning of a text, ``inside`` what continues one."""
-        first, *parts = _PLACE.split(text)
-        ids = alone([first])[0] if first else []
-        for which, behind in zip(parts[::2], parts[1::2], strict=True):
-            token = self._tokens[int(which)]
-            ids += self.tokenizer(token, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-            ids += inside([behind])[0] if behind else []
-        return ids
-
-    @staticmethod
-    def whole(text: str) -> str:
-        """Return a text that was cut at its beginning, without the rest of a place that was cut through."""
-        before, end, behind = text.partition("\ue001")
-        return behind if end and "\ue000" not in before else text
+def control_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Return a pattern of the control tokens that texts of people may hold, such as an end of turn within a
+    question: those that the tokenizer marks as special, but for the tags of thoughts. It makes the token
+    itself of such a text, in training as at inference, so a text can close its turn and open another."""
+    tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    tokens = sorted((t for t in tokens if t.strip() and not is_thought(t)), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
 
 
 @dataclass(frozen=True)
@@ -188,7 +146,8 @@ class Renderer:
         self.cuts: Counter[str] = Counter()
         """Number of cuts of each kind: "oldest turns", "last user turn", "completion end"; of texts with
         control tokens (CONTROLLED); and of texts that were cut before they were tokenised."""
-        self.controls, self.long_prompts = ControlTokens(tokenizer, control_tokens), long_prompts
+        self.control_tokens, self.long_prompts = control_tokens, long_prompts
+        self.controls = control_pattern(tokenizer)
         self._adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [
             tokenizer.bos_token_id
         ]
@@ -225,7 +184,7 @@ class Renderer:
     @cached_property
     def fingerprint(self) -> str:
         """``chat_fingerprint`` of this renderer, for the keys of caches of token ids or scores."""
-        how = [one for one in (self.controls.how, self.long_prompts) if one not in (KEEP, CUT)]
+        how = [one for one in (self.control_tokens, self.long_prompts) if one not in (KEEP, CUT)]
         lengths = self.max_length, self.max_prompt_length
         return chat_fingerprint(self.tokenizer, self.template, *lengths, how)
 
@@ -379,7 +338,7 @@ class Renderer:
                 raise RenderError(
                     f"system turn and template alone exceed model.max_prompt_length={self.max_prompt_length}"
                 )
-            turns = (*system, Turn(user.role, self.controls.whole(content[starts[cut] :])), *rest)
+            turns = (*system, Turn(user.role, content[starts[cut] :]), *rest)
             opened = self._open(replace(opened.prompt, turns=turns))
         self.cuts["last user turn"] += 1
         return opened
@@ -416,20 +375,19 @@ class Renderer:
             # A template would strip white space at the cut, and with it what is still to be cut by tokens.
             part = f"…{text[-size:]}" if end else f"{text[:size]}…"
             if len(self._encode([part])[0]) > limit + _MORE:
-                named = sum(what.startswith(_CUT_EARLY) for what in self.cuts) < _NAMED
-                about = f": {len(text):,} characters from {text[:40]!r} on" if named else "s, further"
-                self.cuts[f"{_CUT_EARLY}{about}"] += 1
+                self.cuts[CUT_EARLY] += 1
                 return part
             size *= 2
         return text
 
     def _checked(self, text: str) -> str:
-        """Return a person's text as the template gets it; texts with control tokens are counted. Raises
-        RenderError."""
-        if self.controls.first(text) is None:
-            return text
-        self.cuts[CONTROLLED] += 1
-        return self.controls.written(text)
+        """Return a person's text; texts with control tokens are counted. Raises RenderError for one that is
+        dropped."""
+        if (token := self.controls.search(text)) is not None:
+            self.cuts[CONTROLLED] += 1
+            if self.control_tokens == DROP:
+                raise RenderError(f"a text holds the control token {token[0]} (data.control_tokens=drop)")
+        return text
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text alone: special tokens come from the text, which the template wrote."""
@@ -437,10 +395,6 @@ class Renderer:
             return []
         encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         ids: list[list[int]] = encoded["input_ids"]
-        if self.controls.how == ESCAPE:
-            for i, text in enumerate(texts):
-                if _PLACE.search(text):
-                    ids[i] = self.controls.encoded(text, self._encode, self.encode_inside)
         return ids
 
 

@@ -298,10 +298,9 @@ class Columns:
         sounds = {"chosen", "rejected", "completion"}.intersection(sounds_as(split_name(bare)[-1:]))
         patterns = (NUMBERS, MADE, ONE_OF_TWO, re.compile(OF_TEMPLATE))
         named = known_as(bare) or any(pattern.fullmatch(bare) for pattern in patterns)
-        others = [one for name, one in values.items() if known_as(name) or not str(one).isdecimal()]
-        if named or (sounds and not self.answers) or column in families(values, others):
+        if named or (sounds and not self.answers) or column in families(values):
             return _STOPS
-        kind = holds(cell, others)
+        kind = holds(cell, naming(values))
         if kind != "text":
             return _STOPS if kind else 0
         answer = next((one for one in values if one in read and _is_answer(one)), None)
@@ -319,6 +318,8 @@ class Columns:
                 raise ConfigError("data.path", row.file, text)
         they, them = ("it", "it") if len(names) == 1 else ("they", "them")
         ways = list(filter(None, [self.propose(names)]))
+        left = [name for name in of_choices(row.values) if name in names and not ways]
+        convert = f"{TO_CONVERT.format(', '.join(left))}, or " if left else ""
         if numbers := [name for name in names if NUMBERS.fullmatch(name)]:
             every = [*(self.config.numbers or ()), *numbers]
             ways.append(f'"data.numbers=[{", ".join(map(quoted, every))}]" for a loss that reads it')
@@ -329,7 +330,8 @@ class Columns:
             "data.columns",
             columns,
             f"nothing reads {', '.join(map(repr, names))} of {where} ({shortened(cell)}), and {they} may "
-            f"decide what is trained on; type {', or '.join([*ways, f'{ignore} to train without {them}'])} "
+            f"decide what is trained on; {convert}type "
+            f"{', or '.join([*ways, f'{ignore} to train without {them}'])} "
             f'("data.ignore_columns=[{REST}]": without all that nothing reads)',
         )
         self.refusal.names, self.refusal.read = names, self.columns(used=True)
@@ -354,11 +356,26 @@ def split_name(name: str) -> list[str]:
     return re.split(r"[\W_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
 
 
-def families(values: Values, others: Iterable[Any]) -> set[str]:
-    """Return the columns whose texts are choices: a ``_series`` of which one of the ``others`` names one."""
-    series = _series(name for name, cell in values.items() if isinstance(cell, str))
+def naming(values: Values) -> list[Any]:
+    """Return the values of a row that may name one of its choices, by letter or number."""
+    return [cell for name, cell in values.items() if known_as(name) or not str(cell).isdecimal()]
+
+
+def families(values: Values) -> set[str]:
+    """Return the columns whose texts are choices: a ``_series`` of which another column names one."""
+    series, others = _series(name for name, cell in values.items() if isinstance(cell, str)), naming(values)
     of_choices = [marks for marks in series if choices([values[name] for name in marks.values()], others)]
     return {name for marks in of_choices for name in marks.values()}
+
+
+def of_choices(values: Values) -> list[str]:
+    """Return the columns that hold choices of which another column names one."""
+    lists = [name for name, cell in values.items() if holds(cell, naming(values)) == "choices"]
+    return lists or sorted(families(values))
+
+
+TO_CONVERT = "write rows of prompt (the question and the choices {}) and completion (the right one in words)"
+"""What to do with choices that no column here can mean."""
 
 
 def unread_keys(cell: Any) -> list[str]:
@@ -422,7 +439,8 @@ def proposal(rows: Sequence[Row], config: DataConfig, names: Sequence[str], unre
             best = left, way
             if not left:
                 break
-    if best is None:
+    lettered = {*of_choices(rows[0].values)}
+    if best is None or (lettered and lettered.isdisjoint(map(_column, best[1].values()))):
         return ""
     line = typed(dict(sorted(best[1].items(), key=lambda item: [*_ORDER, item[0]].index(item[0]))))
     without = [*(config.ignore_columns or ()), *dict.fromkeys(map(_column, best[0]))]
@@ -483,6 +501,8 @@ def _parts_of(place: str, value: Any, others: Iterable[Any] | None) -> Iterator[
     guessed = sounds_as(heard)[:1]
     if heard & {"non", "not", "un"} and guessed == ["chosen"]:
         by_name, guessed = [], ["rejected"]
+    if "reference" in by_name and len(words(str(value))) == 1:  # a number, a letter or a word: a verdict
+        by_name = ["reference"]
     yield from ((part, NAMED) for part in by_name)
     yield from ((part, GUESSED) for part in guessed if not by_name)
     kind, unread = holds(value, others or ()), others is not None

@@ -8,7 +8,7 @@ from common.errors import ConfigError, require
 from common.imports import import_function
 from config.schema_data import DataConfig
 from data import formats, published
-from data.columns import READ, Propose, Values, named, two_answers
+from data.columns import READ, TO_CONVERT, Propose, Values, named, of_choices, two_answers
 from data.formats import Format
 from data.groups import groups as groups_format
 from data.json_values import unpacked
@@ -88,9 +88,11 @@ def detect(first: Sequence[Row], columns: dict[str, str] | None, propose: Propos
         if needed <= has:
             return name
     names = list(dict.fromkeys(name for row in first for name in row.values))
-    way = f", as in {way}" if (way := propose(names)) else " with data.columns={name here: name there}"
+    choices = of_choices(first[0].values)
+    convert = TO_CONVERT.format(", ".join(choices)) if choices else "data.columns={name here: name there}"
+    way = f"type {way}" if (way := propose(names)) else convert
     why = f"the columns of {first[0].file} ({', '.join(names)}) are those of no known format"
-    raise ConfigError("data.columns", columns, f"{why}; say which are which{way}")
+    raise ConfigError("data.columns", columns, f"{why}; say which are which: {way}")
 
 
 def _parts(rows: Sequence[Values]) -> set[str]:

@@ -25,6 +25,8 @@ from data.rows import Dropped, LeftOutError, Row, RowError
 from data.types import MARKS, THOUGHTS, Completion, Group, Prompt, Turn, of_message, tools_of
 
 Format = Callable[[Iterable[Row], DataConfig], Iterator[Group | Dropped]]
+Sample = tuple[Prompt, Completion, float]
+"""A prompt, one answer, its reward."""
 
 _NAMES = {
     "system": "system developer",
@@ -38,18 +40,27 @@ PAIR = (1.0, -1.0)
 """The rewards of a pair without scores, chosen first."""
 
 
-def each_row(convert: Callable[[Values, DataConfig], Group | list[Group]]) -> Format:
-    """Return the format that converts row by row; a row may become several groups."""
+def each_row(convert: Callable[[Values, DataConfig], Group | list[Group] | Sample]) -> Format:
+    """Return the format that converts row by row; a row may become several groups. Samples are gathered into
+    one group per prompt, at the end."""
 
     @functools.wraps(convert)
     def convert_all(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
+        samples: dict[str, list[Sample]] = {}
         for row in rows:
             try:
                 converted = convert(row.values, config)
+                if isinstance(converted, tuple):
+                    prompt = with_tools(Group(converted[0]), row.values).prompt
+                    samples.setdefault(prompt.id, []).append((prompt, *converted[1:]))
+                    continue
                 groups = converted if isinstance(converted, list) else [converted]
                 yield from [placed(with_tools(group, row.values), row) for group in groups]
             except RowError as error:
                 yield error.dropped(row)
+        for of_prompt in samples.values():
+            prompts, answers, rewards = zip(*of_prompt, strict=True)
+            yield Group(prompts[0], answers, rewards)
 
     return convert_all
 
@@ -146,10 +157,11 @@ def messages_in(cell: Any, column: str) -> Any:
     found = unpacked(cell)
     if found is cell and _IS_MESSAGE.match(cell):
         try:
-            parsed(cell.strip(), 0)  # text follows the messages: they are part of a text
-        except ValueError as error:
-            why = f"{column!r} is the text of messages, but not JSON; write it with json.dumps"
-            raise RowError(why) from error
+            parsed(cell)
+        except json.JSONDecodeError as error:
+            if error.msg != "Extra data":  # text follows the messages: they are part of a text
+                why = f"{column!r} is the text of messages, but not JSON; write it with json.dumps"
+                raise RowError(why) from error
     messages = found if isinstance(found, list) else [found]
     speakers = [_speaker(message) for message in messages]
     if column in READ["conversation"] and all(isinstance(message, str) for message in messages):
@@ -515,25 +527,20 @@ def other_columns(values: Values, config: DataConfig) -> str:
     return text
 
 
-def scored(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
+@each_row
+def scored(values: Values, config: DataConfig) -> Sample:
     """``prompt_completion`` and ``reward``, a number; the rows of a prompt are one group."""
-    return _gathered(rows, lambda values: (*exchange(values, config), number(values, "reward")))
+    return (*exchange(values, config), number(values, "reward"))
 
 
-# HALOs' feedback files
-
-
-def feedback(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
+@each_row
+def feedback(values: Values, config: DataConfig) -> Group | Sample:
     """HALOs' feedback JSON.
 
     ``type`` says what a row is: ``binary_feedback`` (prompt, output, label), ``pairwise_feedback`` (prompt,
     output_A, output_B, label: 1 when A is better) or ``scalar_feedback`` (prompt, output, reward), whose rows
     are gathered into one group per prompt. Outputs are strings or messages.
     """
-    return _gathered(rows, lambda values: _of_feedback(values, config))
-
-
-def _of_feedback(values: Values, config: DataConfig) -> Group | Sample:
     kind = text(values, "type")
     if kind == "pairwise_feedback":
         two = ("output_A", "output_B")
@@ -544,26 +551,3 @@ def _of_feedback(values: Values, config: DataConfig) -> Group | Sample:
     if kind == "scalar_feedback":
         return prompt, answer, number(values, "reward")
     return Group(prompt, (answer,), (1.0 if truth(values, "label") else -1.0,))
-
-
-Sample = tuple[Prompt, Completion, float]
-"""A prompt, one answer, its reward."""
-
-
-def _gathered(rows: Iterable[Row], convert: Callable[[Values], Group | Sample]) -> Iterator[Group | Dropped]:
-    """Yield the groups of the rows; samples are gathered into one group per prompt, at the end."""
-    samples: dict[str, list[Sample]] = {}
-    for row in rows:
-        try:
-            converted = convert(row.values)
-            group = with_tools(converted if isinstance(converted, Group) else Group(converted[0]), row.values)
-        except RowError as error:
-            yield error.dropped(row)
-            continue
-        if isinstance(converted, Group):
-            yield group
-        else:
-            samples.setdefault(group.prompt.id, []).append((group.prompt, *converted[1:]))
-    for of_prompt in samples.values():
-        answers = tuple(answer for _, answer, _ in of_prompt)
-        yield Group(of_prompt[0][0], answers, tuple(reward for _, _, reward in of_prompt))

@@ -50,7 +50,7 @@ def write_groups(path: Path, groups: Iterable[Group]) -> None:
     """Write a groups file. A reader sees the whole file or none of it. Raises OSError."""
     with whole_file(path) as stream:
         for group in groups:
-            stream.write((_json(to_dict(group)) + "\n").encode())
+            stream.write((to_line(to_dict(group)) + "\n").encode())
 
 
 def read_groups(path: Path, key: str = "data.path") -> list[Group]:
@@ -71,42 +71,17 @@ def read_groups(path: Path, key: str = "data.path") -> list[Group]:
 
 def to_dict(group: Group) -> dict[str, Any]:
     """Return the JSON object of a group."""
-    completions = [_completion_dict(completion) for completion in group.completions]
-    return _head(group.prompt) | {"completions": completions, "rewards": list(group.rewards)}
+    return answered_dict(group.prompt, group.completions) | {"rewards": list(group.rewards)}
 
 
-def _head(prompt: Prompt) -> dict[str, Any]:
-    """Return what stands before the completions."""
+def answered_dict(prompt: Prompt, completions: Sequence[Completion]) -> dict[str, Any]:
+    """Return the JSON object of a prompt and its completions."""
     columns = {"columns": json.loads(prompt.columns)} if prompt.columns else {}
     head = {"id": prompt.id, **prompt_dict(prompt), "reference": prompt.reference_answer}
-    return columns | head
+    return columns | head | {"completions": [_completion_dict(completion) for completion in completions]}
 
 
-class Lines:
-    """The lines of groups files, which are the objects as JSON. A completion that several lines have is
-    encoded once: of a round's samples and groups, that is most of the work."""
-
-    def __init__(self) -> None:
-        self._encoded: dict[int, tuple[Completion, str]] = {}
-
-    def of(self, group: Group) -> str:
-        """Return ``to_dict`` of the group."""
-        return self.with_keys(group.prompt, group.completions, {"rewards": list(group.rewards)})
-
-    def with_keys(self, prompt: Prompt, completions: Sequence[Completion], more: dict[str, Any]) -> str:
-        """Return a line with ``more``, at least one key, in the place of the rewards."""
-        every = ", ".join(map(self.encoded, completions))
-        return f'{_json(_head(prompt))[:-1]}, "completions": [{every}], {_json(more)[1:]}'
-
-    def encoded(self, completion: Completion) -> str:
-        """Return a completion, which is kept with its text, so that no other gets its id."""
-        entry = self._encoded.get(id(completion))
-        if entry is None:
-            entry = self._encoded[id(completion)] = completion, _json(_completion_dict(completion))
-        return entry[1]
-
-
-_json = json.JSONEncoder(ensure_ascii=False).encode
+to_line = json.JSONEncoder(ensure_ascii=False).encode
 
 
 def prompt_dict(prompt: Prompt) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""JSON values as data files hold them, read one at a time, each with the reason why it cannot be used: a text
-that is no valid text, a number that Python cannot hold, nesting too deep for recursion."""
+"""JSON values as data files hold them, each with the reason why it cannot be used: a text that is no valid
+text, a number that Python cannot hold, nesting too deep for recursion."""
 
 from __future__ import annotations
 
@@ -16,49 +16,50 @@ from typing import Any
 MOST_NESTED = 100
 """Levels of lists and objects in one row. Deeper nesting is not sensible data, and Python's own recursion
 ends at about ten times this depth."""
+_TOO_DEEP = f"nested more than {MOST_NESTED} levels deep"
 _HALF_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 """Half of a surrogate pair, as JSON escapes it. Two halves make one character, so a match only calls for a
 closer check."""
-_BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
-"""A text, whole or cut off by the end, or a bracket outside of texts."""
-_DECODER = json.JSONDecoder()
 LARGEST = 3.4028234663852886e38
 """The largest finite number of float32."""
 
 
-def parsed(text: str, at: int) -> tuple[Any, int, str | None]:
-    """Return (value, its end, the reason why it cannot be used or None) of the JSON that begins at ``at``.
-    Raises JSONDecodeError if the text is not JSON."""
-    deep = f"nested more than {MOST_NESTED} levels deep"
+def parsed(text: str) -> tuple[Any, str | None]:
+    """Return (value, the reason why it cannot be used or None) of a text that is JSON and nothing else.
+    Raises JSONDecodeError for another text."""
     try:
-        value, end = _DECODER.raw_decode(text, at)
+        value = json.loads(text)
     except json.JSONDecodeError:
         raise
     except RecursionError:
-        return None, _extent(text, at)[0], deep
+        return None, _TOO_DEEP
     except ValueError:
-        digits = sys.get_int_max_str_digits()
-        return None, _extent(text, at)[0], f"an integer has more than {digits} digits"
-    if (
-        text.count("[", at, end) + text.count("{", at, end) > MOST_NESTED
-        and _extent(text, at)[1] > MOST_NESTED
-    ):
-        return None, end, deep
-    if _HALF_ESCAPE.search(text, at, end) and not is_text(json.dumps(value, ensure_ascii=False)):
-        return None, end, "a text has half of a surrogate pair, which is no character"
-    return value, end, None
+        return None, f"an integer has more than {sys.get_int_max_str_digits()} digits"
+    suspect = text.count("[") + text.count("{") > MOST_NESTED or _HALF_ESCAPE.search(text)
+    return value, fault_of(value) if suspect else None
+
+
+def fault_of(value: Any) -> str | None:
+    """Return why a value of JSON cannot be used; None if it can."""
+    return _TOO_DEEP if _depth(value) > MOST_NESTED else no_text(json.dumps(value, ensure_ascii=False))
+
+
+def _depth(value: Any) -> int:
+    """Return how deeply lists and objects are nested."""
+    level, depth = [value], 0
+    while level := [one for one in level if isinstance(one, list | dict)]:
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+        depth += 1
+    return depth
 
 
 def whole(text: str) -> Any:
     """Return the value of a text that is JSON and nothing else. Raises ValueError with the reason why there
     is none."""
-    text = text.strip(" \t\n\r")
     try:
-        value, end, fault = parsed(text, 0)
-    except ValueError:
-        end, fault = 0, None
-    if end < len(text) or not text:
-        raise ValueError("it is no JSON")
+        value, fault = parsed(text)
+    except ValueError as error:
+        raise ValueError("it is no JSON") from error
     if fault is not None:
         raise ValueError(fault)
     return value
@@ -74,29 +75,16 @@ def unpacked(cell: Any) -> Any:
     return cell
 
 
-def _extent(text: str, at: int) -> tuple[int, int]:
-    """Return (the end, how deeply lists and objects are nested) of the JSON that begins at ``at``. Raises
-    JSONDecodeError if it has no end."""
-    if text[at] not in "[{":
-        bare = re.compile(r"[^\s,\]}]+").match(text, at)
-        return (bare.end() if bare else at), 0
-    depth = most = 0
-    for match in _BRACKETS.finditer(text, at):
-        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(match[0], 0)
-        most = max(most, depth)
-        if depth == 0:
-            return match.end(), most
-    raise json.JSONDecodeError("Unterminated list or object starting at", text, at)
-
-
-def is_text(text: str) -> bool:
-    """Return whether ``text`` is valid. Half a surrogate pair is not a character, and neither a tokenizer nor
-    a file accepts it."""
+def no_text(text: str) -> str | None:
+    """Return why ``text`` is not valid; None if it is. Half a surrogate pair is not a character, and neither
+    a tokenizer nor a file accepts it; some stand for bytes that are not UTF-8 (PEP 383)."""
     try:
         text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    except UnicodeEncodeError as error:
+        byte = ord(text[error.start]) - 0xDC00
+        half = "a text has half of a surrogate pair, which is no character"
+        return f"the byte 0x{byte:02x} is not UTF-8" if 0x80 <= byte <= 0xFF else half
+    return None
 
 
 def are_finite(numbers: list[Any], most: float = LARGEST) -> bool:

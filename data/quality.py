@@ -8,7 +8,6 @@ paper's data with the lowest values trained clearly worse: [0, 0.25] selects it,
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,6 +35,7 @@ the initial reference."""
 LEAST_LIKELY = 0.1
 """Quantile of the model's own answers, by mean token log-probability, with which completions are compared."""
 _NAMED = 10
+_OF_LOADED = ("origin", "read", "format", "columns", "unused", "read_back")
 
 
 @dataclass(frozen=True)
@@ -190,9 +190,7 @@ class DataReport:
         desirable = columns_of(examples.groups).labels > 0
         ids, held_out = prompt_ids(loaded.groups), prompt_ids(evaluation.groups)
         return cls(
-            origin=loaded.origin,
             evaluation_origin=evaluation.origin,
-            read=loaded.read,
             groups=len(loaded.groups),
             prompts=len(np.unique(ids)),
             evaluation_groups=len(evaluation.groups),
@@ -201,10 +199,7 @@ class DataReport:
             named=tuple(loaded.dropped[:_NAMED]),
             untrainable=dict(examples.dropped),
             cut={what: n for what, n in cut.items() if n},
-            format=loaded.format,
-            columns=loaded.columns,
-            unused=loaded.unused,
-            read_back=loaded.read_back,
+            **{name: getattr(loaded, name) for name in _OF_LOADED},
             labels=(int(desirable.sum()), int((~desirable).sum())) if labelled and desirable.size else None,
             desirable_first=bool(desirable[:1].all()),
             **_sizes(examples),
@@ -220,7 +215,7 @@ class DataReport:
         log-probability under the initial reference, in nats.
 
         NaN stands for a completion that was not scored and is left out. For ``clippable_share`` see
-        ``can_be_clipped``; it is None if nothing is clipped or nothing was scored. ``own``: the same mean of
+        ``jobs.likelihood``; it is None if nothing is clipped or nothing was scored. ``own``: the same mean of
         each answer that the initial model itself gave.
         """
         bar = float(np.quantile(own, LEAST_LIKELY)) if len(own) else PAPER_WORST_QUARTILE[1]
@@ -234,10 +229,6 @@ class DataReport:
             own=Spread.of(np.array(own)),
             poor_share=float((everything <= bar).mean()) if everything.size else None,
         )
-
-    def with_example(self, shown: Sequence[str]) -> DataReport:
-        """Return the report with an example: its prompt and its completions, as text of their tokens."""
-        return replace(self, example=tuple(shown))
 
     def beginning(self) -> list[str]:
         """Return lines for the terminal, printed before training, that say how the data were understood."""
@@ -292,8 +283,7 @@ class DataReport:
         if controlled := self.cut.get(CONTROLLED, 0):
             warnings.append(
                 f"{controlled} texts hold control tokens of the model, which act as such, as at inference; "
-                "data.control_tokens=escape writes them as plain text, data.control_tokens=drop leaves such "
-                "rows out"
+                "data.control_tokens=drop leaves such rows out"
             )
         if self.cut.get("completion end", 0) > 0.1 * max(self.examples, 1):
             warnings.append(
@@ -334,19 +324,6 @@ def _sizes(examples: Examples) -> dict[str, Any]:
         "completion_tokens": Spread.of(columns.completions),
     }
     return {"examples": examples.count, **lengths}
-
-
-def can_be_clipped(logprobs: np.ndarray, log_epsilon_R: float) -> np.ndarray:
-    """Return [tokens] bool: True if the log-ratio against these reference log-probabilities (nats) can exceed
-    ``log_epsilon_R``.
-
-    Before training, the clipped tokens are unknown: the policy is the reference, and every log-ratio is 0.
-    But a log-probability is at most 0, so a log-ratio is at most −log pi_ref, and a token at −log_epsilon_R
-    or above can never be clipped from above. The share of the other tokens is an upper bound, and it is the
-    part of clipping that depends on the data; from below, any token can be clipped. The bound holds only for
-    this reference: after a sync, each later reference has a bound of its own.
-    """
-    return logprobs < -log_epsilon_R
 
 
 _SHOWN = 300
@@ -433,22 +410,6 @@ def advice(groups: Sequence[Group]) -> str:
 MOST_UNKNOWN = 0.1
 """Share of unknown tokens above which data are refused. Texts in a language that the tokenizer was made for
 have almost none."""
-_AT_ONCE = 4096
-"""Rows that are counted at once."""
-
-
-def unknown_share(tokenizer: PreTrainedTokenizerBase, rows: Iterable[np.ndarray]) -> float:
-    """Return the share of the tokens of ``rows`` ([tokens] ids each) that stand for unknown text; 0 if the
-    tokenizer has no separate token for it."""
-    unknown = tokenizer.unk_token_id
-    if unknown is None or unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id):
-        return 0.0
-    count = total = 0
-    left = iter(rows)
-    while part := list(itertools.islice(left, _AT_ONCE)):
-        ids = np.concatenate(part)
-        count, total = count + int(np.count_nonzero(ids == unknown)), total + ids.size
-    return count / total if total else 0.0
 
 
 def limit_tokens(tokenizer: PreTrainedTokenizerBase, embedding: int, stops: Iterable[int]) -> None:
@@ -479,7 +440,13 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: Iterable[np.ndarr
             "tokenizer in model.tokenizer_name_or_path, or make the embedding larger "
             "(model.resize_token_embeddings(len(tokenizer)), then save_pretrained)",
         )
-    share = unknown_share(tokenizer, rows)
+    unknown, count, total = tokenizer.unk_token_id, 0, 0
+    others = ("eos_token_id", "bos_token_id", "pad_token_id")
+    if unknown is None or unknown in (getattr(tokenizer, name) for name in others):
+        return  # it has no separate token for what it does not know
+    for ids in rows:
+        count, total = count + int(np.count_nonzero(ids == unknown)), total + ids.size
+    share = count / max(total, 1)
     require(
         share <= MOST_UNKNOWN,
         "model.name_or_path",

@@ -16,7 +16,6 @@ import gzip
 import itertools
 import json
 import os
-import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ import pyarrow
 import pyarrow.parquet
 
 from common.errors import ConfigError, DataError, require
-from data.json_values import is_text, parsed
+from data.json_values import fault_of, no_text, parsed
 from data.types import Group
 
 SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".json.gz", ".jsonl.gz", ".csv.gz", ".tsv.gz")
@@ -36,7 +35,6 @@ SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".json.gz", ".jsonl.g
 _MOST = 1 << 28
 """Characters of a .json list, which is read whole."""
 _MARK = "\ufeff"
-_BLANK = re.compile(r"[ \t\n\r]*")
 
 
 @dataclass(frozen=True)
@@ -113,9 +111,8 @@ def read_rows(path: Path, key: str = "data.path") -> Iterator[Row | Dropped]:
     """
     if not os.path.isfile(path):
         folder = "; of a folder every file is read: give its name" if set("*?[") & set(path.name) else ""
-        link = "is a link to no file" * os.path.islink(path)
-        what = "is a folder, pipe or device" if os.path.exists(path) else link
-        raise ConfigError(key, path, what or f"no such file (the working directory is {Path.cwd()}){folder}")
+        there = "is a link to no file, a folder, pipe or device" * os.path.lexists(path)
+        raise ConfigError(key, path, there or f"no such file (the working directory is {Path.cwd()}){folder}")
     kind = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
     why = f"is not a kind of file that can be read; use one of {', '.join(SUFFIXES)}"
     require(kind in SUFFIXES, key, path, why)
@@ -159,23 +156,23 @@ def table_rows(
     parts: Iterable[pyarrow.RecordBatch | pyarrow.Table],
     classes: Mapping[str, Sequence[str]] | None = None,
 ) -> Iterator[Row | Dropped]:
-    """Yield the rows of a table that comes in parts, numbered across all parts. Only the row itself is
-    dropped if it has a value that Python cannot hold (a text that is not UTF-8, a date after the year
-    9999). Keys inside a column that are null were filled in by the table, and are left out. ``classes``:
-    column -> the names of which it holds numbers (``ClassLabel`` of datasets); by the names one sees which
-    class is which."""
+    """Yield the rows of a table that comes in parts, numbered across all parts. Keys inside a column that are
+    null were filled in by the table, and are left out. ``classes``: column -> the names of which it holds
+    numbers (``ClassLabel`` of datasets); by the names one sees which class is which. Raises DataError for a
+    value that Python cannot hold (a text that is not UTF-8, a date after the year 9999)."""
     number = 0
-    classes = classes or {}
     for part in parts:
         nested = [field.name for field in part.schema if pyarrow.types.is_nested(field.type)]
-        for record in _records(part):
+        try:
+            records = part.to_pylist()
+        except (ValueError, OverflowError, pyarrow.ArrowException) as error:
+            where = f"one of the rows {number + 1} to {number + part.num_rows}"
+            raise DataError(f"{name}: a value of {where} cannot be read ({error}); mend it") from error
+        for record in records:
             number += 1
-            if isinstance(record, str):
-                yield Dropped(name, number, record)
-                continue
             for column in nested:
                 record[column] = _without_nulls(record[column])
-            for column, names in classes.items():
+            for column, names in (classes or {}).items():
                 if isinstance(at := record.get(column), int):
                     record[column] = names[at] if 0 <= at < len(names) else None
             yield Row(name, number, record)
@@ -186,23 +183,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _records(part: pyarrow.RecordBatch | pyarrow.Table) -> list[dict[str, Any] | str]:
-    """Return the rows of a part; for a row that cannot be read, return the reason instead. The part is read
-    row by row only after an error."""
-    try:
-        return list(part.to_pylist())
-    except (ValueError, OverflowError, pyarrow.ArrowException) as error:
-        if part.num_rows == 1:
-            return [_why_not_had(error)]
-    return [record for i in range(part.num_rows) for record in _records(part.slice(i, 1))]
-
-
-def _why_not_had(error: Exception) -> str:
-    if isinstance(error, UnicodeDecodeError):
-        return _not_utf8(error.object[error.start])
-    return f"a value cannot be read: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
 
 
 # CSV
@@ -245,7 +225,7 @@ def _read_csv(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
             if not cells:
                 continue
             fault = None if len(cells) == len(columns) else f"{len(cells)} cells, but {len(columns)} columns"
-            fault = next(filter(None, map(_not_characters, cells)), fault)
+            fault = next(filter(None, map(no_text, cells)), fault)
             values = {name: cell or None for name, cell in zip(columns, cells, strict=False)}
             yield Dropped(path.name, number, fault) if fault else Row(path.name, number, values)
     except csv.Error as error:
@@ -269,8 +249,7 @@ def _open_text(path: Path, newline: str | None = None) -> IO[str]:
             f"{path}: cannot be read, it is not UTF-8 but UTF-16 or UTF-32; "
             "convert it, as in iconv -f UTF-16 -t UTF-8 OLD > NEW"
         )
-    how: dict[str, Any] = {"mode": "rt", "encoding": "utf-8-sig", "errors": "surrogateescape"}
-    how["newline"] = newline
+    how: Any = {"mode": "rt", "encoding": "utf-8-sig", "errors": "surrogateescape", "newline": newline}
     return gzip.open(path, **how) if packed else path.open(**how)
 
 
@@ -280,9 +259,7 @@ def _read_lines(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
         if not text:
             continue
         try:
-            values, end, fault = parsed(text, 0)
-            if end < len(text):
-                raise json.JSONDecodeError("Extra data", text, end)
+            values, fault = parsed(text)
         except json.JSONDecodeError as error:
             values, fault = None, f"not JSON: {error.msg}"
             if number == 1:
@@ -291,7 +268,7 @@ def _read_lines(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
                 fault = "not JSON but Python's notation, which json.dumps turns into JSON"
         if number == 1 and isinstance(values, list):
             raise DataError(f"{path}: {OTHER_KINDS['[']}")
-        yield _as_row(path, number, values, _not_characters(text) or fault)
+        yield _as_row(path, number, values, no_text(text) or fault)
 
 
 OTHER_KINDS = {
@@ -319,54 +296,20 @@ def _read_json_list(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
             f"one object a line, read as it is needed: {unpacked} > {path.name.partition('.')[0]}.jsonl"
         )
     try:
-        for number, (values, fault, element) in enumerate(_elements(path, text), 1):
-            yield _as_row(path, number, values, _not_characters(element) or fault)
+        values, fault = parsed(text)
     except json.JSONDecodeError as error:
         raise DataError(
             f"{path}: is not JSON ({error.msg}: line {error.lineno} column {error.colno}); a file with one "
             "object a line must be named .jsonl"
         ) from error
-
-
-def _elements(path: Path, text: str) -> Iterator[tuple[Any, str | None, str]]:
-    """Yield (value, fault, text) of each element of a JSON list. Raises JSONDecodeError where the text is no
-    longer JSON, DataError if the value is not a list."""
-
-    def after(at: int) -> int:
-        blank = _BLANK.match(text, at)
-        return blank.end() if blank else at
-
-    at = after(0)
-    if text[at : at + 1] != "[":
-        value, end, _ = parsed(text, at)
-        if (at := after(end)) < len(text):
-            raise json.JSONDecodeError("Extra data", text, at)
-        raise DataError(
-            f"{path}: holds a {type(value).__name__}, but a .json file must hold one list of objects"
-        )
-    at = after(at + 1)
-    more = text[at : at + 1] != "]"
-    while more:
-        value, end, fault = parsed(text, at)
-        yield value, fault, text[at:end]
-        at = after(end)
-        if more := text[at : at + 1] == ",":
-            at = after(at + 1)
-    if text[at : at + 1] != "]":
-        raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
-    if (at := after(at + 1)) < len(text):
-        raise json.JSONDecodeError("Extra data", text, at)
-
-
-def _not_characters(text: str) -> str | None:
-    """Return why the text of a row in the file is not valid; None if it is valid."""
-    if text.isascii() or is_text(text):
-        return None
-    return _not_utf8(next(ord(c) for c in text if "\ud800" <= c <= "\udfff") - 0xDC00)
-
-
-def _not_utf8(byte: int) -> str:
-    return f"the byte 0x{byte:02x} is not UTF-8"
+    if values is None and fault is not None:
+        raise DataError(f"{path}: {fault}; write one object a line, and that row is left out alone")
+    if not isinstance(values, list):
+        kind = type(values).__name__
+        raise DataError(f"{path}: holds a {kind}, but a .json file must hold one list of objects")
+    sound = fault is None and text.isascii()
+    for number, value in enumerate(values, 1):
+        yield _as_row(path, number, value, None if sound else fault_of(value))
 
 
 def _as_row(path: Path, number: int, values: Any, fault: str | None) -> Row | Dropped:

@@ -61,35 +61,10 @@ def load_splits(config: DataConfig) -> tuple[Loaded, Loaded]:
 
 def _of_splits(config: DataConfig, *splits: Split) -> list[Loaded]:
     config = _local_copy(config)
-    if not _holds_out(config):
+    if config.eval_path is not None or config.eval_split is not None or config.eval_fraction == 0:
         return [_finished(config, _load(config, split), split) for split in splits]
     whole = _load(config, "train")
     return [_finished(config, hold_out(whole, config.eval_fraction, split), split) for split in splits]
-
-
-def check_found(config: DataConfig) -> None:
-    """Convert the first rows of local data, so that files that are not there, and columns that nothing reads,
-    are said before anything else is loaded. Raises ConfigError and DataError as ``load_groups`` does."""
-    config = _local_copy(config)
-    for split, key, path in (
-        ("train", "data.path", config.path),
-        ("eval", "data.eval_path", config.eval_path),
-    ):
-        if split == "train" and path is None and config.source in (LOCAL, HUB):
-            import_function("data.source", config.source)(config, split)  # says what to give
-        if config.source == LOCAL and path is not None:
-            with phase(f"read {path}", key):
-                loaded = local(config, split, EARLY)
-            if loaded.read < EARLY:
-                _check_usable(config, loaded)
-                if split == "train" and config.eval_split is not None:
-                    local(config, "eval")
-        elif config.source.startswith("data.") and config.source != HUB and path and not os.path.exists(path):
-            next(iter(read_rows(Path(path), key)))  # raises
-
-
-def _holds_out(config: DataConfig) -> bool:
-    return config.eval_path is None and config.eval_split is None and config.eval_fraction > 0
 
 
 def _local_copy(config: DataConfig) -> DataConfig:
@@ -157,10 +132,10 @@ def hold_out(loaded: Loaded, fraction: float, split: str) -> Loaded:
 # Sources that a yaml may name
 
 
-def local(config: DataConfig, split: str, most: int | None = None) -> Loaded:
+def local(config: DataConfig, split: str) -> Loaded:
     """Load a local file or folder (``data.path``; ``data.eval_path`` for evaluation): .json, .jsonl, .csv or
     .parquet, a folder of such files, or what ``datasets`` saved to disk. From a folder with several splits,
-    ``data.split`` and ``data.eval_split`` are read. ``most``: of how many rows no more are needed."""
+    ``data.split`` and ``data.eval_split`` are read."""
     train, own = split == "train", split == "eval" and config.eval_path is not None
     key, path = ("data.eval_path", config.eval_path) if own else ("data.path", config.path)
     split_key, name = ("data.split", config.split) if train else ("data.eval_split", config.eval_split)
@@ -176,7 +151,7 @@ def local(config: DataConfig, split: str, most: int | None = None) -> Loaded:
         require(_has_splits(config) and name in splits, split_key, name, why)
     if train or not (own or folder):
         rows = _of_split(config, rows, name)
-    return convert(rows, config, f"{path}{files_of(Path(path), name)}" if folder else path, most)
+    return convert(rows, config, f"{path}{files_of(Path(path), name)}" if folder else path)
 
 
 def hub_table(config: DataConfig, split: str) -> Loaded:
@@ -184,6 +159,7 @@ def hub_table(config: DataConfig, split: str) -> Loaded:
     ``split`` and ``eval_split``).
 
     ``data.eval_path`` is a file, which is read whole, or another hub set, whose whole ``eval_split`` is read.
+    Raises ConfigError if the hub has no such data set, subset or split, or cannot be reached.
     """
     if config.path is None:
         raise ConfigError("data.path", None, "give the data set's name, as in data.path=org/name")
@@ -193,27 +169,21 @@ def hub_table(config: DataConfig, split: str) -> Loaded:
         return local(config, split)
     path = config.path if split == "train" else config.eval_path or config.path
     name = config.split if split == "train" else config.eval_split or config.split
-    rows = hub_rows(path, name, subset=config.subset, data_dir=config.data_dir, revision=config.revision)
+    import datasets  # imported here: the import takes a second, and local files do not need it
+
+    try:
+        table = datasets.load_dataset(
+            path, name=config.subset, split=name, data_dir=config.data_dir, revision=config.revision
+        )
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise _not_of_the_hub(path, name, config.subset, str(error)) from error
+    # reading by Arrow's batches is several times as fast as row by row
+    parts = table.with_format("arrow").iter(batch_size=1000)
+    rows = table_rows(path, parts, class_names(table.features))
     # A set of one split may say in a column which rows are the test's; a sum of splits names none.
     if split == "train" and "+" not in name:
         rows = _of_split(config, rows, name.partition("[")[0])
     return convert(rows, config, f"{path} ({name})")
-
-
-def hub_rows(
-    path: str, split: str, *, subset: str | None, data_dir: str | None, revision: str | None
-) -> Iterator[Row | Dropped]:
-    """Stream the rows of one split. Raises ConfigError if the hub has no such data set, subset or split, or
-    cannot be reached."""
-    import datasets  # imported here: the import takes a second, and local files do not need it
-
-    try:
-        table = datasets.load_dataset(path, name=subset, split=split, data_dir=data_dir, revision=revision)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise _not_of_the_hub(path, split, subset, str(error)) from error
-    # reading by Arrow's batches is several times as fast as row by row
-    parts = table.with_format("arrow").iter(batch_size=1000)
-    yield from table_rows(path, parts, class_names(table.features))
 
 
 def _not_of_the_hub(path: str, split: str, subset: str | None, message: str) -> ConfigError:
@@ -223,11 +193,6 @@ def _not_of_the_hub(path: str, split: str, subset: str | None, message: str) -> 
     if "BuilderConfig" in message or "Config name is missing" in message:
         return ConfigError("data.subset", subset, f"{path}: {first_line}")
     why = f"cannot be loaded ({first_line}); use org/name of a public data set, or data=local with a file"
-    if "scripts are no longer supported" in message:
-        why = (
-            "is made by a script, which the datasets library no longer runs; download its data file and use "
-        )
-        why += "data=local data.path=FILE"
     return ConfigError("data.path", path, why)
 
 
@@ -269,23 +234,21 @@ FIRST = 64
 TRIED = 16
 """Rows that a proposal is tried on."""
 EARLY = 1000
-"""Rows that are converted before anything else is loaded; a shorter file is known whole."""
+"""Rows by which the kind of data is judged; a shorter file is known whole."""
 
 
 def convert(
     rows: Iterable[Row | Dropped],
     config: DataConfig,
     origin: str,
-    most: int | None = None,
     propose: Propose | None = None,
 ) -> Loaded:
-    """Convert rows by ``data.format``, or by the format that the columns of the first rows show. With
-    ``most`` no more of them are read, and there may be others. ``propose`` says what to type for columns that
-    nothing reads; by default what reads the first rows."""
+    """Convert rows by ``data.format``, or by the format that the columns of the first rows show. ``propose``
+    says what to type for columns that nothing reads; by default what reads the first rows."""
     loaded = Loaded([], 0, origin=origin)
 
     def readable() -> Iterator[Row]:
-        for row in itertools.islice(rows, most):
+        for row in rows:
             loaded.read += 1
             if isinstance(row, Row):
                 yield row
@@ -318,8 +281,7 @@ def convert(
                 yield group
 
     loaded.groups = list(usable())
-    if most is None or loaded.read < most:
-        seen.check()
+    seen.check()
     loaded.columns, loaded.unused, loaded.refusal = seen.columns(True), seen.columns(False), seen.refusal
     loaded.read_back, loaded.propose = (*texts.lines, *seen.notes), propose
     return loaded

@@ -11,9 +11,9 @@ KTO) share an entry. Any entry may be deleted.
 from __future__ import annotations
 
 import hashlib
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from importlib.metadata import version
 from itertools import pairwise
@@ -24,7 +24,6 @@ import numpy as np
 import pyarrow as pa
 
 from common.errors import DataError, StoppedError
-from common.files import temporary_folder
 from data import arrow_file, chat, templates
 from data.arrow_file import ArrowFile, lists, split
 from data.chat import Renderer
@@ -168,11 +167,12 @@ class TokenCache:
     def get(self, renderer: Renderer, words: str, make: Make) -> TokenFile:
         """Return what ``make`` gives for the rows whose words have the digest ``words``, from their entry if
         a sound one exists, and count the renderer's cuts."""
-        path = self.folder / f"{content_key(renderer, words)}.arrow"
-        entry = self._read(path, renderer)
-        if entry is None and self.write:
-            entry = self._new_entry(path, renderer, make)
-        return entry or _unkept(renderer, make)
+        versions = [version(package) for package in ("tokenizers", "transformers", "jinja2", "pyarrow")]
+        files = (__file__, *(str(module.__file__) for module in (arrow_file, chat, templates)))
+        parts = renderer.fingerprint, versions, [Path(name).read_bytes() for name in files], words
+        key = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+        path = self.folder / f"{key}.arrow"
+        return self._read(path, renderer) or self._new_entry(path, renderer, make)
 
     def _read(self, path: Path, renderer: Renderer) -> TokenFile | None:
         """Return an entry; None if there is none, or if its content is not what was written under this key.
@@ -189,40 +189,24 @@ class TokenCache:
         renderer.cuts.update(entry.file.about["cuts"])
         return entry
 
-    def _new_entry(self, path: Path, renderer: Renderer, make: Make) -> TokenFile | None:
-        """Return the entry ``path``, made now; None if it cannot be written, which is printed."""
-        part = path.with_name(f".{path.stem}-{uuid4().hex}.part")  # a process id is not unique across nodes
-        before = dict(renderer.cuts)
+    def _new_entry(self, path: Path, renderer: Renderer, make: Make) -> TokenFile:
+        """Return the entry ``path``, made now; without ``write`` a temporary file, whose name is gone. Raises
+        DataError if it cannot be written."""
+        part = self.folder / f".{path.stem}-{uuid4().hex}.part"  # a process id is not unique across nodes
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            if not self.write:
+                part = Path(tempfile.gettempdir()) / part.name
+            part.parent.mkdir(parents=True, exist_ok=True)
             _write(part, path.stem, renderer, make)
-            os.replace(part, path)
-            return TokenFile(path)
+            return TokenFile(part.replace(path) if self.write else part)
         except OSError as error:
-            print(
-                f"{path}: not written ({error}); the next start tokenises its rows again. Is cache_dir a "
-                "folder to write in?",
-                flush=True,
-            )
-            renderer.cuts.clear()
-            renderer.cuts.update(before)
-            return None
+            raise DataError(
+                f"{part.parent}: the token ids of the data cannot be written ({error}); make room, or name "
+                "another cache_dir (for a dry run TMPDIR)"
+            ) from error
         finally:
-            if part.exists():
+            with suppress(OSError):
                 part.unlink()
-
-
-def _unkept(renderer: Renderer, make: Make) -> TokenFile:
-    """Return a temporary file that no longer has a name. Raises DataError if there is no room for it."""
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            _write(path := Path(folder) / "tokens", "", renderer, make)
-            return TokenFile(path)
-    except OSError as error:
-        raise DataError(
-            f"{temporary_folder()}: the token ids of the data do not fit ({error}); make room, or set "
-            "TMPDIR to a folder on a larger disk"
-        ) from error
 
 
 def _write(path: Path, key: str, renderer: Renderer, make: Make) -> None:
@@ -233,11 +217,3 @@ def _write(path: Path, key: str, renderer: Renderer, make: Make) -> None:
 
     with path.open("wb") as file:
         arrow_file.write(file, SCHEMA, _batches(make()), about)
-
-
-def content_key(renderer: Renderer, words: str) -> str:
-    """Return 32 hex digits of everything that the tokens of rows depend on whose words have this digest."""
-    versions = [version(package) for package in ("tokenizers", "transformers", "jinja2", "pyarrow")]
-    files = (__file__, *(str(module.__file__) for module in (arrow_file, chat, templates)))
-    code = [Path(name).read_bytes() for name in files]
-    return hashlib.sha256(repr((renderer.fingerprint, versions, code, words)).encode()).hexdigest()[:32]

@@ -18,7 +18,7 @@ from common.errors import ConfigError
 from common.files import read_sealed, sealed, write_whole
 from common.secrets import scrub, scrub_text
 from data.examples import ExampleGroups, Examples, columns_of, picked_groups, row_keys
-from data.quality import DataReport, Selection, Spread, can_be_clipped, select
+from data.quality import DataReport, Selection, Spread, select
 from data.types import Example
 from jobs.initial_scores import Lazy, initial_scores
 from jobs.plan import Plan, training_segment
@@ -128,13 +128,13 @@ def completion_means(groups: ExampleGroups, scores: Scores) -> dict[str, np.ndar
 
 
 def clippable_share(rows: Iterable[Tensor], log_epsilon_R: float) -> float | None:
-    """Return the share of these rows' tokens that can be clipped from above; None without tokens.
+    """Return the share of these rows' tokens that can be clipped from above while the reference is the
+    initial model, which is an upper bound: a log-probability is at most 0, so a log-ratio is at most
+    −log pi_ref. None without tokens.
 
     ``rows``: [C] log-probabilities of each row, nats."""
-    counts = np.array(
-        [(int(can_be_clipped(values.numpy(), log_epsilon_R).sum()), len(values)) for values in rows]
-    ).reshape(-1, 2)
-    clippable, tokens = counts.sum(axis=0)
+    counts = [(int((values < -log_epsilon_R).sum()), len(values)) for values in rows]
+    clippable, tokens = np.array(counts).reshape(-1, 2).sum(axis=0)
     return float(clippable / tokens) if tokens else None
 
 

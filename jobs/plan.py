@@ -113,7 +113,7 @@ def check_not_rendered(groups: Iterable[Group], renderer: Renderer) -> None:
     """Raise ConfigError for prompts that the model's own chat template has written already (other templates'
     are read back by ``data.markup``)."""
     heading = "" if renderer.chat is None else renderer.chat.heading
-    if renderer.controls.first(heading) is None:  # words alone may end a question
+    if renderer.controls.search(heading) is None:  # words alone may end a question
         return
     first = [group.prompt.turns[-1].content for group in itertools.islice(groups, 1000)]
     written = [text for text in first if text.rstrip().endswith(heading)]

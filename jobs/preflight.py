@@ -58,7 +58,7 @@ def check_without_torch(config: Config, name: str) -> LoadedData:
     config.check_ranks((config.dry_run and config.plan.ranks) or int(os.environ.get("WORLD_SIZE") or 1))
     online = {"sampler", "reward"} if config.online else set()
     uses = {"model", "data", "optimizer", "loss", "humanline_rule", "trainer", "correction", "callbacks"}
-    check_inputs(config, uses | online, peek=False)
+    check_inputs(config, uses | online)
     with phase("read the data", "data.path"):
         return _loaded(config)
 

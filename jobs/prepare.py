@@ -85,7 +85,7 @@ def prepare(config: Config, data: LoadedData, loss: Loss, folder: RunFolder, wor
     sets = load_evaluation_sets(config, cls, renderer, plan.loaded.groups, data.sets)
     labelled = config.accepts.labelled_examples
     report = DataReport.of(plan.loaded, plan.evaluation, plan.examples, plan.cuts, labelled)
-    report = report.with_example(first_example(plan, renderer))
+    report = replace(report, example=tuple(first_example(plan, renderer)))
     online = Online(config, plan, renderer, world, folder.path) if config.online else None
     messages = [
         f"{folder.name}: {config.variant} {config.loss['name']}, {world.size} x {world.device.type}",

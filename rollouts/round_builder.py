@@ -18,7 +18,7 @@ from typing import Any
 from common.progress import SOON, phase
 from config.schema import Config
 from data.chat import Renderer
-from data.groups import Lines
+from data.groups import answered_dict, to_dict, to_line
 from data.types import Completion, Group, Prompt
 from data.views import varies
 from rollouts.answers import Request, draw
@@ -54,7 +54,6 @@ class RoundBuilder:
         self.config, self.contexts, self.renderer = config, contexts, renderer
         self.sampler, self.reward, self.pause = sampler, reward, pause
         self.settings = SamplingSettings.from_config(config)
-        self._lines = Lines()
 
     def needs_weights(self, folder: RoundFolder, first: int, wanted: int, weights: str) -> bool:
         """Return whether anything is left to sample for the round."""
@@ -94,8 +93,7 @@ class RoundBuilder:
         if not folder.done("groups", inputs):
             trained_on = [group for of_context in groups for group in of_context]
             facts = {"contexts": len(groups), "dropped": dropped}
-            folder.write("groups", map(self._lines.of, trained_on), inputs, facts)
-        self._lines = Lines()
+            folder.write("groups", (to_line(to_dict(group)) for group in trained_on), inputs, facts)
         if self.config.rounds.fill:  # only the file of groups shows that nothing more will be sampled
             self._sampled(folder)
         folder.note(
@@ -168,7 +166,7 @@ class RoundBuilder:
             **self.sampler.dealt(),
         }
         keyed = zip(drawn, hows, strict=True)
-        lined = (self._lines.with_keys(one.prompt, one.completions, how) for one, how in keyed)
+        lined = (to_line(answered_dict(one.prompt, one.completions) | how) for one, how in keyed)
         folder.write(stage, lined, inputs, facts)
         self.pause()
         return drawn

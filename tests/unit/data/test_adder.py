@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from common.errors import ConfigError
 from config.schema_data import DataConfig
@@ -29,12 +29,6 @@ PAIRS = DataConfig(name="adder", source="data.adder.adder_pairs", eval_fraction=
 SFT = DataConfig(name="adder-sft", source="data.adder.adder_sft", subset="policy", eval_fraction=0)
 DIGITS = st.integers(0, 99)
 CLEAN = Noise(decompose=0, direct=0, carry_dropped=0, carry_added=0, slip=0, final_slip=0)
-
-
-def verdict(a: int, b: int, text: str) -> float:
-    found = adder.accuracy([text], [str(a + b)])[0]
-    assert found is not None
-    return found
 
 
 # Prompts
@@ -72,7 +66,7 @@ def test_without_noise_steps_are_true_equations_and_every_sum_is_right(a, b, see
     for step in text.split(";")[:-1]:
         left, _, right = step.partition("=")
         assert sum(map(int, left.split("+"))) == int(right)
-    assert verdict(a, b, text) == 1.0
+    assert adder.accuracy([text], [str(a + b)]) == [1.0]
 
 
 @given(DIGITS, DIGITS, st.integers())
@@ -88,18 +82,6 @@ def test_each_fault_is_off_by_what_it_is_about_and_every_demonstration_is_short(
     text = demonstration(a, b, Noise(), random.Random(seed))
     assert re.fullmatch(r"(?:[\d+]+=\d+;[\d+]+=\d+;)?\d+", text)
     assert len(text) <= 20  # and the end of sequence
-
-
-def test_noise_leaves_room_both_ways() -> None:
-    """Measured against the probabilities: right if the carry is and nothing slips, or if one of the two slips
-    makes up for it."""
-    right: dict[bool, list[float]] = {True: [], False: []}
-    for group in adder.demonstrations("train", "test", 2, Noise()):
-        a, b = adder.operands(group.prompt)
-        right[a % 10 + b % 10 >= 10].append(verdict(a, b, group.completions[0].text or ""))
-    no_slip, mended = 0.88 * 0.88, 2 * 0.88 * 0.12 / 4
-    assert sum(right[True]) / len(right[True]) == pytest.approx(0.2 * no_slip + 0.8 * mended, abs=0.015)
-    assert sum(right[False]) / len(right[False]) == pytest.approx(0.8 * no_slip + 0.2 * mended, abs=0.015)
 
 
 # Rewards
@@ -147,54 +129,33 @@ def test_demonstrations_are_of_their_splits_prompts_and_a_function_of_their_name
 def test_shipped_pairs_are_of_their_split_and_scored_as_the_task_scores(split, count) -> None:
     """Evaluation has every held-out prompt once, pairs first."""
     every = load_groups(PAIRS, split).groups
-    groups = [g for g in every if g.completions]
-    assert len(groups) == len({g.prompt.id for g in groups}) == count and every[:count] == groups
     own = {p.id: p.reference_answer for p in adder.prompts(split)}
-    if split == "eval":
-        assert sorted(g.prompt.id for g in every) == sorted(own)
-    for group in every:
-        assert group.prompt.reference_answer == own[group.prompt.id] is not None
-    for group in groups:
+    assert {g.prompt.id: g.prompt.reference_answer for g in every}.items() <= own.items()
+    assert len(every) == len({g.prompt.id for g in every}) == (len(own) if split == "eval" else count)
+    assert all(g.completions for g in every[:count]) and not any(g.completions for g in every[count:])
+    for group in every[:count]:
         texts = [c.text or "" for c in group.completions]
         assert adder.rewards(texts, [group.prompt.reference_answer] * 2) == list(group.rewards)
         assert group.rewards[0] - group.rewards[1] >= 0.01
 
 
-def test_the_shipped_model_is_small_and_what_the_code_makes(tmp_path: Path) -> None:
+def test_the_shipped_model_is_what_the_code_makes(tmp_path: Path) -> None:
     blank(tmp_path)
     for name in ("tokenizer.json", "chat_template.jinja"):
         assert (tmp_path / name).read_text() == (ASSETS / "model" / name).read_text()
     made, shipped = (json.loads((of / "config.json").read_text()) for of in (tmp_path, ASSETS / "model"))
     assert made | {"transformers_version": None} == shipped | {"transformers_version": None}
-    page = (ASSETS / "model" / "README.md").read_text(encoding="utf-8")
-    assert "train.py" in page and "+changes" not in page
-    assert re.findall(r"(?<![\w.~:/<])/\w+/", page) == [], "a folder of a machine"
-    model = AutoModelForCausalLM.from_pretrained(ASSETS / "model")
-    assert 3e5 < sum(p.numel() for p in model.parameters()) < 1e6
-    assert sum(path.stat().st_size for path in (ASSETS / "model").iterdir()) < 4e6
-    assert sum(path.stat().st_size for path in ASSETS.glob("*.jsonl")) < 2e6
 
 
 def test_rows_have_one_beginning_one_end_and_a_token_a_character() -> None:
     config = make_config("model=adder", "data=adder", "model.max_prompt_length=32")
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "model")
-    ids = tokenizer("0123456789+=;")["input_ids"]
-    assert len(ids) == 13 and tokenizer.decode(ids) == "0123456789+=;"
-    assert tokenizer("x\n")["input_ids"] == [tokenizer.unk_token_id] * 2
     renderer, prompt = make_renderer(tokenizer, config.model, config.data), addition(37, 58)
     row = renderer.sequence(prompt, Completion(text="7+8=15;3+5+1=9;95"))
     assert not isinstance(row, str)
+    assert (len(row.prompt_ids), len(row.completion_ids)) == (9, 18)
     assert tokenizer.decode(row.prompt_ids) == "<bos><user>37+58=<assistant>"
     assert tokenizer.decode(row.completion_ids) == "7+8=15;3+5+1=9;95<eos>"
     assert renderer.stop_token_ids == (tokenizer.eos_token_id,)
     asked_again = Prompt((*prompt.turns, Turn("assistant", "95"), Turn("user", "01+02=")))
     assert tokenizer.decode(renderer.prompt_ids(asked_again)[-9:]) == "<eos><user>01+02=<assistant>"
-
-
-def test_shipped_settings_leave_room_for_every_answer() -> None:
-    for model, data in (("adder", "adder"), ("adder-init", "adder-sft")):
-        config = make_config(f"model={model}", f"data={data}", "loss=sft")
-        assert config.data.verifier == "data.adder.accuracy"
-        assert config.model.max_prompt_length >= 9
-        assert config.model.max_length - config.model.max_prompt_length >= 21
-        assert config.model.from_config == (model == "adder-init")

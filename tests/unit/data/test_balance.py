@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks import steps
-from data.balance import CLOSE, Work, in_slots, part_tokens, partition, row_tokens, token_balance, within
+from data.balance import CLOSE, Work, in_slots, partition, row_tokens, token_balance, within
 from data.batches import Tokens, deal
 from data.types import Example, Sequence
 from tests.drawn_batches import COMPUTED, DRAWN, batch_of, busy, measure, pairs_of
@@ -54,20 +54,6 @@ def test_no_exchange_and_no_move_would_make_the_heaviest_part_lighter(costs, par
             assert all(max(first - costs[i] + c, load + costs[i] - c) >= first for c in others)
 
 
-@pytest.mark.parametrize("ranks", [8, 16, 64])
-@pytest.mark.parametrize("spread", [0.4, 0.8, 1.2])
-def test_ranks_are_within_five_percent_unless_one_item_forbids_it(ranks, spread):
-    """Log-normal costs, 8 a rank. With the heaviest item go at least the 7 lightest: that is the bound."""
-    rng, forbidden = np.random.default_rng(ranks), 0
-    for _ in range(20):
-        costs = [int(c) for c in np.clip(np.exp(rng.normal(6, spread, 8 * ranks)), 8, 16_384)]
-        heaviest = max(loads_of(partition(costs, ranks, 8), costs))
-        least, mean = max(costs) + sum(sorted(costs)[:7]), sum(costs) / ranks
-        assert heaviest <= CLOSE * least or mean / heaviest >= 0.95
-        forbidden += mean / least < 0.95
-    assert forbidden < 10 or spread > 1, "most batches can be balanced"
-
-
 @example([1] * 5, 1, 4)
 @given(COSTS, st.integers(1, 6), st.integers(1, 5))
 def test_every_item_has_its_slot_and_slots_are_as_few_as_can_be(costs, ranks, size):
@@ -82,23 +68,6 @@ def test_every_item_has_its_slot_and_slots_are_as_few_as_can_be(costs, ranks, si
     assert in_slots(list(costs), ranks, size) == slots
 
 
-def waited(slots: list[list[list[int]]], costs: list[int]) -> int:
-    """Tokens that the ranks wait for."""
-    loads = [loads_of(slot, costs) for slot in slots]
-    return sum(max(of) * len(of) - sum(of) for of in loads)
-
-
-@pytest.mark.parametrize(("ranks", "size", "least"), [(8, 2, 0.85), (64, 4, 0.95)])
-def test_a_turn_takes_short_items_in_where_its_ranks_would_wait_for_a_long_one(ranks, size, least):
-    rng, half, found, plain, whole = np.random.default_rng(size), ranks * size, 0, 0, 0
-    for _ in range(5):
-        costs = sorted((int(c) for c in np.exp(rng.normal(6, 0.6, 2 * half))), reverse=True)
-        halves = (costs[:half], costs[half:])
-        plain += sum(waited([partition(slot, ranks, size)], slot) for slot in halves)
-        found, whole = found + waited(in_slots(costs, ranks, size), costs), whole + sum(costs)
-    assert found < 0.8 * plain and whole / (whole + found) > least
-
-
 @given(st.data(), COSTS, st.integers(1, 6))
 def test_no_share_has_more_tokens_than_there_is_room_for_whatever_rows_cost(data, tokens, ranks):
     costs = data.draw(st.lists(st.integers(1, 3000), min_size=len(tokens), max_size=len(tokens)))
@@ -106,13 +75,6 @@ def test_no_share_has_more_tokens_than_there_is_room_for_whatever_rows_cost(data
     slots = within(costs, tokens, ranks, most)
     assert sorted(i for slot in slots for share in slot for i in share) == list(range(len(costs)))
     assert max(sum(tokens[i] for i in share) for slot in slots for share in slot) <= most
-
-
-def test_an_examples_tokens_are_those_of_all_its_rows_and_too_many_are_refused():
-    pair = Example("a", (row(3, 4), row(3, 1)), mismatched=row(3, 9))
-    assert part_tokens([pair], packed=True) == 7 + 4 + 12
-    with pytest.raises(ValueError, match="5 items do not fit into 2 parts of 2"):
-        partition([1] * 5, 2, 2)
 
 
 def test_the_balance_is_the_share_of_time_in_which_no_rank_waits():

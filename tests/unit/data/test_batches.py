@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.balance import part_tokens, row_tokens, share_tokens, token_balance
-from data.batches import Segment, Tokens, collate, deal, microbatch, to_device
+from data.balance import row_tokens, share_tokens
+from data.batches import Segment, Tokens, collate, deal, microbatch
 from data.types import Example, Sequence
 
 CPU = torch.device("cpu")
@@ -91,21 +90,6 @@ def test_padded_rows_and_a_single_rank_are_dealt_in_slices_by_length(lengths, wo
     ]
 
 
-def test_the_ranks_of_a_turn_have_as_many_tokens_where_rows_are_packed():
-    """Pairs of log-normal lengths, the mismatched row beside them, 4 a rank and slot."""
-    rng = np.random.default_rng(3)
-    for ranks in (2, 8, 16, 32):
-        lengths = np.clip(np.exp(rng.normal(5, 0.7, (8 * ranks, 3))), 5, 2000).astype(int)
-        batch = [replace(e, mismatched=e.rows[0]) for e in pairs_of(lengths)]
-        slots = deal(batch, ranks, 4, 2)
-        assert len(slots) == 2 and all(len(part) == 4 for slot in slots for part in slot)
-        for slot in slots:
-            loads = [part_tokens(part, packed=True) for part in slot]
-            assert np.mean(loads) / max(loads) > 0.95
-            assert loads[0] == max(loads), "rank 0 has most"
-        assert token_balance(deal(batch, ranks, 4, 2, packed=False), packed=True) < 0.9
-
-
 def test_what_fills_a_rank_up_has_as_many_forwards_as_the_others():
     """A rank with nothing but filling must still run the mismatched forward, or the others wait for it for
     ever."""
@@ -155,31 +139,7 @@ def test_a_token_budget_takes_turns_until_no_share_is_above_it(lengths, ranks, m
     assert len(slots) >= fewest and (not packed or len(slots) <= 2 * fewest + 1)
 
 
-def test_rows_of_many_lengths_need_fewer_turns_by_tokens_than_by_count():
-    """A batch of log-normal lengths: as few slots as its tokens need, or one more; by count, for the same
-    memory, more."""
-    batch = pairs_of(np.clip(np.exp(np.random.default_rng(5).normal(5, 0.8, (256, 3))), 5, 2000).astype(int))
-    most, total = 8192, sum(map(row_tokens, batch))
-    slots = deal(batch, 8, Tokens(most), 2)
-    assert len(slots) <= -(-total // (8 * most)) + 1
-    cuts = [deal(batch, 8, size, 2) for size in range(32, 0, -1)]
-    by_count = next(cut for cut in cuts if max(share_tokens(s, True) for slot in cut for s in slot) <= most)
-    assert len(by_count) > len(slots)
+def test_an_example_above_the_budget_is_refused_and_its_mismatched_row_does_not_count():
     with pytest.raises(ValueError, match="more than 9 tokens"):
         deal([Example("a", (row(4, 6),))], 1, Tokens(9), 1)
     assert len(deal([Example("a", (row(4, 6),), mismatched=row(4, 90))], 1, Tokens(10), 1)) == 1
-
-
-def test_a_gpu_copies_from_pinned_memory_in_the_background(monkeypatch):
-    asked = []
-
-    def copied(tensor, device, non_blocking=False):
-        asked.append((device, non_blocking, pinned.get(id(tensor))))
-        return tensor
-
-    pinned = {}
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: pinned.setdefault(id(x), x) is x and x)
-    monkeypatch.setattr(torch.Tensor, "to", copied)
-    gpu, values = torch.device("cuda", 1), torch.arange(3)
-    assert to_device(values, gpu) is values and asked == [(gpu, True, values)]
-    assert to_device(values, CPU) is values and len(asked) == 1

@@ -4,8 +4,6 @@ is too long."""
 from __future__ import annotations
 
 import dataclasses
-import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,11 +14,10 @@ from transformers import AutoTokenizer
 from common.errors import ConfigError, DataError
 from config.schema_data import DataConfig
 from config.schema_model import ModelConfig
-from data.chat import CONTROLLED, Renderer, chat_fingerprint, make_renderer, model_ends
-from data.quality import MOST_UNKNOWN, check_vocabulary, limit_tokens, unknown_share
+from data.chat import CONTROLLED, CUT_EARLY, Renderer, chat_fingerprint, make_renderer
+from data.quality import MOST_UNKNOWN, check_vocabulary, limit_tokens
 from data.templates import DEFAULT_TEMPLATE, load_template
 from data.types import Completion, Prompt, Sequence, Turn
-from tests.http_server import Handler, Server
 from tests.tiny import ROOT
 from tests.tiny_tokenizers import END_OF_TURN, FAMILIES, tiny_tokenizer
 
@@ -51,41 +48,6 @@ def ids_of(sequence: Sequence) -> list[int]:
 
 
 TOOLS = Prompt((Turn("user", "what is 2+2?"), Turn("assistant", "add(2, 2)"), Turn("tool", "4")))
-TURNS = conversation("one", "two", "three the")
-
-
-@pytest.mark.parametrize("answer", ["the answer", " 12\nis in there ", "\n\nthe", "ünï→ ✓", ""])
-@pytest.mark.parametrize(
-    ("family", "prompt"), [*((family, TURNS) for family in CHATS), ("llama3", TOOLS), ("qwen2", TOOLS)]
-)
-def test_training_ids_are_the_template_s_own_rendering(family: str, prompt: Prompt, answer: str) -> None:
-    """Independent of the renderer: transformers renders the whole conversation and tokenises it at once."""
-    tokenizer = TOKENIZERS[family]
-    messages = [{"role": t.role, "content": t.content} for t in prompt.turns]
-    messages.append({"role": "assistant", "content": answer})
-    whole = tokenizer.apply_chat_template(messages, tokenize=False)
-    end = END_OF_TURN[family]
-    expected = whole[: whole.rindex(end) + len(end)]
-    made = row(renderer(family).sequence(prompt, Completion(answer)))
-    assert tokenizer.decode(ids_of(made)) == expected
-    if answer.strip() == answer != "":  # no merge may cross from the generation prompt into it
-        assert ids_of(made) == tokenizer(expected, add_special_tokens=False)["input_ids"]
-        assert tokenizer.decode(made.completion_ids) == answer + end
-
-
-@pytest.mark.parametrize("family", [*CHATS, "base"])
-def test_prompt_ids_are_what_is_sampled_from_and_an_exact_prefix_of_training(family: str) -> None:
-    tokenizer, prompt, make = TOKENIZERS[family], conversation("hi", "there", "the end?"), renderer(family)
-    ids = make.prompt_ids(prompt)
-    assert isinstance(ids, np.ndarray)  # transformers 5 answers apply_chat_template with a BatchEncoding
-    assert ids.dtype == np.int32
-    assert ids.ndim == 1
-    if family != "base":
-        messages = [{"role": t.role, "content": t.content} for t in prompt.turns]
-        own = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        assert ids.tolist() == own["input_ids"]
-    for answer in ("", "x", "\n", " the"):
-        assert np.array_equal(row(make.sequence(prompt, Completion(answer))).prompt_ids, ids)
 
 
 @pytest.mark.parametrize("family", ["llama3", "gemma2"])
@@ -102,14 +64,10 @@ def test_exactly_one_bos_whoever_wrote_it(family: str, plain: bool, already: int
 
 
 def test_bos_is_added_when_the_template_forgets_it_and_never_invented() -> None:
-    """GPT-2's kind has one that is the end of sequence, and never adds it."""
     lengths, hello = {"max_length": 500, "max_prompt_length": 400}, conversation("hello")
     ids = Renderer(TOKENIZERS["llama3"], template=FAMILIES["qwen2"][3], **lengths).prompt_ids(hello).tolist()
     assert ids[0] == TOKENIZERS["llama3"].bos_token_id and ids.count(ids[0]) == 1
-    assert TOKENIZERS["qwen2"].bos_token_id is None
-    opens = TOKENIZERS["qwen2"].convert_tokens_to_ids("<|im_start|>")
-    assert renderer("qwen2").prompt_ids(hello)[0] == opens
-    unused = tiny_tokenizer("base")
+    unused = tiny_tokenizer("base")  # as GPT-2's: its beginning is the end of sequence, and it never adds it
     unused.bos_token = unused.eos_token
     for template in (None, load_template(unused)):
         assert unused.bos_token_id not in Renderer(unused, template=template, **lengths).prompt_ids(hello)
@@ -142,17 +100,9 @@ def test_sampled_ids_are_used_as_they_are_and_stop_at_the_ends(family: str) -> N
 
 
 def test_a_template_without_a_system_role_gets_it_in_the_first_user_turn() -> None:
-    """And the end token is found behind a newline that is a token too."""
-    make, tokenizer = renderer("gemma2"), TOKENIZERS["gemma2"]
+    make = renderer("gemma2")
     folded = make.prompt_ids(conversation("hello", "hi", "and?", system="be brief"))
     assert np.array_equal(folded, make.prompt_ids(conversation("be brief\n\nhello", "hi", "and?")))
-    turn = "{{ '<start_of_turn>' + m['content'] + '\n<end_of_turn>\n' }}"
-    silent = f"{{% for m in messages %}}{{% if m['role'] != 'system' %}}{turn}{{% endif %}}{{% endfor %}}"
-    make = Renderer(tokenizer, max_length=99, max_prompt_length=60, template="{{ bos_token }}" + silent)
-    made = row(make.sequence(conversation("hello", system="be brief"), Completion("yes")))
-    assert "be brief" in tokenizer.decode(made.prompt_ids)
-    assert tokenizer.decode(made.completion_ids).endswith("yes\n<end_of_turn>")
-    assert tokenizer.convert_ids_to_tokens(make.end_id) == "<end_of_turn>"
 
 
 def test_a_conversation_that_the_template_refuses_is_named_not_raised_in_a_batch() -> None:
@@ -160,19 +110,12 @@ def test_a_conversation_that_the_template_refuses_is_named_not_raised_in_a_batch
     into the assistant's mouth."""
     template = "{% for m in messages %}{{ {'user': 'U'}.get(m.role, 'A') + m.content }}{% endfor %}"
     two_roles = Renderer(TOKENIZERS["qwen2"], max_length=99, max_prompt_length=50, template=template)
-    odd, fine = Prompt((Turn("user", "a"), Turn("user", "b"))), (conversation("a"), Completion("x"))
-    for make, prompt, says in (
-        (renderer("gemma2"), odd, ["must alternate"]),
-        *(
-            (make, TOOLS, ["has no tool turns", "model.chat_template"])
-            for make in (renderer("gemma2"), renderer("llama2"), two_roles)
-        ),
-    ):
-        said, made = make.sequences([(prompt, Completion("x")), fine])
-        assert isinstance(said, str) and all(part in said for part in says)
+    for make in (renderer("gemma2"), renderer("llama2"), two_roles):
+        said, made = make.sequences([(TOOLS, Completion("x")), (conversation("a"), Completion("x"))])
+        assert "has no tool turns" in said and "model.chat_template" in said
         assert isinstance(made, Sequence)
     with pytest.raises(DataError, match="must alternate"):
-        renderer("gemma2").prompt_ids(odd)
+        renderer("gemma2").prompt_ids(Prompt((Turn("user", "a"), Turn("user", "b"))))
 
 
 def test_a_base_model_gets_the_shipped_template() -> None:
@@ -188,19 +131,11 @@ def test_a_base_model_gets_the_shipped_template() -> None:
 
 
 def test_a_tokenizer_that_prefixes_a_space_does_not_put_one_inside_a_row() -> None:
-    """Llama-2's template answers "[/INST] yes </s>": one space, as in its own rendering tokenised whole.
-    Zephyr's has a newline before the answer, and no space."""
+    """Llama-2's template answers "[/INST] yes </s>": one space, as in its own rendering tokenised whole."""
     tokenizer, hello, yes = TOKENIZERS["llama2"], conversation("hello"), Completion("yes")
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]
     whole = tokenizer.apply_chat_template(messages)["input_ids"]
     assert ids_of(row(renderer("llama2").sequence(hello, yes))) == whole
-    turn = "{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}"
-    opens = "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
-    zephyr = f"{{% for m in messages %}}{turn}{{% endfor %}}{opens}"
-    make = Renderer(tokenizer, max_length=200, max_prompt_length=100, template=zephyr)
-    whole = tokenizer.apply_chat_template(messages, chat_template=zephyr)["input_ids"]
-    made = ids_of(row(make.sequence(hello, yes)))
-    assert made == [tokenizer.bos_token_id, *whole[: len(made) - 1]] and made[-1] == tokenizer.eos_token_id
 
 
 # Lengths
@@ -265,16 +200,6 @@ def test_any_conversation_fits_or_is_named(family, contents, answer, limit, plai
     assert made.completion_ids[-1] == make.end_id or len(made) == 2 * limit
 
 
-def test_the_oldest_turns_are_left_out_in_few_renderings(monkeypatch) -> None:
-    make, prompt, opened = renderer("qwen2", 96, 64), conversation(*["turn"] * 201), Renderer._open
-    calls: list[Prompt] = []
-    monkeypatch.setattr(Renderer, "_open", lambda self, one: calls.append(one) or opened(self, one))
-    ids = make.prompt_ids(prompt)
-    assert 0 < len(calls) < 10 and make.cuts == {"oldest turns": 1}
-    sizes = (opened(make, Prompt(prompt.turns[first:])).ids for first in range(0, 201, 2))
-    assert ids.tolist() == next(one for one in sizes if len(one) <= 64).tolist()
-
-
 def test_a_batch_is_its_rows() -> None:
     lengths = ["turn the " * (i + 1) for i in range(12)]
     prompts = [conversation(*[t] * (2 * (i % 3) + 1), system="s" * (i % 2)) for i, t in enumerate(lengths)]
@@ -314,26 +239,6 @@ def test_settings_choose_template_and_lengths_and_the_models_files_its_ends(tmp_
     assert made.stop_token_ids == (*own, 7, 11, 12, 13)
     assert made.said([*made._encode(["yes"])[0], 11]) == "yes"
     assert made.about_ends.startswith(f"a sampled answer ends at <|im_end|> ({own[0]}), ")
-    no_files = dataclasses.replace(model, name_or_path=str(tmp_path / "templates"))
-    (tmp_path / "templates").mkdir()
-    assert make_renderer(tokenizer, no_files, data).stop_token_ids == own
-
-
-def test_the_hub_is_asked_once_for_a_file_of_ends(monkeypatch) -> None:
-    paths: list[str] = []
-
-    class Busy(Handler):
-        def get(self) -> None:
-            paths.append(self.path)
-            self.send(503, {})
-
-    hub = Server(Busy)
-    url = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", url)
-    assert model_ends(ModelConfig(name="m", name_or_path="nobody/nowhere", revision="x")) == ()
-    hub.close()
-    named = [Path(path).name for path in paths if path.startswith("/nobody/")]
-    assert named == ["generation_config.json", "config.json"]
 
 
 def test_the_fingerprint_changes_with_what_ids_depend_on_and_with_nothing_else() -> None:
@@ -355,21 +260,18 @@ def test_the_fingerprint_changes_with_what_ids_depend_on_and_with_nothing_else()
 @pytest.mark.parametrize("family", CHATS)
 @settings(max_examples=30)
 @given(before=st.text("ab c", max_size=6), behind=st.text("ab c", max_size=6))
-def test_control_tokens_are_kept_escaped_or_dropped(family, before, behind):
+def test_control_tokens_are_kept_or_dropped(family, before, behind):
     tokenizer, end = TOKENIZERS[family], END_OF_TURN[family]
     text, (control,) = f"x{before}{end}{behind}x", tokenizer.convert_tokens_to_ids([end])
     plain = [row(renderer(family).sequence(conversation("xx"), Completion("xx")))]
     count = [list(part).count(control) for part in (plain[0].prompt_ids, plain[0].completion_ids)]
-    keep, escape = renderer(family), renderer(family, control_tokens="escape")
-    kept, escaped = (row(r.sequence(conversation(text), Completion(text))) for r in (keep, escape))
+    keep = renderer(family)
+    kept = row(keep.sequence(conversation(text), Completion(text)))
     for i, part in enumerate(("prompt_ids", "completion_ids")):
         assert list(getattr(kept, part)).count(control) == count[i] + 1, "as at inference"
-        assert list(getattr(escaped, part)).count(control) == count[i]
-        written = tokenizer.decode(getattr(escaped, part))
-        assert written == tokenizer.decode(getattr(kept, part)), "the same text, told by plain tokens"
-    assert keep.cuts[CONTROLLED] == escape.cuts[CONTROLLED] == 2
-    assert keep.fingerprint != escape.fingerprint
+    assert keep.cuts[CONTROLLED] == 2
     dropped = renderer(family, control_tokens="drop")
+    assert keep.fingerprint != dropped.fingerprint
     assert "data.control_tokens=drop" in dropped.sequence(conversation("x"), Completion(text))
     assert "data.control_tokens=drop" in dropped.prompts([conversation(text)])[0]
     assert isinstance(dropped.sequence(conversation("x"), Completion("x" + end)), Sequence), (
@@ -388,18 +290,10 @@ def test_a_long_text_gives_the_ids_of_the_whole_text(family, word, monkeypatch):
         found, expected = (row(r.sequence(prompt, Completion(long))) for r in (cut, whole))
         assert np.array_equal(found.prompt_ids, expected.prompt_ids)
         assert np.array_equal(found.completion_ids, expected.completion_ids)
-    named = [what for what in cut.cuts if "before it was tokenised" in what]
-    assert named and f"{len(long):,} characters from 'the beginning" in named[0]
+    assert cut.cuts[CUT_EARLY] > 0
 
 
-def test_a_long_text_takes_little_memory_and_long_prompts_may_be_dropped():
-    text = "word " * 1_000_000
-    make = renderer("llama3", 64, 32)
-    tracemalloc.start()
-    row(make.sequence(conversation(text), Completion(text)))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 10 * len(text), "hundreds of bytes a character where it is tokenised whole"
+def test_long_prompts_may_be_dropped():
     long, short = conversation("word " * 300), conversation("word")
     make = renderer("llama3", 512, 256)
     make.prompts([long, short])
@@ -411,38 +305,27 @@ def test_a_long_text_takes_little_memory_and_long_prompts_may_be_dropped():
 # Whether a tokenizer can read the data
 
 
-@pytest.fixture(scope="module")
 def adder():
     return AutoTokenizer.from_pretrained(ROOT / "assets" / "adder" / "model")
 
 
-def words_of(tokenizer, text: str) -> np.ndarray:
-    return np.array(tokenizer(text)["input_ids"], np.int32)
-
-
-def test_words_are_refused_and_sums_are_not(adder):
+def test_words_are_refused_and_sums_are_not():
     """By the share of unknown tokens over all rows; a token that also means something else says nothing."""
-    one, unknown = words_of(adder, "1")[:1], np.full(30, adder.unk_token_id)
-    assert unknown_share(adder, [words_of(adder, "12+34=46"), words_of(adder, "1;2")]) == 0
-    assert unknown_share(adder, [unknown, one.repeat(90)]) == 0.25
-    assert unknown_share(adder, []) == 0
-    check_vocabulary(adder, [words_of(adder, "12+34=46")], "sums")
-    with pytest.raises(ConfigError, match=r"does not know .* of the tokens of words; choose a model"):
-        check_vocabulary(adder, [words_of(adder, "hello")], "words")
-    check_vocabulary(adder, [unknown[:1], one.repeat(round(1 / MOST_UNKNOWN) - 1)], "a tenth")
-    own = AutoTokenizer.from_pretrained(ROOT / "assets" / "adder" / "model")
-    for same in (own.eos_token, own.bos_token, own.pad_token):
+    own = adder()
+    one, unknown = np.array(own("1")["input_ids"])[:1], np.full(30, own.unk_token_id)
+    check_vocabulary(own, [unknown[:1], one.repeat(round(1 / MOST_UNKNOWN) - 1)], "a tenth")
+    check_vocabulary(own, [], "nothing")
+    with pytest.raises(ConfigError, match=r"does not know 25.0% of the tokens of words; choose a model"):
+        check_vocabulary(own, [unknown, one.repeat(90)], "words")
+    for same in (own.eos_token, own.bos_token, own.pad_token, None):
         own.unk_token = same
-        assert unknown_share(own, [np.full(5, own.unk_token_id)]) == 0
-    own.unk_token = None
-    assert unknown_share(own, [np.full(5, 3)]) == 0
+        check_vocabulary(own, [np.full(5, own.eos_token_id if same is None else own.unk_token_id)], "x")
 
 
 def test_tokens_without_a_row_in_the_embedding_are_refused_where_they_are_read():
-    own = AutoTokenizer.from_pretrained(ROOT / "assets" / "adder" / "model")
-    known = len(own)
+    own, known = adder(), len(adder())
     own.add_special_tokens({"additional_special_tokens": ["<call>"]})
-    beyond = [words_of(own, "12+34=46"), words_of(own, "1<call>")]
+    beyond = [np.array(own(text)["input_ids"], np.int32) for text in ("12+34=46", "1<call>")]
     limit_tokens(own, known + 1, [own.eos_token_id])
     check_vocabulary(own, beyond, "sums")
     limit_tokens(own, known, [own.eos_token_id])

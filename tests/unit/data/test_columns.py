@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError, DataError, UserError
-from config.files import of_project
 from data.columns import READ, WORDS, typed
 from data.sources import load_groups
 from data.views import prompts_of
@@ -36,8 +35,13 @@ def groups(*records: dict, **settings: object) -> list[tuple]:
 
 PAIR = ([("user", Q)], [A, B], (1.0, -1.0))
 LED = ([("system", "Be brief."), ("user", Q)], [A, B], (1.0, -1.0))
+AGAIN = ([("user", "old"), ("assistant", "answer"), ("user", Q)], [A, B], (1.0, -1.0))
 MARKED = ([("user", Q)], [B], (-1.0,))
+SHOWN = ([("user", Q)], [A], (1.0,))
 BRIEF = {"role": "system", "content": "Be brief."}
+WHOLE = {"chosen": said(Q, A), "rejected": said(Q, B)}
+KEYED = {"chosen": json.dumps([{"id": i} | one for i, one in enumerate(said(Q, A))]), "rejected": B}
+ODD = '{"role": "boss", "content": "x"}'
 
 
 @pytest.mark.parametrize(
@@ -45,11 +49,18 @@ BRIEF = {"role": "system", "content": "Be brief."}
     [
         ({"system": "Be brief.", "question": Q, "chosen": A, "rejected": B}, LED),
         ({"system_prompt": "Be brief.", "prompt": said(Q), "chosen": A, "rejected": B}, LED),
-        ({"system": "Be brief.", "prompt": Q, "chosen": said(Q, A), "rejected": said(Q, B)}, LED),
-        ({"prompt": [BRIEF, *said(Q)], "chosen": said(Q, A), "rejected": said(Q, B)}, LED),
+        ({"system": "Be brief.", "prompt": Q} | WHOLE, LED),
+        ({"prompt": [BRIEF, *said(Q)]} | WHOLE, LED),
+        ({"prompt": [BRIEF | {"content": "No."}, *said(Q)]}
+         | {key: [BRIEF, *turns] for key, turns in WHOLE.items()}, LED),
         ({"messages": [BRIEF, *said(Q)], "chosen": said("", A)[1], "rejected": B}, LED),
         ({"messages": json.dumps(said(Q)), "chosen": str(said("", A)[1:]), "rejected": B}, PAIR),
-        ({"prompt": said("old", "answer", Q), "chosen": said(Q, A), "rejected": said(Q, B)}, None),
+        ({"prompt": said("old", "answer", Q)} | WHOLE, AGAIN),
+        ({"prompt": Q} | KEYED, PAIR),
+        ({"prompt": Q, "messages": said(Q, A), "score_chosen": 8, "images": [], "tools": None} | WHOLE, PAIR),
+        ({"prompt": Q, "system": math.nan, "chosen": A, "rejected": B}, PAIR),
+        ({key: {"messages": turns} for key, turns in WHOLE.items()}, PAIR),
+        ({key: json.dumps({"messages": turns}) for key, turns in WHOLE.items()}, PAIR),
         ({"messages": said(Q, B), "label": False}, MARKED),
         ({"messages": json.dumps(said(Q, B)), "kto_tag": "false"}, MARKED),
         ({"instruction": Q, "input": "", "output": B, "kto_tag": 0}, MARKED),
@@ -59,59 +70,41 @@ BRIEF = {"role": "system", "content": "Be brief."}
         ({"prompt": Q, "response_a": A, "response_b": B, "preference": "response_a"}, PAIR),
         ({"prompt": Q, "answer_1": B, "answer_2": A, "label": 2.0}, PAIR),
         ({"conversation_a": said(Q, B), "conversation_b": said(Q, A), "winner": "model_b"}, PAIR),
+        ({"conversations": [Q, A]}, SHOWN),
+        ({"conversations": json.dumps([Q, A])}, SHOWN),
+        *(({"prompt": Q, "completion": text}, ([("user", Q)], [text], (1.0,)))
+          for text in ('{"value": "x", "unit": 1}', ODD, '["a", "b"]', '[{"id": 1}]')),
     ],
-)
-def test_the_forms_that_people_bring_are_read(record: dict, group: tuple | None) -> None:
-    (found,) = groups(record)
-    assert found == (group or ([("user", "old"), ("assistant", "answer"), ("user", Q)], [A, B], (1.0, -1.0)))
+)  # fmt: skip
+def test_the_forms_that_people_bring_are_read(record: dict, group: tuple) -> None:
+    assert groups(record) == [group]
+
+
+PREFERRED = {"prompt": Q, "chosen": A, "rejected": B}
 
 
 @pytest.mark.parametrize(
     ("record", "remedies"),
     [
-        (
-            {"question": Q, "good answer": A, "bad answer": B},
-            ["{chosen: good answer, rejected: bad answer}"],
-        ),
+        ({"question": Q, "good answer": A, "bad answer": B}, ["{chosen: good answer, rejected: bad answer}"]),
         ({"prompt": Q, "generated_text": A, "is_good": 1}, ["label: is_good", "completion: generated_text"]),
-        ({"prompt": Q, "response": A}, ["completion: response", "data.ignore_columns=[response]"]),
-        ({"prompt": Q, "answer": "4"}, ["completion: answer"]),
-        (
-            {"question": Q, "context": "c", "answer": A},
-            ["instruction: question, input: context, completion: answer"],
-        ),
+        ({"prompt": Q, "answer": "4"}, ["{reference: answer}"]),
         ({"prompt": Q, "responses": [A], "rewards": [1]}, ["{completions: responses}"]),
         ({"prompt": Q, "completion": A, "rating": 3}, ["{reward: rating}"]),
-        ({"prompt": Q, "chosen": A, "rejected": B, "label": 0}, ["data.ignore_columns=[label]"]),
-        (
-            {"prompt": Q, "response_a": A, "response_b": B},
-            ['type "data.ignore_columns=[response_a, response_b]"'],
-        ),
-        ({"prompt": Q, "reward_model": {"ground_truth": "4"}}, ["{reference: reward_model.ground_truth}"]),
-        (
-            {"prompt": Q, "completion": A, "images": ["a.png"]},
-            ["no text model reads", "data.ignore_columns=[images]"],
-        ),
-        *(
-            ({"prompt": Q, "chosen": A, "rejected": B, name: 0.5}, [remedy, f"data.ignore_columns=[{name}]"])
-            for name, remedy in (
-                ("margin", '"data.numbers=[margin]" for a loss that reads it'),
-                ("sample_weight", "data.numbers=[sample_weight]"),
-                ("ref_chosen_logps", "made elsewhere; here a run makes them"),
-            )
-        ),
-        ({"messages": said(Q), "ground_truth": "4"}, ["{reference: ground_truth}"]),
-        ({"query": Q, "reply": A}, ["{prompt: query, completion: reply}"]),
-        *(
-            (
-                {"prompt": Q, "chat_template_kwargs": {"enable_thinking": False}} | answer,
-                ["model.chat_template_kwargs={enable_thinking: false}", "[chat_template_kwargs]"],
-            )
-            for answer in ({"completion": A}, {})
-        ),
+        ({"prompt": Q, "response_a": A, "response_b": B}, ['"data.ignore_columns=[response_a, response_b]"']),
+        ({"prompt": Q, "completion": A, "images": ["a.png"]}, ["no text model", "ignore_columns=[images]"]),
+        (PREFERRED | {"label": 0}, ["data.ignore_columns=[label]"]),
+        (PREFERRED | {"margin": 0.5}, ['"data.numbers=[margin]" for a loss', "data.ignore_columns=[margin]"]),
+        (PREFERRED | {"ref_chosen_logps": 0.5}, ["made elsewhere; here a run makes them"]),
+        *(({"prompt": Q, "chat_template_kwargs": {"enable_thinking": False}} | answer,
+           ["model.chat_template_kwargs={enable_thinking: false}", "[chat_template_kwargs]"])
+          for answer in ({"completion": A}, {})),
+        ({"ctx": Q, "endings": [A, B, "Two."], "label": "1"}, ["the question and the choices endings)"]),
+        ({"sentence": "The _ is blue.", "option1": A, "option2": B, "answer": "1"}, ["option1, option2)"]),
+        ({"article": "a b " * 9, "question": Q, "options": [A, B], "answer": "B"}, ["choices options) and"]),
     ],
-)
-def test_a_column_that_decides_is_refused_with_the_line_to_type(record: dict, remedies: list[str]) -> None:
+)  # fmt: skip
+def test_a_column_that_decides_is_refused_with_what_to_do(record: dict, remedies: list[str]) -> None:
     try:
         error = load(*[record] * 3).refusal  # of prompts without answers, which a reward function may read
     except ConfigError as raised:
@@ -119,16 +112,8 @@ def test_a_column_that_decides_is_refused_with_the_line_to_type(record: dict, re
     assert all(remedy in str(error) for remedy in ["f.jsonl", *remedies]), error
 
 
-KNOWN = {name for names in WORDS.values() for name in names.partition("|")[0].split()} - {
-    "final",
-    "ground",
-    "truth",
-}
-KNOWN |= {name for names in READ.values() for name in names} | {
-    "ground_truth",
-    "final_answer",
-    "is_desirable",
-}
+KNOWN = {name for names in WORDS.values() for name in names.partition("|")[0].split()}
+KNOWN |= {"ground_truth", "final_answer", "is_desirable"}.union(*READ.values()) - {"final", "ground", "truth"}
 
 
 @given(st.dictionaries(st.sampled_from(sorted(KNOWN)), st.just("x y")))
@@ -200,25 +185,6 @@ def test_the_answers_of_one_conversation_are_held_out_together(tmp_path) -> None
     assert sides[0] and sides[1] and not sides[0] & sides[1]
 
 
-@pytest.mark.parametrize(
-    ("record", "group"),
-    [
-        *(
-            ({"prompt": Q, "completion": answer}, ([("user", Q)], [answer], (1.0,)))
-            for answer in ('{"value": "x", "unit": 1}', '{"role": "boss", "content": "x"}', '["a", "b"]')
-        ),
-        ({"conversations": [Q, A]}, ([("user", Q)], [A], (1.0,))),
-        ({"conversations": json.dumps([Q, A])}, ([("user", Q)], [A], (1.0,))),
-        *(
-            ({"chosen": how({"messages": said(Q, A)}), "rejected": how({"messages": said(Q, B)})}, PAIR)
-            for how in (dict, json.dumps)
-        ),
-    ],
-)
-def test_json_is_messages_where_all_of_it_is(record: dict, group: tuple) -> None:
-    assert groups(record) == [group]
-
-
 def test_tools_may_lie_in_the_object_of_a_conversation() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     one, two = (json.dumps({"messages": said(Q, x), "tools": tools}) for x in (A, B))
@@ -226,24 +192,14 @@ def test_tools_may_lie_in_the_object_of_a_conversation() -> None:
     assert json.loads(group.prompt.tools) == tools
 
 
-def test_an_answer_behind_a_conversation_that_has_one_is_named() -> None:
-    loaded = load(
-        {"whole": said(Q, A), "text": A, "rejected": B}, columns={"messages": "whole", "chosen": "text"}
-    )
-    assert loaded.dropped[0].reason.endswith("but with an answer, and 'chosen' is one")
-
-
 @pytest.mark.parametrize(
     ("record", "name"),
     [
-        ({"prompt": Q, "completion": A, "label": True, "weight": 0.0}, "weight"),
         ({"prompt": Q, "completion": A, "label": False, "is_desirable": True}, "is_desirable"),
         ({"prompt": Q, "completions": [A, B], "rewards": [1, 0], "weight": 0.0}, "weight"),
         ({"prompt": Q, "completion": A, "reward": 1.0, "score": 4}, "score"),
-        ({"chosen": f"Human: {Q}\n\nAssistant: {A}", "rejected": f"Human: {Q}\n\nAssistant: {B}",
-          "margin": 0.5}, "margin"),
     ],
-)  # fmt: skip
+)
 def test_a_number_that_decides_is_not_missed_beside_other_numbers(record: dict, name: str) -> None:
     with pytest.raises(ConfigError, match=rf"nothing reads '{name}'"):
         load(record, record)
@@ -261,15 +217,10 @@ def test_a_column_that_decides_is_seen_where_the_first_rows_leave_it_empty(first
     assert len(load(*rows).groups) == 100 and len(load(*rows, *late[:2]).groups) == 102
 
 
-def test_what_pandas_writes_for_null_is_null() -> None:
-    row = {"prompt": Q, "system": math.nan, "chosen": A, "rejected": B}
-    assert groups(row) == groups({"prompt": Q, "chosen": A, "rejected": B})
+def test_numbers_that_pandas_writes_are_references() -> None:
     given_answers = [math.nan, 4.0, 0.5, "", 7]
     loaded = load(*({"prompt": f"{Q} {i}", "reference": value} for i, value in enumerate(given_answers)))
     assert [g.prompt.reference_answer for g in loaded.groups] == [None, "4", "0.5", "", "7"]
-    row = {"prompt": Q, "completion": A}
-    (why,) = load({**row, "prompt": math.nan}, row, max_unreadable=1).dropped
-    assert why.reason == "no 'prompt'"
 
 
 def test_a_pair_whose_prompt_is_empty_has_none_and_is_not_given_one() -> None:
@@ -282,33 +233,6 @@ def test_a_pair_whose_prompt_is_empty_has_none_and_is_not_given_one() -> None:
     assert groups(whole) == [([("user", Q)], [f"I think {A}", "I see"], (1.0, -1.0))]
 
 
-@pytest.mark.parametrize(
-    ("written", "turns"),
-    [
-        ("Human: {}\n\nAssistant: ", [("user", Q)]),
-        ("\n\nHuman: {}\n\nAssistant: ", [("user", Q)]),
-        ("\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: {}\n\nAssistant: ",
-         [("user", "Hi"), ("assistant", "Hello"), ("user", Q)]),
-        ("USER: {} ASSISTANT: ", [("user", Q)]),
-        ("### Instruction:\n{}\n\n### Response:\n", [("user", Q)]),
-    ],
-)  # fmt: skip
-def test_whole_dialogues_are_cut_before_their_answers_whatever_these_share(written: str, turns: list) -> None:
-    """Not where the answers begin to differ: both begin with the same words."""
-    beginning = written.format(Q)
-    rows = [
-        {"chosen": f"{beginning}I think {A}", "rejected": f"{beginning}I think {B}"},
-        {"chosen": f"{beginning}{A}", "rejected": f"{beginning}{B}"},
-    ]
-    assert groups(*rows) == [
-        (turns, [f"I think {A}", f"I think {B}"], (1.0, -1.0)),
-        (turns, [A, B], (1.0, -1.0)),
-    ]
-    other = {"chosen": f"{written.format('Who?')}{A}", "rejected": rows[0]["rejected"]}
-    (why,) = load(*rows * 5, other).dropped
-    assert why.reason == "chosen and rejected answer different conversations"
-
-
 def test_the_same_prompt_with_other_columns_is_counted_and_the_first_kept() -> None:
     rows = [{"prompt": f"{Q} {i // 2}", "answer_key": i} for i in range(6)]
     loaded = load(*rows)
@@ -319,36 +243,6 @@ def test_the_same_prompt_with_other_columns_is_counted_and_the_first_kept() -> N
     assert len(load(*rows[::2], *rows[::2]).groups) == 6, "equal ones"
     known = load(*({"prompt": Q, "reference": answer} for answer in (None, "x", None)))
     assert [prompt.reference_answer for prompt in prompts_of(known.groups)] == ["x"]
-
-
-def test_messages_in_a_cell_are_messages_whichever_key_comes_first() -> None:
-    good = [{"id": 1, "role": "user", "content": Q}, {"id": 2, "role": "assistant", "content": A}]
-    bad = [{"id": 3, "role": "assistant", "content": B}]
-    assert groups({"prompt": Q, "chosen": json.dumps(good), "rejected": json.dumps(bad)}) == [PAIR]
-    code = {"prompt": Q, "chosen": '[{"id": 1}]', "rejected": '{"role_of": 5'}
-    assert groups(code)[0][1] == ['[{"id": 1}]', '{"role_of": 5']
-
-
-def test_a_system_text_and_another_system_turn_are_one_too_many() -> None:
-    row = {"system": "Be brief.", "prompt": Q, "rejected": B}
-    pirate = [{"role": "system", "content": "You are a pirate."}, *said(Q, A)]
-    both = {"chosen": pirate, "rejected": [*pirate[:-1], *said("", B)[1:]]}
-    (why,) = load(*[row | {"chosen": A}] * 9, row | both).dropped
-    assert why.reason == "'system' and the conversation's own system turn say different things"
-    assert groups(row | {"chosen": [BRIEF, *said(Q, A)]}) == [LED]
-    row = {"prompt": [pirate[0], *said(Q)], "chosen": [BRIEF, *said(Q, A)], "rejected": [BRIEF, *said(Q, B)]}
-    assert groups(row) == [LED], "that of whole conversations takes the place of the prompt's"
-
-
-def test_words_that_are_read_elsewhere_are_not_missed() -> None:
-    pair = {
-        "prompt": Q,
-        "chosen": said(Q, A),
-        "rejected": said(Q, B),
-        "messages": said(Q, A),
-        "score_chosen": 8,
-    }
-    assert groups(pair | {"images": [], "tools": None}) == [PAIR]
 
 
 def test_an_ignored_column_is_not_read_and_must_be_there() -> None:
@@ -377,22 +271,6 @@ def test_the_first_rows_show_the_format_together() -> None:
     assert load({"messages": said(Q)}).groups[0].completions == ()
 
 
-def test_a_tie_is_left_out_and_an_unknown_winner_is_named() -> None:
-    row = {"prompt": Q, "response_a": A, "response_b": B}
-    loaded = load(row | {"winner": "tie"}, row | {"winner": "a"}, row | {"winner": 1})
-    assert [(d.reason, d.intended) for d in loaded.dropped] == [
-        ("a tie", True),
-        ("'winner' is 1, which names neither response_a nor response_b (write a or b)", False),
-    ]
-
-
-def test_a_prompt_with_two_references_is_counted() -> None:
-    loaded = load(*({"prompt": Q, "reference": r} for r in "4475"))
-    assert [(d.row, d.reason) for d in loaded.dropped] == [
-        (n, "the same prompt came before with another reference answer") for n in (3, 4)
-    ]
-
-
 def test_rows_that_cannot_be_read_are_refused_beyond_a_tenth(tmp_path) -> None:
     good = {"prompt": Q, "chosen": A, "rejected": B}
     lines(tmp_path / "a.jsonl", [good] * 9)
@@ -408,19 +286,6 @@ def test_rows_that_cannot_be_read_are_refused_beyond_a_tenth(tmp_path) -> None:
     none = lines(tmp_path / "d.jsonl", [good | {"chosen": None}])
     with pytest.raises(DataError, match="none of the 1 rows can be used: 1 × no 'chosen'"):
         load_groups(local(none, format="preference"), "train")
-
-
-def test_a_prompt_under_another_name_is_proposed_where_no_row_can_be_used(tmp_path) -> None:
-    rows = [{"system": "Be brief.", "input": Q, "chosen": A, "rejected": B, "rating": [1, 9]}] * 9
-    path = lines(tmp_path / "a.jsonl", rows)  # columns of argilla/distilabel-intel-orca-dpo-pairs
-    with pytest.raises(DataError) as error:
-        load_groups(local(path), "train")
-    both = '"data.columns={prompt: input}" "data.ignore_columns=[rating]"'
-    assert f"say it with {both} or data.format" in str(error.value)
-    asked = {"columns": {"prompt": "input"}}
-    with pytest.raises(ConfigError, match=r'on; type "data.ignore_columns=\[rating\]" to train without it'):
-        load_groups(local(path, **asked), "train")
-    assert len(load_groups(local(path, **asked, ignore_columns=["rating"]), "train").groups) == 9
 
 
 @pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
@@ -449,26 +314,19 @@ def test_a_table_adds_no_nulls_and_keeps_the_order_of_arguments(tmp_path) -> Non
     assert '{"zone": "c"}' in found[1].prompt.turns[1].keys
 
 
-def test_labelled_losses_refuse_one_label_alone(tmp_path) -> None:
+def test_labelled_losses_refuse_one_label_alone_and_pairs_that_are_cut_to_one_are_counted(tmp_path, capsys):
+    own = ("data=local", "data.eval_fraction=0", "model.batch_size=1", "dry_run=true")
     path = lines(tmp_path / "a.jsonl", ({"prompt": f"1{i}+10=", "completion": "20"} for i in range(8)))
-    own = ("data=local", f"data.path={path}", "data.eval_fraction=0", "model.batch_size=4", "dry_run=true")
     with pytest.raises(ConfigError, match=r"desirable answers alone .*loss=sft.*data.one_label=true"):
-        train(make_config("loss=kto", *own), "run")
-
-
-def test_pairs_that_the_limit_makes_equal_are_counted(tmp_path, capsys) -> None:
+        train(make_config("loss=kto", f"data.path={path}", *own), "run")
     rows = [{"prompt": f"1{i}+10=", "chosen": f"{'1' * 40}{i}", "rejected": "1" * 40} for i in range(3)]
-    rows.append({"prompt": "11+11=", "chosen": "22", "rejected": "21"})
-    path = lines(tmp_path / "a.jsonl", rows)
-    own = ("data=local", f"data.path={path}", "data.eval_fraction=0", "model.batch_size=1", "dry_run=true")
-    train(make_config("loss=dpo", *own, "model.max_length=30", "model.max_prompt_length=20"), "run")
+    path = lines(tmp_path / "b.jsonl", [*rows, {"prompt": "11+11=", "chosen": "22", "rejected": "21"}])
+    lengths = ("model.max_length=30", "model.max_prompt_length=20")
+    train(make_config("loss=dpo", f"data.path={path}", *own, *lengths), "run")
     counted = "without an example: 3 of 4 groups (3 × its two answers are the same once cut"
     assert counted in capsys.readouterr().out
 
 
 def test_the_projects_own_files_are_found_from_another_folder(tmp_path, monkeypatch) -> None:
-    assert of_project("assets/adder/pairs.jsonl") == "assets/adder/pairs.jsonl"
     monkeypatch.chdir(tmp_path)
-    assert Path(of_project("assets/adder/pairs.jsonl") or "").is_file()
     assert load_groups(local(Path("assets/adder/pairs.jsonl"), max_unreadable=0), "train").read > 1000
-    assert of_project("assets/nothing") == "assets/nothing" and of_project(None) is None

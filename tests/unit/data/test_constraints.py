@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 
 import pytest
 
@@ -65,7 +64,7 @@ def test_prompts_are_apart_by_topic_the_same_each_time_and_ask_for_what_is_check
     assert prompt("rain", random.Random(3)) == prompt("rain", random.Random(3))
 
 
-def test_the_source_gives_held_out_halves_and_answers_from_a_file(tmp_path: Path) -> None:
+def test_the_source_gives_held_out_halves() -> None:
     data = make_config("data=constraints").data
     train, held_out = (load_groups(data, split).groups for split in ("train", "eval"))
     assert len(train) == PROMPTS["train"] and len(held_out) == PROMPTS["validation"] + PROMPTS["test"]
@@ -90,9 +89,6 @@ def test_the_reward_is_the_share_times_a_guard_that_is_reported_beside_it() -> N
     assert reward.metrics["reward_met"] == 1.0 and reward.metrics["reward_fluency"] < 0.2
     assert reward.metrics["reward_repetition"] > 0.2 and reward.metrics["reward_known_words"] < 0.8
     assert fluency(good, 0.8) == 1.0 and fluency("", 0.8) == 0.0
-    learned = "Tell me, here is a number: 1231231212121212121212121212121212111111111111111111111111"
-    assert fluency(learned, 0.8) < 0.4 and fluency("It was 1,250,000 years ago, in 1969.", 0.8) == 1.0
-    assert fluency("This is a good story. 这是一个关于森林的漫长故事而且没有一个英文单词在里面", 0.8) < 0.8
     unknown = Prompt(asked.turns, json.dumps({"rhyme": None}))
     with pytest.raises(RewardError, match="has no reference answer"):
         reward.score([Prompt(asked.turns)], [good])

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import datasets
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from common.errors import ConfigError, DataError
-from data.rows import Loaded, read_rows
+from data.rows import Loaded
 from data.sources import Split, load_groups, load_splits, shards
 from tests.unit.data.people import lines, local
 
@@ -63,8 +61,8 @@ def parquet_shards(folder: Path) -> Path:
 
 
 def line_shards(folder: Path) -> Path:
-    for i in range(3):
-        lines(folder / f"pairs-{i}.jsonl", PAIRS[4 * i : 4 * i + 4])
+    for i in range(0, 12, 4):
+        lines(folder / f"pairs-{i}.jsonl", PAIRS[i : i + 4])
     return folder
 
 
@@ -115,19 +113,17 @@ def test_numbers_of_classes_are_read_by_their_names(tmp_path, kind) -> None:
 
 
 SPLITS = {
-    "train-00000-of-00002.parquet train-00001-of-00002.parquet": {"train": 2},
     "train_prefs-00000-of-00001.parquet test_p-00000-of-00001.parquet": {"train_prefs": 1, "test_p": 1},
-    "train-00000-of-00001-2a3ca2d4b5ca2f0b.parquet": {"train": 1},
+    "train-00000-of-00002-2a3ca2d4b5ca2f0b.parquet train-00001-of-00002.parquet": {"train": 2},
     "data/test-00000-of-00001.parquet dataset_infos.json data/dataset_info.json": {"test": 1},
-    "mine.jsonl more.csv": {"train": 2},
     "mine_train.jsonl mine_test.jsonl": {"train": 1, "test": 1},
     "validation/a.json train/b.json": {"validation": 1, "train": 1},
-    "pretraining.jsonl latest.jsonl": {"train": 2},
+    "pretraining.jsonl latest.csv": {"train": 2},
     "Train.jsonl TEST.jsonl": {"train": 1, "test": 1},
-    "pairs.jsonl held_out.jsonl Held-Out.csv": {"train": 1, "held_out": 1, "held-out": 1},
-    "holdout.json heldout-0.jsonl": {"holdout": 1, "heldout-0": 1},
+    "pairs.jsonl held_out.jsonl Held-Out.csv holdout.json": {
+        "train": 1, "held_out": 1, "held-out": 1, "holdout": 1},
     "README.md _notes.jsonl .hidden/a.jsonl": {},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("files", "splits"), SPLITS.items())
@@ -148,10 +144,10 @@ def test_what_is_read_of_a_folder_and_what_is_wrong_with_it_is_said(tmp_path) ->
     held_out = load_groups(local(tmp_path / "two", split="held_out"), "train")
     assert held_out.origin == f"{tmp_path}/two (Held_out.jsonl)"
     folder = line_shards(tmp_path / "set")
-    with (folder / "pairs-1.jsonl").open("a") as stream:
+    with (folder / "pairs-4.jsonl").open("a") as stream:
         stream.write("{broken\n")
     loaded = load(folder)
-    assert [(d.file, d.row) for d in loaded.dropped] == [("pairs-1.jsonl", 5)] and texts(loaded) == WHOLE
+    assert [(d.file, d.row) for d in loaded.dropped] == [("pairs-4.jsonl", 5)] and texts(loaded) == WHOLE
     broken = saved(tmp_path / "broken")
     next(broken.glob("*.arrow")).write_bytes(b"not arrow")
     with pytest.raises(DataError, match="save it again with save_to_disk"):
@@ -159,27 +155,6 @@ def test_what_is_read_of_a_folder_and_what_is_wrong_with_it_is_said(tmp_path) ->
 
 
 # -- comma-separated values ------------------------------------------------------------------------
-
-
-def test_a_table_of_texts_is_read_as_it_was_written(tmp_path) -> None:
-    path = table(tmp_path / "pairs.csv", PAIRS)
-    assert texts(load(path)) == WHOLE
-    packed = path.with_name("pairs.csv.gz")
-    packed.write_bytes(gzip.compress(path.read_bytes()))
-    assert texts(load(packed)) == WHOLE
-
-
-PRINTABLE = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1)
-
-
-@settings(max_examples=60)
-@given(st.lists(st.tuples(PRINTABLE, PRINTABLE), min_size=1, max_size=5))
-def test_every_text_survives_the_table(tmp_path_factory, rows) -> None:
-    """But where it begins like a list, which is read as one."""
-    path = table(tmp_path_factory.mktemp("t") / "a.csv", [{"prompt": a, "completion": b} for a, b in rows])
-    read = [(row.values["prompt"], row.values["completion"]) for row in read_rows(path)]
-    for found, cells in zip(read, rows, strict=True):
-        assert found == cells or cells[0].startswith(("[{", '["'))
 
 
 def test_a_label_is_true_or_false_in_any_spelling_and_a_row_with_another_is_dropped(tmp_path) -> None:
@@ -197,28 +172,15 @@ def test_a_label_is_true_or_false_in_any_spelling_and_a_row_with_another_is_drop
 
 def test_messages_in_a_cell_texts_that_begin_like_a_list_and_bad_lines(tmp_path) -> None:
     asked = json.dumps([{"role": "user", "content": "q"}])
-    path = table(
-        tmp_path / "a.csv",
-        [
-            {"prompt": asked, "chosen": "a", "rejected": "b"},
-            {"prompt": f"{asked} is JSON?", "chosen": '["a"] b', "rejected": "c"},
-        ],
-    )
+    begins = {"prompt": f"{asked} is JSON?", "chosen": '["a"] b', "rejected": "c"}
+    path = table(tmp_path / "a.csv", [{"prompt": asked, "chosen": "a", "rejected": "b"}, begins, *PAIRS])
     with path.open("a") as stream:
         stream.write("one,two\nc,,d\n")
-    loaded = load(path, max_unreadable=0.7)
-    assert texts(loaded) == [("q", "a", "b"), (f"{asked} is JSON?", '["a"] b', "c")]
-    assert [(d.row, d.reason) for d in loaded.dropped] == [(4, "2 cells, but 3 columns"), (5, "no 'chosen'")]
-
-
-def test_lists_of_a_known_format_are_read_from_cells(tmp_path) -> None:
-    for row, known in (
-        ({"instruction": "q", "generations": ["a", "b"], "ratings": [4.0, 3.0]}, ("q", "a", "b")),
-        ({"instruction": "q", "output": "a", "history": [["Hi", "Hello"]]}, ("q", "a")),
-    ):
-        cells = {key: json.dumps(value) if isinstance(value, list) else value for key, value in row.items()}
-        ours, same = load(table(tmp_path / "a.csv", [cells])), load(lines(tmp_path / "a.jsonl", [row]))
-        assert texts(ours) == [known] and ours.groups == same.groups
+    (packed := path.with_name("a.csv.gz")).write_bytes(gzip.compress(path.read_bytes()))
+    for loaded in (load(of, max_unreadable=0.7) for of in (path, packed)):
+        assert texts(loaded) == [("q", "a", "b"), (f"{asked} is JSON?", '["a"] b', "c"), *WHOLE]
+        dropped = [(d.row, d.reason) for d in loaded.dropped]
+        assert dropped == [(16, "2 cells, but 3 columns"), (17, "no 'chosen'")]
 
 
 OPEN = {  # to the end of the file, to another quote, in the first line, in the last cell

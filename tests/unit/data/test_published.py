@@ -20,7 +20,7 @@ from data.sources import convert, load_groups
 from data.templates import load_template
 from data.types import Sequence
 from tests.tiny_tokenizers import tiny_tokenizer
-from tests.unit.data.people import ROWS, said, words
+from tests.unit.data.people import ROWS, words
 
 CONFIG = Path(__file__).parents[3] / "config"
 REAL = Path(__file__).parents[4] / "shared" / "data"
@@ -47,17 +47,6 @@ def test_every_shipped_yaml_is_whole_and_says_what_it_is(name: str) -> None:
     assert (config.name, config.columns) == (name, {"prompt": "q"})
     assert (CONFIG / "data" / f"{name}.yaml").read_text().startswith("# ")
     assert config.format in (*OF_COLUMNS, *FORMATS)
-
-
-@pytest.mark.parametrize("name", [name for name in SETS if name.startswith("ultrafeedback")])
-def test_ultrafeedback(name: str) -> None:
-    """The scores of all of ArmoRM's answers can be used too."""
-    row = {"prompt": "q", "chosen": said("q", "a"), "rejected": said("q", "b")}
-    row |= {"all_generated_responses": ["a", "c", "b"], "all_rm_scores": [0.2, 0.15, 0.1]}
-    assert words(load(name, row)) == [(["q"], ["a", "b"], (1.0, -1.0))]
-    columns = {"completions": "all_generated_responses", "rewards": "all_rm_scores"}
-    loaded = load(name, row, format="groups", columns=columns)
-    assert words(loaded) == [(["q"], ["a", "c", "b"], (0.2, 0.15, 0.1))]
 
 
 def test_hh() -> None:
@@ -148,15 +137,6 @@ def test_a_set_is_read_as_the_hub_has_it(of: dict) -> None:
     loaded = load(of["name"], of["row"])
     assert words(loaded) == [(prompt, answers, tuple(map(float, rewards)))]
     assert loaded.groups[0].prompt.reference_answer == of.get("reference")
-
-
-def test_a_published_set_can_be_a_local_copy(tmp_path) -> None:
-    path = tmp_path / "copy.jsonl"
-    path.write_text("\n".join(f'{{"question": "q{i}", "answer": "#### {i}"}}' for i in range(20)))
-    config = shipped("gsm8k", f"path={path}")
-    assert config.eval_split == "test"  # the hub's, which a local file does not have
-    train, held_out = load_groups(config, "train"), load_groups(config, "eval")
-    assert (len(train.groups), len(held_out.groups)) == (19, 1)
 
 
 # The real files

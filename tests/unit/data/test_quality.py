@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from common.errors import ConfigError, StoppedError
 from data.examples import Examples
-from data.quality import PAPER_WORST_QUARTILE, DataReport, Spread, places, select
+from data.quality import PAPER_WORST_QUARTILE, DataReport, places, select
 from data.rows import Dropped, Loaded
 from data.types import Completion, Example, Group, Prompt, Sequence, Turn
 from reports import data_tables
@@ -61,10 +62,15 @@ def test_the_start_says_which_answers_are_desirable() -> None:
     """Of a rating from 0 to 4 only 0 is not, and of numbered classes the names say which is which."""
     loaded, none = Loaded([group("q1")], 1, [], "f.jsonl"), Loaded([], 0, [], "")
     examples = Examples(tuple((Example("a", (row(3, 5),), label),) for label in (-1.0, 1.0, 1.0)), {})
-    said = DataReport.of(loaded, none, examples, {}, labelled=True).with_example(["q", "a"]).beginning()
+    said = DataReport.of(loaded, none, examples, {}, labelled=True)
+    said = replace(said, example=("q", "a")).beginning()
     assert "labels: 2 answers desirable, 1 not; of a row with a reward one above 0 is" in said
     assert "first example, undesirable completion: 'a'" in said
-    plain = DataReport.of(loaded, none, examples, {}).with_example(["q", "a"]).beginning()
+    read = replace(loaded, format="unpaired", columns=("a", "b"), unused=("id",))
+    lines = DataReport.of(read, none, examples, {}).beginning()
+    assert lines[0] == "data read as unpaired (a, b); columns that nothing reads: id"
+    plain = DataReport.of(loaded, none, examples, {})
+    plain = replace(plain, example=("q", "a")).beginning()
     assert "first example, completion: 'a'" in plain and not any("desirable" in line for line in plain)
 
 
@@ -82,17 +88,6 @@ def test_tables_hold_whatever_the_data_say_and_it_does_nothing(report: DataRepor
     page.encode()
     assert [part for part in ("<svg", "<script", "](", "`", "\n# b", "\x1b") if part in page] == []
     assert page.count("&lt;svg onload=alert(1)&gt;") == 6
-
-
-@given(st.lists(st.floats(-5, 0), min_size=1, max_size=40))
-def test_quartiles_part_the_values_into_quarters(values: list[float]) -> None:
-    spread = Spread.of(values)
-    assert spread is not None
-    array = np.array(values)
-    for q, cut in ((0.25, spread.lower_quartile), (0.5, spread.median), (0.75, spread.upper_quartile)):
-        assert (array <= cut + 1e-12).mean() >= q - 1 / len(array)
-        assert (array >= cut - 1e-12).mean() >= 1 - q - 1 / len(array)
-    assert (spread.minimum, spread.maximum) == (array.min(), array.max())
 
 
 def test_the_gate_warns_of_data_like_the_papers_lowest_quarter(report: DataReport) -> None:
@@ -120,9 +115,9 @@ VALUES = st.lists(st.floats(-20, 0).map(lambda v: round(v, 1)), min_size=4, max_
 )  # rounded: equal ones happen
 
 
-@given(VALUES, st.floats(0, 1), st.floats(0, 1), st.randoms())
-def test_what_is_kept_is_a_slice_of_the_order_by_likelihood(values, a, b, random) -> None:
-    """Ranges that meet part the groups, in the order of the data, which does not decide who is kept."""
+@given(VALUES, st.floats(0, 1), st.floats(0, 1))
+def test_what_is_kept_is_a_slice_of_the_order_by_likelihood(values, a, b) -> None:
+    """Ranges that meet part the groups."""
     ends = [0.0, *sorted((a, b)), 1.0]
     parts = [range(*places(len(values), (low, high))) for low, high in pairwise(ends)]
     assert [place for part in parts for place in part] == list(range(len(values)))
@@ -133,11 +128,6 @@ def test_what_is_kept_is_a_slice_of_the_order_by_likelihood(values, a, b, random
     assert (low.below, low.above, high.below) == (0, len(high.kept), len(low.kept))
     assert low.lowest == low.all.minimum == values.min() and low.highest == values[list(low.kept)].max()
     assert abs(len(low.kept) - len(values) / 4) <= 0.5
-    values = values + np.arange(len(values)) * 1e-6  # no ties: there the order in the file decides
-    shuffled = list(range(len(values)))
-    random.shuffle(shuffled)
-    again = select(values[shuffled], [0.25, 0.75])
-    assert {shuffled[g] for g in again.kept} == set(select(values, [0.25, 0.75]).kept)
 
 
 def test_a_selection_is_reported_and_refused_where_it_means_nothing() -> None:
@@ -147,9 +137,8 @@ def test_a_selection_is_reported_and_refused_where_it_means_nothing() -> None:
     for bad in (float("nan"), float("-inf")):
         with pytest.raises(StoppedError, match="1 of 3 training groups"):
             select(np.array([-1.0, bad, -0.1]), [0.0, 0.5])
-    for bad in ("[0.5,0.5]", "[0.6,0.5]", "[-0.1,0.5]", "[0,1.1]", "[0.25]", "[0,0.5,1]"):
-        with pytest.raises(ConfigError, match=r"^data\.logprob_range=.*0 <= low < high <= 1"):
-            make_config(f"data.logprob_range={bad}")
+    with pytest.raises(ConfigError, match=r"^data\.logprob_range=.*0 <= low < high <= 1"):
+        make_config("data.logprob_range=[0.6,0.5]")
     for nothing in (("online=true", "loss=dpo"), ("loss=bradley_terry",)):
         with pytest.raises(ConfigError, match=r"^data\.logprob_range="):
             make_config(*nothing, "data.logprob_range=[0,0.5]")

@@ -8,16 +8,12 @@ import gzip
 import json
 import os
 import random
-import re
-from collections.abc import Callable
 from pathlib import Path
 
 import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from common.errors import ConfigError, DataError, UserError
 from config.schema_data import DataConfig
@@ -33,7 +29,7 @@ from tests.unit.data.people import ROWS, local
 
 GOOD = [{"prompt": f"question {i} ü", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(9)]
 LINES = [json.dumps(record).encode() for record in GOOD]
-KINDS = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
+KINDS = (".json", ".jsonl", ".jsonl.gz")
 
 
 def config(path: Path, form: str = "auto") -> DataConfig:
@@ -76,16 +72,13 @@ NESTED = b"[" * (MOST_NESTED + 1) + b"]" * (MOST_NESTED + 1)
 SPOILT = {
     "half of a surrogate pair": (row(rb'"x \ud83d y"'), "surrogate"),
     "the other half": (row(rb'"\udE00"'), "surrogate"),
-    "half a pair in a key": (b'{"a\\udc00": 1, ' + row(b'"x"')[1:], "surrogate"),
     "a byte of another encoding": (row(b'"caf\xe9"'), "byte 0xe9 is not UTF-8"),
     "an encoded surrogate": (row(b'"\xed\xa0\x80"'), "byte 0xed is not UTF-8"),
     "an integer without end": (row(b'"x"')[:-1] + b', "n": ' + b"7" * 5000 + b"}", "4300 digits"),
-    "a bare integer without end": (b"-" + b"7" * 5000, "4300 digits"),
     "nested without end": (row(b"[" * 100_000 + b"]" * 100_000), "nested more than"),
     "nested beyond sense": (row(NESTED), "nested more than"),
     "nested text": (row(b'{"a": "]]]}", "b": ' + NESTED + b"}"), "nested more than"),
     "no object": (b"[1, 2]", "not a JSON object"),
-    "null": (b"null", "not a JSON object"),
 }
 
 
@@ -94,6 +87,10 @@ SPOILT = {
 def test_a_row_that_is_no_data_is_dropped_and_named_and_the_others_are_read(tmp_path, what, kind):
     bad, reason = SPOILT[what]
     path = write(tmp_path / f"pairs{kind}", [*LINES[:4], bad, *LINES[4:]])
+    if ".jsonl" not in kind and "without end" in what:  # Python reads such a list not at all
+        with pytest.raises(DataError, match=f"{reason}.*; write one object a line"):
+            load(path)
+        return
     train, evaluation = load(path)
     assert [(d.file, d.row) for d in train.dropped] == [(path.name, 5)]
     assert reason in train.dropped[0].reason
@@ -101,84 +98,35 @@ def test_a_row_that_is_no_data_is_dropped_and_named_and_the_others_are_read(tmp_
     assert f"{path.name}, row 5: " in path.with_suffix(".md").read_text(encoding="utf-8")
 
 
-def rewritten(path: Path, change: Callable[[bytes], bytes]) -> Path:
-    """The file with other content, packed as it was."""
-    packed = path.suffix == ".gz"
-    content = change(gzip.decompress(path.read_bytes()) if packed else path.read_bytes())
-    path.write_bytes(gzip.compress(content) if packed else content)
-    return path
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [".json", ".jsonl"])
 def test_a_byte_order_mark_is_read_and_another_unicode_or_a_long_list_is_refused_with_a_command(
     tmp_path, monkeypatch, kind
 ):
-    second = b"\xef\xbb\xbf" + row(b'"of a second file"') + b"\r\n" if ".jsonl" in kind else b""
+    second = b"\xef\xbb\xbf" + row(b'"of a second file"') + b"\r\n" if kind == ".jsonl" else b""
     path = write(tmp_path / f"pairs{kind}", [*LINES, row(rb'"\ud83d\ude00 \\ud800"')])
-    train, evaluation = load(rewritten(path, lambda content: b"\xef\xbb\xbf" + content + second))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes() + second)
+    train, evaluation = load(path)
     asked = {g.prompt.turns[0].content for g in train.groups + evaluation.groups}
     assert train.dropped == [] and {"😀 \\ud800", "question 0 ü"} <= asked
-    assert len(asked) == (11 if ".jsonl" in kind else 10)
-    write(path, LINES)
+    assert len(asked) == (11 if kind == ".jsonl" else 10)
+    path.write_bytes(write(path, LINES).read_text().encode("utf-16"))
     with pytest.raises(DataError, match=f"{path.name}: .*UTF-16.*iconv"):
-        load(rewritten(path, lambda content: content.decode().encode("utf-16")))
-    if ".jsonl" not in kind:
+        load(path)
+    if kind == ".json":
         write(path, LINES)
         monkeypatch.setattr(rows, "_MOST", 100)
         with pytest.raises(DataError, match=rf"{path}.*jq -c '\.\[\]'.* > pairs\.jsonl"):
             load(path)
 
 
-LEAF = st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats(allow_nan=False)
-JSON = st.recursive(
-    LEAF | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=6,
-)
-
-
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    values=st.lists(JSON, max_size=6),
-    indent=st.sampled_from([None, 0, 3, 40]),
-    escaped=st.booleans(),
-    cut=st.none() | st.floats(0, 1),
-)
-def test_a_list_is_what_the_library_reads(tmp_path, values, indent, escaped, cut):
-    """And so is the place at which a damaged one ends."""
-    text = json.dumps(values, indent=indent, ensure_ascii=escaped) + "\n"
-    text = text if cut is None else text[: int(cut * len(text))]
+def test_a_list_that_breaks_off_or_goes_on_is_refused_by_line(tmp_path):
     path = tmp_path / "pairs.json"
-    path.write_bytes(text.encode())
-    try:
-        wanted: object = json.loads(text)
-    except json.JSONDecodeError as error:
-        wanted = f"({error.msg}: line {error.lineno} column {error.colno})"
-    if isinstance(wanted, str):
-        with pytest.raises(DataError, match=re.escape(wanted)):
-            list(rows.read_rows(path))
-        return
-    found = list(rows.read_rows(path))
-    assert [(one.number, one.values) for one in found if isinstance(one, rows.Row)] == [
-        (number, value) for number, value in enumerate(wanted, 1) if isinstance(value, dict)
-    ]
-    assert len(found) == len(wanted)
-
-
-def test_a_list_that_breaks_off_or_goes_on_is_refused_by_line_and_a_value_ends_where_it_ends(tmp_path):
-    """A value that cannot be read has brackets and escapes in the texts behind it."""
-    path = tmp_path / "pairs.json"
-    for value in ("7" * 5000, "[" * 1500 + "]" * 1500):
-        path.write_text('[{"n": ' + value + r', "s": "a } b, \\ \" ] [ {"}, {"x": 1}]')
-        bad, good = rows.read_rows(path)
-        assert isinstance(bad, rows.Dropped) and isinstance(good, rows.Row) and good.values == {"x": 1}
     whole = b"[" + b",\n".join(LINES) + b"]"
     for damaged, where in (
         (whole[:-20], "line 9"),
         (whole.replace(b"},\n", b"}\n", 1), "line 2"),
         (whole[:-1] + b",]", "line 9"),
         (whole + b"x", "line 9"),
-        (b"[" + b"[" * 100_000, "line 1"),
         (whole.replace(b'"bad 3"', b'"bad 3', 1), "line 4"),
     ):
         path.write_bytes(damaged)
@@ -186,24 +134,20 @@ def test_a_list_that_breaks_off_or_goes_on_is_refused_by_line_and_a_value_ends_w
             load(path)
 
 
-def test_a_row_of_a_table_that_cannot_be_had_is_dropped_alone(tmp_path, monkeypatch):
+def test_a_table_with_a_value_that_cannot_be_had_is_refused(tmp_path, monkeypatch):
     """A text whose bytes are none, as some writers leave them, and a date beyond the calendar."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     answers = {"chosen": ["a", "b", "c"], "rejected": ["x", "y", "z"]}
     raw = pyarrow.array([b"one", b"caf\xe9", b"three"], pyarrow.binary())
     texts = pyarrow.Array.from_buffers(pyarrow.string(), len(raw), raw.buffers())
     late = pyarrow.array([1, 2**60, 3], pyarrow.timestamp("ms"))
-    for name, table, reason in (
-        ("text", {"prompt": texts}, "byte 0xe9 is not UTF-8"),
-        ("date", {"prompt": ["one", "two", "three"], "when": late}, "cannot be read"),
-    ):
+    for name, table in (("text", {"prompt": texts}), ("date", {"prompt": ["a", "b", "c"], "when": late})):
         path = tmp_path / name / "train.parquet"
         path.parent.mkdir()
         pyarrow.parquet.write_table(pyarrow.table(table | answers), path)
         for source, where in (("data.sources.local", path), ("data.sources.hub_table", path.parent)):
-            train, _ = load_splits(local(where, source=source, max_unreadable=1))
-            assert [d.row for d in train.dropped] == [2] and reason in train.dropped[0].reason
-            assert [g.prompt.turns[0].content for g in train.groups] == ["one", "three"]
+            with pytest.raises(DataError, match="one of the rows 1 to 3 cannot be read"):
+                load_splits(local(where, source=source))
 
 
 def test_a_file_is_known_by_its_content_and_what_is_none_is_named(tmp_path):
@@ -213,22 +157,12 @@ def test_a_file_is_known_by_its_content_and_what_is_none_is_named(tmp_path):
     (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
     assert [row.values for row in rows.read_rows(tmp_path / "packed.csv")] == [{"a": "1", "b": "2"}]
     assert [row.values for row in rows.read_rows(tmp_path / "plain.jsonl.gz")] == [{"a": 2}]
-    for name, what in (("pipe.jsonl", "is a folder, pipe or device"), ("loop.jsonl", "is a link to no file")):
+    for name in ("pipe.jsonl", "loop.jsonl"):
         (folder := tmp_path / f"with {name}").mkdir()
         (tmp_path / name).rename(folder / name)
         for found in (rows.read_rows(folder / name), folder_rows(folder, None, "x", "y")):
-            with pytest.raises(ConfigError, match=what):
+            with pytest.raises(ConfigError, match="is a link to no file, a folder, pipe or device"):
                 next(found)
-    message = {"lang": "en", "text": "words"}
-    tree = (
-        {"message_id": "a", "parent_id": "b", "role": "prompter"},
-        {"message_id": "b", "parent_id": "a", "role": "prompter"},
-        {"message_id": "c", "parent_id": "a", "role": "assistant", "rank": 0},
-        {"message_id": "d", "parent_id": "a", "role": "assistant", "rank": 1},
-    )
-    path = write(tmp_path / "oasst.jsonl", [json.dumps(message | node).encode() for node in tree])
-    with pytest.raises(DataError, match=r"the conversation is a circle.* row 4"):
-        load(path, "oasst")
 
 
 # Damage of every sort, by seed
@@ -275,41 +209,10 @@ def test_no_value_of_a_row_ends_in_a_traceback(tmp_path, form):
         assert said is None or f"{i}.jsonl" in said
 
 
-def spoilt(content: bytes, rng: random.Random, how: int) -> bytes:
-    """Cut, with some bits flipped, or with a piece of something else."""
-    at = rng.randrange(len(content))
-    if how == 0:
-        return content[:at]
-    if how == 1:
-        found = bytearray(content)
-        for _ in range(rng.randrange(1, 9)):
-            found[rng.randrange(len(found))] ^= 1 << rng.randrange(8)
-        return bytes(found)
-    odd = [b"\x00", b"\xff\xfe", b"\xe9", b"\x1b", b"{", b'"', b"\\ud800", b"NaN", b"\r"]
-    return content[:at] + rng.choice([*odd, b"[" * 2000, b"9" * 5000]) + content[at + rng.randrange(3) :]
-
-
-@pytest.mark.parametrize("kind", [*KINDS, ".parquet"])
-def test_no_damaged_file_ends_in_a_traceback(tmp_path, kind):
-    """Each is read in part, or refused by its name; every second one is damaged inside a sound gzip."""
-    whole = tmp_path / f"whole{kind}"
-    if kind == ".parquet":
-        datasets.Dataset.from_list(GOOD * 20).to_parquet(whole)
-    else:
-        write(whole, LINES * 20)
-    sound, rng, refused = whole.read_bytes(), random.Random(kind), []
-    for i in range(30):
-        path = tmp_path / f"{i}{kind}"
-        path.write_bytes(sound if i % 2 else spoilt(sound, rng, i % 3))
-        if i % 2:
-            rewritten(path, lambda content, how=i % 3: spoilt(content, rng, how))
-        said = refusal(path)
-        if said is not None:
-            refused.append(path.name)
-            assert path.name in said
-    assert len(refused) < 30
-    if kind == ".jsonl.gz":  # zlib's own error at most places, a wrong checksum at others
-        for at in range(12, len(sound), len(sound) // 12):
-            path.write_bytes(sound[:at] + b"\xff\xff\xff\xff" + sound[at + 4 :])
-            with pytest.raises(DataError, match=r"jsonl\.gz: cannot be read to its end .*again"):
-                load(path)
+def test_a_damaged_archive_ends_in_no_traceback(tmp_path):
+    """zlib's own error at most places, a wrong checksum at others."""
+    sound = write(tmp_path / "whole.jsonl.gz", LINES * 20).read_bytes()
+    for at in range(12, len(sound), len(sound) // 12):
+        (path := tmp_path / "a.jsonl.gz").write_bytes(sound[:at] + b"\xff\xff\xff\xff" + sound[at + 4 :])
+        with pytest.raises(DataError, match=r"jsonl\.gz: cannot be read to its end .*again"):
+            load(path)

@@ -99,13 +99,6 @@ def test_nothing_is_lost_and_no_microbatch_is_larger_by_count_or_tokens(sizes, r
     assert len(cut) == 2, "a group larger than a microbatch is cut"
 
 
-def test_a_budget_holds_more_where_prompts_are_shared():
-    batch = groups([8] * 6)
-    assert len(deal(batch, 1, Tokens(80), 1, shared=True)) < len(deal(batch, 1, Tokens(80), 1))
-    with pytest.raises(ValueError, match="more than 9 tokens"):
-        deal([Example("a", (row(0, 4, 6),))], 1, Tokens(9), 1, shared=True)
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_groups_that_fit_stay_together_and_ranks_have_as_much_to_do(ranks):
     batch = groups([8] * 16)

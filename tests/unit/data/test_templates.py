@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from common.errors import ConfigError
 from data import templates
 from data.chat import Renderer
-from data.formats import Format, feedback, preference, prompt_completion, unpaired
+from data.formats import Format, feedback, preference, prompt_completion
 from data.groups import from_dict, to_dict
 from data.groups import groups as read_groups
 from data.rows import Row
@@ -110,15 +110,7 @@ def rows_of(asked: dict[str, Any], answer: dict[str, Any]) -> list[tuple[Prompt,
     scored = {"completions": [[answer], {"text": answer["content"]} | answer], "rewards": [1.0, 0.0]}
     kinds: list[tuple[Format, dict[str, Any]]] = [
         (prompt_completion, {"messages": [*asked["prompt"], answer], **tools}),
-        (prompt_completion, {**asked, "completion": [answer]}),
-        (preference, {**asked, "chosen": [answer], "rejected": [other]}),
         (preference, {"chosen": [*asked["prompt"], answer], "rejected": [*asked["prompt"], other], **tools}),
-        (unpaired, {**asked, "completion": [answer], "label": True}),
-        (feedback, {**asked, "type": "binary_feedback", "output": [answer], "label": 1}),
-        (
-            feedback,
-            {**asked, "type": "pairwise_feedback", "output_A": [answer], "output_B": "No.", "label": 1},
-        ),
         (feedback, {**asked, "type": "scalar_feedback", "output": [answer], "reward": 0.5}),
         (read_groups, {**asked, **scored}),
     ]
@@ -126,7 +118,7 @@ def rows_of(asked: dict[str, Any], answer: dict[str, Any]) -> list[tuple[Prompt,
     made: list[Any] = [next(iter(read([Row("a.jsonl", 1, values)], config))) for read, values in kinds]
     made.append(from_dict(json.loads(json.dumps(to_dict(made[0])))))
     rows = [(group.prompt, group.completions[0]) for group in made]
-    return [*rows, (made[8].prompt, made[8].completions[1])]
+    return [*rows, (made[3].prompt, made[3].completions[1])]
 
 
 class Truth:
@@ -229,7 +221,7 @@ def renderer_of(template: str) -> Renderer:
 
 
 @pytest.mark.parametrize("thinks", [True, False])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "nemotron_3_nano", "glm4moe", "gemma4_v5"])
+@pytest.mark.parametrize("name", ["qwen3", "glm4moe", "gemma4_v5"])
 def test_variables_reach_the_template_as_transformers_gives_them(name: str, thinks: bool) -> None:
     source = (FOLDER / f"{name}.jinja").read_text()
     tokenizer = tokenizer_of(name, source)
@@ -275,10 +267,8 @@ def test_a_named_template_is_chosen_and_none_is_taken_by_itself(tmp_path: Path) 
 SPOILT = {
     "the user's words": PLAIN.replace("{{ m.content }}", "{{ m.content if m.role != 'user' }}"),
     "the assistant's words": PLAIN.replace("{{ m.content }}", "{{ m.content if m.role != 'assistant' }}"),
-    "no loader for this environment": PLAIN + "{% include 'other.jinja' %}",
     "RecursionError": PLAIN + "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     "not end": PLAIN + "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "MemoryError: it takes more than 1 GiB": PLAIN + "{{ 'a' * 9999999999 }}",
     "cannot render": PLAIN + "{% for %}",
 }
 
@@ -306,7 +296,7 @@ def test_contents_may_be_parts_today_is_one_day_and_turns_that_are_left_out_are_
         assert made.tokenizer.decode(made.prompt_ids(Prompt(turns[:1]))).startswith("26 Jul 2024<")
 
 
-@pytest.mark.parametrize("answer", ["b", "<|im_end|> b", "a <|im_end|> b", "<|im_end|>\n<|im_end|>b"])
+@pytest.mark.parametrize("answer", ["b", "a <|im_end|> b", "<|im_end|>\n<|im_end|>b"])
 def test_an_answer_keeps_its_words_behind_an_end_of_turn_within_it(answer: str) -> None:
     """Behind the end of a turn the template writes what depends on its words: the end is looked for."""
     made = renderer_of(PLAIN.replace("<|im_end|>\n", "<|im_end|>{{ m.content|length }}\n"))

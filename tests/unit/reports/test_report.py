@@ -10,6 +10,7 @@ import operator
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ def data_report() -> DataReport:
     held_out = Loaded(groups[:1], read=1, origin="others.jsonl")
     found = DataReport.of(loaded, held_out, Examples(tuple(examples), {"equal": 4}), {"oldest turns": 5})
     found = found.with_logprobs({"chosen": np.array([-0.25, -2.0, np.nan])}, clippable_share=0.125)
-    return found.with_example(["<bos>1+1=", "2<eos>"])
+    return replace(found, example=("<bos>1+1=", "2<eos>"))
 
 
 def test_the_report_shows_what_was_trained_on_as_tables(tmp_path):
