@@ -25,7 +25,7 @@ from common.errors import UserError
 from common.imports import importing
 from common.progress import phase
 from config.cli import cli, compose, guarded, settings
-from config.machine import speaks, with_environment
+from config.machine import decided, speaks
 from config.schema import Config
 from jobs.signals import Signals
 from reports.outcome import NOTHING_LEARNT, text_of
@@ -52,34 +52,33 @@ def run(config: Config, name: str, signals: Signals, observers: Sequence[Any] = 
     """Do the same as ``train`` with the given signal handlers."""
     from jobs.preflight import check_with_torch, check_without_torch
 
-    complete, notices = with_environment(config, os.environ)
-    data = check_without_torch(complete, name)
+    data = check_without_torch(config, name)
     with importing("torch"):
-        loss = check_with_torch(complete, observers)
+        loss = check_with_torch(config, observers)
     with importing("transformers"):
         from jobs.job import Job
         from jobs.prepare import describe, prepare
         from jobs.run_folder import RunFolder
         from models.distributed import StopRequest, on_main, started
 
-    for notice in notices if speaks(os.environ) else ():
+    for notice in decided(os.environ) if speaks(os.environ) else ():
         print(f"from the environment: {notice}", flush=True)
-    lends = complete.sampler.separate and complete.sampler.shares_devices
-    with started(replicas=complete.replicas, deterministic=complete.deterministic, lends=lends) as world:
+    lends = config.sampler.separate and config.sampler.shares_devices
+    with started(replicas=config.replicas, deterministic=config.deterministic, lends=lends) as world:
         signals.request = StopRequest() if world.size > 1 else None
-        folder = RunFolder(complete, name)
+        folder = RunFolder(config, name)
         try:
-            if not complete.dry_run:
+            if not config.dry_run:
                 on_main(folder.claim)
             with phase("read the tokenizer, tokenise the data", "data.path"):
-                prepared = prepare(complete, data, loss, folder, world)
+                prepared = prepare(config, data, loss, folder, world)
             del data  # offline training needs no texts once they are token ids
             if world.is_main:
                 print("\n".join(prepared.messages), flush=True)
             job = Job(prepared, folder, world, observers)
             try:
                 job.start()
-                return describe(prepared, world) if complete.dry_run else job.run(signals)
+                return describe(prepared, world) if config.dry_run else job.run(signals)
             finally:
                 job.close()
         finally:

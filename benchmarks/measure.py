@@ -38,18 +38,17 @@ def timed(work: Work) -> Sample:
     return Sample(time.perf_counter() - wall, time.process_time() - cpu)
 
 
-def alternate(variants: dict[str, Variant], rounds: int, warm_up: bool = True) -> dict[str, list[Sample]]:
-    """Return ``rounds`` samples of each variant, each the sum of its pieces, after one round that does not
-    count. The first pieces of all variants are timed in turn, then the second ones in the other order, and so
-    on: the shorter the pieces, the more equal the load from the rest of the machine. Raises ValueError unless
-    all variants have the same number of pieces."""
+def alternate(variants: dict[str, Variant], rounds: int) -> dict[str, list[Sample]]:
+    """Return ``rounds`` samples of each variant, each the sum of its pieces. The first pieces of all variants
+    are timed in turn, then the second ones in the other order, and so on: the shorter the pieces, the more
+    equal the load from the rest of the machine. Raises ValueError unless all variants have the same number of
+    pieces."""
     samples: dict[str, list[Sample]] = {name: [] for name in variants}
-    for i in range(rounds + warm_up):
+    for i in range(rounds):
         sums = _in_turn(variants, i)
         gc.collect()  # models in circles of references, before the next round makes its own
-        if i >= warm_up:
-            for name, sample in sums.items():
-                samples[name].append(sample)
+        for name, sample in sums.items():
+            samples[name].append(sample)
     return samples
 
 

@@ -44,12 +44,11 @@ STEPS, BATCH_PAIRS, ROUNDS, PRODUCT = 2, 4, 3, 512
 """PRODUCT: the width of the square products that are timed beside steps."""
 
 
-def settings_of(variant: str, loss: str, padded: bool = False) -> Settings:
+def settings_of(variant: str, loss: str) -> Settings:
     """Return the settings of a variant: ``cached``, offline with known reference scores; ``scored``, offline
     with its own scoring before the first step; ``k=1``, humanline, which scores as many rows."""
     sequences = BATCH_PAIRS if loss == "dpo" else 2 * BATCH_PAIRS
-    packing = False if padded else None
-    return Settings(loss, sequences, -(-sequences // 2), humanline=variant == "k=1", packing=packing)
+    return Settings(loss, sequences, -(-sequences // 2), humanline=variant == "k=1")
 
 
 def prepare(variant: str, settings: Settings, pairs: list[Pair], steps: int, base: Policy) -> list[Work]:
@@ -97,39 +96,13 @@ def humanline_cost(loss: str, base: Policy) -> dict[str, float]:
 def least(variants: dict[str, Variant]) -> dict[str, float]:
     """Return the CPU seconds of the cheapest of a few rounds of each variant. There is no warm-up round,
     because a slow first round is never the cheapest."""
-    found = alternate(variants, ROUNDS, warm_up=False)
+    found = alternate(variants, ROUNDS)
     return {name: min(s.cpu for s in samples) for name, samples in found.items()}
-
-
-def padding_cost(base: Policy) -> dict[str, float]:
-    """Return the cost of rows that are padded to the longest of a microbatch relative to packed ones."""
-    pairs = drawn_pairs(STEPS * BATCH_PAIRS, base.model.config.vocab_size)
-    forms = {padded: settings_of("cached", "dpo", padded) for padded in (True, False)}
-    seconds = least(
-        {str(padded): partial(prepare, "cached", of, pairs, STEPS, base) for padded, of in forms.items()}
-    )
-    return {"padded / packed": seconds["True"] / seconds["False"]}
-
-
-def head_cost() -> dict[str, float]:
-    """Return the cost per operation at a vocabulary eight times as large relative to the small one; it must
-    not grow."""
-    settings = settings_of("cached", "dpo")
-    variants: dict[str, Variant] = {}
-    work = {}
-    for name, vocabulary in (("large", 65536), ("small", 8192)):
-        base = random_policy(shape("small", vocabulary), torch.device("cpu"))
-        pairs = drawn_pairs(BATCH_PAIRS, vocabulary)
-        variants[name] = partial(prepare, "cached", settings, pairs, 1, base)
-        work[name] = products_of("dpo", segment_of(settings, pairs, 1), base)
-    seconds = least(variants)
-    cost = seconds["large"] / seconds["small"] / (work["large"] / work["small"])
-    return {"an operation at a vocabulary of 65,536 / of 8,192": cost}
 
 
 def measure() -> dict[str, float]:
     base = random_policy(shape("small"), torch.device("cpu"))
-    return humanline_cost("dpo", base) | humanline_cost("kto", base) | padding_cost(base) | head_cost()
+    return humanline_cost("dpo", base) | humanline_cost("kto", base)
 
 
 def worse(costs: dict[str, float], before: dict[str, float]) -> list[str]:

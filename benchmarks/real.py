@@ -10,8 +10,7 @@ minutes on two idle cores with bfloat16 instructions, an hour or more on others.
 margins are 0, DPO's loss is ln 2, and KTO's is half of its weights' mean. *sanity*: prompts that the model
 solves in 20 to 80 % of its tries; a right loop comes near 100 % on them. One draw of samples chooses the
 prompts, another is reported as before. *engine*: log-probabilities of vLLM and of the trainer, of the same
-tokens. *memory*: the peak of a run against its plan. *speed*: tokens a second of a thread against what
-an EPYC with AVX-512 did.
+tokens. *memory*: the peak of a run against its plan.
 """
 
 from __future__ import annotations
@@ -49,9 +48,6 @@ SANITY = (("dpo", "offline humanline"), ("grpo", "online"))
 POOL, TRIES, PROMPTS, PAIRS = 40, 8, 6, 3
 """Prompts that are drawn, answers to each, and prompts of the sanity set and pairs of each at most."""
 BAND, NEAR, EXACT = (0.2, 0.8), 0.9, 1e-6
-SPEED, SLOWEST = {"bfloat16": 131.0, "float32": 64.0}, 1 / 3
-"""Tokens a second of one thread of an EPYC with AVX512-BF16, offline DPO on the sanity set (in float32 each
-prompt twice), and the share of them below which something is wrong."""
 FAST = ("lr=1e-4", "warmup=0")
 OFFLINE = {
     "dpo": (*FAST, "n_examples=96", "model.batch_size=8", "loss.nll_weight=1"),
@@ -103,7 +99,6 @@ class Suite:
         able = torch.cpu.get_capabilities()  # bfloat16 is emulated elsewhere, 60 times as slow as float32
         fast = any(able.get(name) for name in ("avx512_bf16", "amx_bf16"))
         self.words += [f"model.dtype={'bfloat16' if fast else 'float32'}", "wandb.enabled=false", *words]
-        self.dtype = [word for word in self.words if word.startswith("model.dtype=")][-1].partition("=")[2]
         self.vllm = importlib.util.find_spec("vllm") is not None
         self.sampler = [f"sampler={'vllm' if self.vllm else 'embedded'}", "sampler.top_p=1"]
 
@@ -197,7 +192,6 @@ def sanity(suite: Suite, loss: str, variant: str) -> Iterator[Gate]:
         yield engine(suite, folder)
     elif measured_memory:
         yield memory(suite, settings, peak)
-        yield speed(suite, summary["tokens_per_second"])
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # two gigabytes a run
 
 
@@ -213,14 +207,6 @@ def engine(suite: Suite, folder: Path) -> Gate:
     most_noise, mean_noise = NOISE[dtype[1] if dtype else "float32"]
     wanted = f"at most {most_noise:g} and in the mean {mean_noise:g} nats apart"
     return Gate(name, wanted, f"{most:.2g} and {mean:.2g}", most <= most_noise and mean <= mean_noise)
-
-
-def speed(suite: Suite, tokens_per_second: float) -> Gate:
-    """Tokens a second of a thread as a ratio to ``SPEED``."""
-    share = tokens_per_second / int(suite.threads) / SPEED[suite.dtype]
-    measured = f"{tokens_per_second:.0f} by {suite.threads}, {share:.2f} of it"
-    wanted = f"≥ {SLOWEST:.2f} of {SPEED[suite.dtype]:g} a thread"
-    return Gate("tokens a second", wanted, measured, share >= SLOWEST)
 
 
 def memory(suite: Suite, settings: Sequence[str], peak: float) -> Gate:

@@ -23,8 +23,7 @@ from config.files import FOLDER, MOST_VALUES, too_many
 from config.unknown_keys import no_file
 
 HYDRAS = {name: action.nargs is None for name, action in get_args_parser()._option_string_actions.items()}
-"""Hydra's own options, the long ones of which it also accepts abbreviated -> whether each takes a value.
-``--info`` may have one."""
+"""Hydra's own options -> whether each takes a value. ``--info`` may have one."""
 _OPTION = re.compile(r"--(?P<name>[A-Za-z][\w.-]*)(?:=(?P<value>.*))?", re.DOTALL)
 _OPEN = re.compile(r"(evaluations|callbacks|humanline_rule)[.=]")
 """Settings whose keys the user defines. Hydra adds a key to a mapping only if it is told to."""
@@ -49,7 +48,7 @@ def as_settings(arguments: list[str], names_run: bool = False) -> list[str]:
     while rest:
         word = rest.pop(0)
         match = _OPTION.fullmatch(word)
-        if match is None or _of_hydra(word.partition("=")[0]) in HYDRAS:
+        if match is None or word.partition("=")[0] in HYDRAS:
             words.append(word)
             continue
         values = [] if match["value"] is None else [match["value"]]
@@ -91,20 +90,14 @@ def apart(words: Sequence[str]) -> tuple[list[str], list[str]]:
     rest = list(words)
     while rest:
         word = rest.pop(0)
-        takes_value = HYDRAS.get(name := _of_hydra(word), False)
+        takes_value = HYDRAS.get(word, False)
         if not word.startswith("-") or (takes_value and not rest):
             others.append(word)
             continue
         options.append(word)
-        if takes_value or (name in ("--info", "-i") and rest and re.fullmatch(r"[a-z-]+", rest[0])):
+        if takes_value or (word in ("--info", "-i") and rest and re.fullmatch(r"[a-z-]+", rest[0])):
             options.append(rest.pop(0))
     return options, others
-
-
-def _of_hydra(word: str) -> str:
-    """Return the whole name of Hydra's option that ``word`` abbreviates; ``word`` itself if there is none."""
-    names = [name for name in HYDRAS if name.startswith("--") and name.startswith(word)]
-    return names[0] if len(names) == 1 else word
 
 
 def _is_value(word: str) -> bool:

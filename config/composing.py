@@ -60,7 +60,7 @@ def check_jobs(words: Sequence[str], program: str) -> None:
 
     Raises ConfigError for a setting of Hydra's own; for a secret, which Hydra would write into multirun.yaml;
     and for two jobs that would write to the same place. Raises Hydra's errors for what it cannot compose."""
-    crossed = not SHOWS & {*words} and any(word == "-m" or word.startswith("--mu") for word in words)
+    crossed = not SHOWS & {*words} and any(word in ("-m", "--multirun") for word in words)
     says = "is Hydra's own; runs_dir and exp_name say where runs are, -m starts several"
     for word in words:
         key, written = word.partition("=")[0].lstrip("+~"), IN_FILES.format("Hydra writes the command of -m")

@@ -1,14 +1,11 @@
 """What lies around in the environment of a machine and would decide in silence: a launcher's variables are
-refused where no launcher set them; wandb's count where their setting was not given, and are said."""
+refused where no launcher set them; others are said."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
 
 from common.errors import UserError
-from config.schema import Config
 
 ALONE = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
 """A launcher's variables, and what they say of a process that runs alone."""
@@ -20,18 +17,16 @@ COUNTED_BY = (
 """Variables in which srun and mpirun tell each process that they start its rank and the number of ranks."""
 MARK = "TORCHELASTIC_RUN_ID"
 """Set by torchrun and accelerate launch in every rank that they start."""
-WANDB = {key: f"WANDB_{key.upper()}" for key in ("project", "entity", "name", "tags", "dir")}
-WANDB["group"] = "WANDB_RUN_GROUP"
-"""Setting of ``wandb`` -> the variable that counts where the setting was not given."""
-NOT_READ = ("WANDB_RUN_ID", "WANDB_RESUME")
-"""Variables of wandb that would join runs: a run has an id of its own, with which ``resume`` goes on."""
 DECIDES = {
     "WANDB_MODE": "whether wandb uploads",
+    "WANDB_DISABLED": "whether wandb is on",
+    **dict.fromkeys(("WANDB_PROJECT", "WANDB_ENTITY", "WANDB_DIR"), "where wandb keeps the run"),
+    **dict.fromkeys(("WANDB_NAME", "WANDB_RUN_GROUP", "WANDB_TAGS"), "how wandb lists the run"),
     "HF_ENDPOINT": "the hub that models and data come from",
     "NVIDIA_TF32_OVERRIDE": "how a GPU rounds float32 products",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "how a GPU rounds float32 products",
 }
-"""Variables that libraries read and no setting has: name -> what they decide."""
+"""Variables that libraries read where no setting was given: name -> what they decide."""
 
 
 def refuse_left_over(env: Mapping[str, str]) -> None:
@@ -62,24 +57,6 @@ def speaks(env: Mapping[str, str]) -> bool:
     return (env.get("RANK") or "0") == "0" or not launched(env)
 
 
-def with_environment(config: Config, env: Mapping[str, str]) -> tuple[Config, list[str]]:
-    """Return the settings with wandb's variables where the settings of ``wandb`` were not given, and a
-    sentence for each variable that decides something."""
-    notes = [f"{name}={env[name]} decides {what}" for name, what in DECIDES.items() if env.get(name)]
-    found = {
-        key: env[name]
-        for key, name in WANDB.items()
-        if env.get(name) and not getattr(config.wandb, key) and (key != "name" or config.exp_name is None)
-    }
-    if env.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes", "on") and config.wandb.enabled:
-        notes.append(f"WANDB_DISABLED={env['WANDB_DISABLED']} turns wandb off")
-        return replace(config, wandb=replace(config.wandb, enabled=False)), notes
-    if not config.wandb.enabled:
-        return config, [sentence for sentence in notes if not sentence.startswith("WANDB")]
-    own = "is not read: this run has an id of its own in wandb, with which resume=true goes on"
-    notes += [f"{name}={env[name]} {own}" for name in NOT_READ if env.get(name)]
-    notes += [f"wandb.{key}={value}, from {WANDB[key]}" for key, value in found.items()]
-    values: dict[str, Any] = {
-        key: value.split(",") if key == "tags" else value for key, value in found.items()
-    }
-    return replace(config, wandb=replace(config.wandb, **values)), notes
+def decided(env: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each variable in ``env`` that decides something."""
+    return [f"{name}={env[name]} decides {what}" for name, what in DECIDES.items() if env.get(name)]

@@ -26,7 +26,7 @@ from config.sections import (
 
 Kind = Literal["accuracy", "compare", "alpacaeval", "lm_eval"]
 """Each is a module of ``evals``; the docstring of that package describes its contract."""
-READ = ("model", "data", "sampler", "reward", "seed", "runs_dir", "cache_dir", "wandb")
+READ = ("model", "data", "sampler", "reward", "seed", "runs_dir", "cache_dir")
 """The settings of a run that an evaluation reads."""
 
 

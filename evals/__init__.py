@@ -25,8 +25,7 @@ as a folder on disk; ``evals.base.fingerprints`` identifies what was evaluated.
 
 ``Evaluation`` is the result: ``values`` (numbers by name, nested as they should read; launch.results skips
 lists), ``rows`` (one JSON object per answer), ``table`` (the printed table, heading first), ``settings`` and
-``fingerprints``. ``evals.running`` writes ``<target.out>/<name>.json`` and ``<name>.jsonl``, mirrors the
-numbers to the run's wandb run, and prints.
+``fingerprints``. ``evals.running`` writes ``<target.out>/<name>.json`` and ``<name>.jsonl``, and prints.
 
 A kind may also have ``pool(parts: list[Evaluation], stage: EvalStage) -> Evaluation``, which combines several
 runs (seeds) into one result.

@@ -12,8 +12,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
 from common.errors import ConfigError, StoppedError, require
 from common.files import lines_of
 from config.schema_stages import EvalStage
@@ -165,14 +163,14 @@ def judge(
         "against": fingerprints(target.other),
     }
     return result(
-        [items],
+        items,
         stage,
         f"against {target.other.name}, by {target.config.reward_config.name}",
         counts,
         rows=[row_of(j) for j in judged],
         settings=settings,
         digests=digests,
-        lengths=[_length(side) for side in zip(*pairs, strict=True)],
+        lengths=(_length([ours for ours, _ in pairs]), _length([theirs for _, theirs in pairs])),
     )
 
 
@@ -225,29 +223,8 @@ def row_of(one: Judged) -> dict[str, Any]:
     }
 
 
-# -- one pair or several ---------------------------------------------------------------------------
-
-
-def pool(parts: list[Evaluation], stage: EvalStage) -> Evaluation:
-    """Combine several pairs of runs into one result, with intervals by a bootstrap over pairs and prompts.
-
-    The tests use each prompt's mean difference over the pairs, so they generalise to other prompts but not
-    to other runs."""
-    counts = {"runs": len(parts), "prompts": parts[0].values["counts"]["prompts"]}
-    return result(
-        [part.items for part in parts],
-        stage,
-        f"mean of {len(parts)} pairs",
-        counts,
-        rows=[],
-        settings={"runs": [part.settings for part in parts]},
-        digests={"runs": [part.fingerprints for part in parts]},
-        lengths=[],
-    )
-
-
 def result(
-    runs: list[dict[str, dict[str, float]]],
+    items: dict[str, dict[str, float]],
     stage: EvalStage,
     title: str,
     counts: dict[str, Any],
@@ -255,14 +232,13 @@ def result(
     rows: list[dict[str, Any]],
     settings: dict[str, Any],
     digests: dict[str, Any],
-    lengths: list[float | None],
+    lengths: tuple[float | None, float | None] = (None, None),
 ) -> Evaluation:
     """Return the record and the printed table. ``win_rate`` counts a tie as half a win."""
     tie = stage.compare.tie
-    tables = {metric: statistics.table_of([run[metric] for run in runs]) for metric in runs[0]}
+    tables = {metric: statistics.table_of([values]) for metric, values in items.items()}
     difference = tables["mean_difference"]
-    none = np.where(np.isfinite(difference), 0.0, np.nan)
-    tables["win"], tables["loss"] = none + (difference > tie), none + (difference < -tie)
+    tables["win"], tables["loss"] = 1.0 * (difference > tie), 1.0 * (difference < -tie)
     tables["tie"] = 1 - tables["win"] - tables["loss"]
     tables["win_rate"] = tables["win"] + tables["tie"] / 2
     spread = statistics.intervals(tables, stage.resamples, stage.confidence)
@@ -270,17 +246,14 @@ def result(
     for name in ("win_rate", "win", "tie", "loss", "mean_difference", "reward", "reward_against"):
         interval = spread[name]
         values |= {name: statistics.mean_of(tables[name]), f"{name}_ci": list(interval) if interval else None}
-    of_prompt = [fmean(of_runs[np.isfinite(of_runs)]) for of_runs in difference.T]
-    values |= statistics.paired_tests(of_prompt, tie)
-    if lengths:
-        values |= {"length": lengths[0], "length_against": lengths[1]}
+    values |= statistics.paired_tests(difference[0].tolist(), tie)
+    values |= {"length": lengths[0], "length_against": lengths[1]}
     return Evaluation(
         values | {"counts": counts},
         printed(values, title, counts, stage.confidence),
         rows,
         settings,
         digests,
-        runs[0] if len(runs) == 1 else {},
     )
 
 

@@ -1,12 +1,11 @@
 """One kind of evaluation on one or several targets: checked before torch is imported, then run, its results
-written, mirrored and printed."""
+written and printed."""
 
 from __future__ import annotations
 
 import importlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
@@ -21,7 +20,6 @@ from config.schema_data import DataConfig
 from config.schema_stages import EvalStage
 from evals.base import Evaluation, Target
 from reports.metrics import plain
-from reports.tracking import mirror_evaluation
 from rollouts.files import refuse_existing
 from rollouts.inputs import check_inputs
 from rollouts.rewards.base import RewardError
@@ -35,8 +33,6 @@ FILES = ("annotations", "outputs", "reference")
 """Settings of a kind of evaluation that name a file."""
 MATHS = ("gsm8k", "math")
 MATH_VERIFY = "rollouts.rewards.verifier.accuracy"
-SHOWN = 64
-"""Largest number of answers that are shown in wandb."""
 
 
 def evaluate(targets: list[Target], stage: EvalStage, world: World) -> list[Evaluation]:
@@ -85,12 +81,9 @@ def pooled_path(targets: list[Target], stage: EvalStage) -> Path | None:
 
 
 def report(target: Target, stage: EvalStage, evaluation: Evaluation) -> None:
-    """Write the result and its answers, mirror them to wandb, and print the table."""
+    """Write the result and its answers, and print the table."""
     path = result_path(target, stage)
     write_result(path, evaluation)
-    if target.run is not None:
-        settings, wandb = asdict(target.config), target.config.wandb
-        mirror_evaluation(target.run, settings, wandb, path.stem, evaluation.values, evaluation.rows[:SHOWN])
     answers = f", its answers to {path.with_suffix('.jsonl').name}" if evaluation.rows else ""
     print(f"\n{target.name}\n{text_table(evaluation.table)}\nwritten to {path}{answers}", flush=True)
 

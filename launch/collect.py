@@ -28,7 +28,6 @@ from launch.state import (
 )
 from reports.metrics import numbers, read_metrics
 from reports.outcome import FINISHED
-from reports.provenance import variant
 from reports.statistics import SeedMean, mean
 
 NO_NUMBERS = ("settings", "fingerprints", "config", "counts")
@@ -50,8 +49,8 @@ class Result:
     """``eval_*`` on held-out data (validation), and ``<file>/<metric>`` of each evals/*.json file."""
     lines: list[dict[str, Any]] = field(default_factory=list)
     """The lines of metrics.jsonl; a finished run has one more, with the evaluation after training."""
-    group: str = ""
     tags: tuple[str, ...] = ()
+    """``wandb.tags``: of a sweep's run its sweep and its cell."""
 
     @property
     def status(self) -> str:
@@ -140,8 +139,7 @@ def read_run(folder: Path, cell: str | None = None) -> Result:
         computed(config),
         values,
         lines,
-        f"{config.get('loss.name', '')}-{variant(config)}",
-        (*tags, str(config.get("loss.name", "")), variant(config)),
+        tags,
     )
 
 

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from common.options import options_of
 from common.progress import phase, pulse
@@ -28,7 +28,6 @@ from launch.state import last_words
 OK, NOTE, BAD = "ok", "note", "BAD"
 IMPORT_SECONDS, DRY_SECONDS = 180, 900
 GPUS = "import torch, transformers; print(torch.cuda.device_count())"
-SLURM = ("sbatch", "squeue", "scontrol")
 
 
 class Finding(NamedTuple):
@@ -47,26 +46,22 @@ def examine(config: Config, overrides: Sequence[str]) -> Iterator[Finding]:
     about = f"{config.variant} {config.loss['name']}, {config.model.name} on {config.data.name}"
     yield Finding("settings", OK, about)
     yield runs_folder(config)
-    if missing := [name for name in SLURM if shutil.which(name) is None]:
-        yield Finding("Slurm", NOTE, f"no {', '.join(missing)} here", "--submit needs a login node")
-    else:
-        yield Finding("Slurm", OK, f"{', '.join(SLURM)} are here")
+    there = [name for name in ("sbatch", "squeue", "scontrol") if shutil.which(name)]
+    yield Finding("Slurm", OK if there else NOTE, f"{', '.join(there) or 'none of its commands'} here")
     yield packages()
-    words = [sys.executable, "train.py", *overrides, "dry_run=true"]
-    code, out = run("dry run", words, DRY_SECONDS)
-    counted = [line for line in out.splitlines() if " steps of " in line]
+    code, out = run("dry run", [sys.executable, "train.py", *overrides, "dry_run=true"], DRY_SECONDS)
     if code:
-        yield Finding("dry run", BAD, why(out), "python train.py … dry_run=true shows all of it")
+        yield Finding("dry run", BAD, out, "python train.py … dry_run=true shows all of it")
     else:
-        yield Finding("dry run", OK, (counted or ["done"])[0])
+        yield Finding("dry run", OK, "models and data are there")
 
 
 def packages() -> Finding:
     """Import torch and transformers, in a process of its own that a broken driver may end, and count GPUs."""
     code, out = run("packages", [sys.executable, "-c", GPUS], IMPORT_SECONDS)
     if code:
-        return Finding("packages", BAD, f"torch cannot be asked: {why(out)}", "reinstall it: make venv")
-    if gpus := int(out.splitlines()[-1]):
+        return Finding("packages", BAD, f"torch cannot be asked: {out}", "reinstall it: make venv")
+    if gpus := int(out):
         return Finding("GPU", OK, f"torch sees {gpus}")
     if shutil.which("nvidia-smi") is None:
         return Finding("GPU", NOTE, "none is seen by torch", "a run will use the CPU")
@@ -87,19 +82,15 @@ def runs_folder(config: Config) -> Finding:
 
 
 def run(what: str, words: Sequence[str], seconds: int) -> tuple[int, str]:
-    """Run a process and return (exit code, all its output); (124, a message) if it took too long. ``what`` is
-    shown to be under way."""
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    """Run a process and return (exit code, the line of its output that says why it ended). ``what`` is shown
+    to be under way."""
     try:
         with phase(what):
-            done = subprocess.run(words, cwd=ROOT, timeout=seconds, **pipes)
+            done = subprocess.run(words, cwd=ROOT, timeout=seconds, capture_output=True, text=True)
     except subprocess.TimeoutExpired:
         return 124, f"no end after {seconds} seconds"
-    return done.returncode, done.stdout
-
-
-def why(out: str) -> str:
-    return last_words(out.splitlines()) or "no output"
+    said = done.stdout + (done.stderr if done.returncode else "")  # a warning is no result
+    return done.returncode, last_words(said.splitlines()) or "no output"
 
 
 def main(words: Sequence[str] | None = None) -> int:

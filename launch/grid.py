@@ -16,7 +16,7 @@ A sweep file::
     skip:                                # a combination is left out if it has all the values of one of these lines
       - {loss: sft, humanline: true}
     slurm: {gpus_per_node: 4}            # what a run needs of a cluster, over the site's defaults (launch/sites/example.yaml)
-    hours: 2.5                           # what one run takes, or {default: 2, rules: [{when: {online: true}, hours: 12}]}
+    hours: 2.5                           # what one run takes
     select: [lr]                         # grid keys to be chosen on validation, not compared (launch.results)
     tests:                               # decided by launch.results once all their runs have ended, with Holm over all of them
       - {name: clip, cells: [clip-only-dpo, both-dpo], metric: eval_accuracy_sampled, effect: 0.02}   # second minus first; what matters
@@ -105,31 +105,6 @@ class Run:
         }
 
 
-Amount = Annotated[float, Field(ge=0), "must be a number of hours, 0 or more"]
-
-
-@section
-class HoursRule:
-    """The expected hours of a run with some settings."""
-
-    hours: Amount
-    when: Annotated[Settings, must(bool, "must be settings and their values, as in {online: true}")] = field(
-        default_factory=dict
-    )
-
-
-@section
-class Hours:
-    """Expected wall-clock hours of a run: those of the first rule whose settings the run has, else the
-    default."""
-
-    default: Amount | None = None
-    rules: list[HoursRule] = field(default_factory=list)
-
-    def of(self, settings: Settings) -> float | None:
-        return next((rule.hours for rule in self.rules if matches(rule.when, settings)), self.default)
-
-
 TWO_CELLS = "must be two cells, the second minus the first, as in [plain, humanline]"
 A_METRIC = (
     "must be a number of a finished run: eval_accuracy_sampled, another eval_…, or FILE/NAME of an evaluation"
@@ -167,7 +142,7 @@ class Sweep:
     """One tuple of alternatives per axis; an alternative has one key, or several tied keys."""
     seeds: tuple[int, ...] = (1,)
     skip: tuple[Settings, ...] = ()
-    hours: Hours = Hours()
+    hours: float | None = None
     select: tuple[str, ...] = ()
     slurm: Settings = field(default_factory=dict)
     tests: tuple[PlannedTest, ...] = ()
@@ -184,10 +159,9 @@ class Sweep:
         runs = []
         count = math.prod([len(self.cells) or 1, len(self.seeds), *map(len, self.grid)])
         require(count <= MOST_RUNS, "grid", count, f"are the combinations of {self.name}, {_TOO_MANY}")
-        rules = [("skip", rule) for rule in self.skip] + [("hours", rule.when) for rule in self.hours.rules]
-        for key, rule in rules:
+        for rule in self.skip:
             fits = any(matches(rule, self.base | point) for _, point in self._points())
-            require(fits, key, rule, f"fits no run of sweep {self.name}: check its keys and values")
+            require(fits, "skip", rule, f"fits no run of sweep {self.name}: check its keys and values")
         for cell, point in self._points():
             settings = self.base | point
             if any(matches(rule, settings) for rule in self.skip):
@@ -197,8 +171,7 @@ class Sweep:
                 require(value == scrub(value, key, show=False), key, REMOVED, written)
             long = f"is longer than {LONGEST_TAG} characters; name it under cells:"
             require(len(cell) <= LONGEST_TAG, "cell", cell, long)
-            hours = self.hours.of(settings)
-            runs += [Run(self.name, cell, seed, settings, hours) for seed in self.seeds]
+            runs += [Run(self.name, cell, seed, settings, self.hours) for seed in self.seeds]
         for name, count in Counter(run.name for run in runs).items():
             check_name("exp_name", name)
             twice = f"names two runs of sweep {self.name}; give the cells names (cells:)"
@@ -257,6 +230,8 @@ def read_sweep(path: Path, extra: Mapping[str, Any] | None = None) -> Sweep:
         require(key in names, key, parts[key], parts_of)
     cells, grid = _mapping("cells", parts.get("cells")), _mapping("grid", parts.get("grid"))
     hours = parts.get("hours")
+    amount = hours is None or (type(hours) in (int, float) and hours >= 0)
+    require(amount, "hours", hours, "must be what one run takes: a number of hours, 0 or more")
     sweep = Sweep(
         name=str(parts.get("name", path.stem)),
         base=_mapping("base", parts.get("base")) | dict(extra or {}),
@@ -264,7 +239,7 @@ def read_sweep(path: Path, extra: Mapping[str, Any] | None = None) -> Sweep:
         grid=tuple(_axis(keys, values) for keys, values in grid.items()),
         seeds=_seeds(parts.get("seeds", [1])),
         skip=tuple(_mapping("skip", rule) for rule in _list("skip", parts.get("skip", []))),
-        hours=typed(hours if isinstance(hours, dict) else {"default": hours}, Hours, "hours."),
+        hours=hours,
         select=tuple(_list("select", parts.get("select", []))),
         slurm=_mapping("slurm", parts.get("slurm")),
         tests=_tests(parts.get("tests", [])),

@@ -1,16 +1,13 @@
-"""Execution of a sweep's runs on this machine, several at a time, with a live table and restarts after a
-crash."""
+"""Execution of a sweep's runs on this machine, several at a time, with restarts after a crash."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -19,9 +16,7 @@ from types import FrameType
 from typing import IO
 
 from common.files import open_own
-from common.lock import holder
 from common.ports import free_port
-from config.load import LOCK
 from config.machine import MARK
 from launch.slurm import ROOT, command
 from launch.state import FAILED, RUNNING, WAITING, State, last_line, tail
@@ -56,20 +51,9 @@ class Task:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list, repr=False)
     first_end: float | None = None
     """When the first of the ranks had ended."""
-    other: str | None = None
-    """The process that this sweep did not start and that is at work on the run, so that it is waited for."""
-
-    @property
-    def holder(self) -> str | None:
-        """The process that holds the lock of the run's folder."""
-        return holder(self.state.folder / LOCK)
 
     def poll(self) -> int | None:
-        """Return the exit code of the first rank that ended badly, or 0, once all have ended; None before.
-        Where another sweep's process has ended without finishing the run, it is to be started again."""
-        if self.other is not None:
-            self.code = 0 if (self.state.folder / "summary.json").exists() else REQUEUE
-            return None if self.holder else self.code
+        """Return the exit code of the first rank that ended badly, or 0, once all have ended; None before."""
         ended = [code for code in (process.poll() for process in self.processes) if code is not None]
         self.code = self.code or next((code for code in ended if code), 0)
         if len(ended) == len(self.processes):
@@ -109,16 +93,21 @@ class Pool:
         """Number of signals that asked for a stop."""
 
     def run(self, out: IO[str]) -> list[Task]:
-        """Do all runs and return the tasks. SIGINT and SIGTERM make every run save and end."""
+        """Do all runs and return the tasks, with a line whenever the status of one changes. SIGINT and
+        SIGTERM make every run save and end."""
         old = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        screen = Screen(out)
+        shown: dict[str, tuple[str, int]] = {}
         try:
             while any(task.status in (WAITING, RUNNING) for task in self.tasks):
                 self._start()
                 time.sleep(0.2)
                 self._hand_on()
                 self._collect()
-                screen.draw(self.tasks)
+                for task in self.tasks:
+                    now = (task.status, task.failures + task.restarts)
+                    if task.status != WAITING and shown.get(task.state.run.name) != now:
+                        print(line(task), file=out, flush=True)
+                        shown[task.state.run.name] = now
         finally:
             for number, handler in old.items():
                 signal.signal(number, handler)
@@ -133,10 +122,6 @@ class Pool:
             task.slot, task.status, task.started = slot, RUNNING, time.monotonic()
             task.note(f"on {socket.gethostname()}")
             task.processes, task.code, task.first_end = [], None, None
-            task.other = task.holder
-            if task.other is not None:
-                task.note(f"waits for {task.other}, which is at work on it")
-                continue
             with task.opened() as log:
                 for environment in self._environments(task, slot):
                     # A session of its own: Ctrl-C reaches this process alone, which hands it on once.
@@ -169,11 +154,8 @@ class Pool:
         return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
     def _hand_on(self) -> None:
-        """Hand every run the signals that this process got, also one that was being started then. A run that
-        was only waited for goes on."""
+        """Hand every run the signals that this process got, also one that was being started then."""
         for task in self.tasks:
-            if self.asked and task.status == RUNNING and task.other is not None:
-                task.status = STOPPED
             while task.status == RUNNING and task.told < self.asked:
                 task.told += 1
                 task.send(signal.SIGTERM)
@@ -188,8 +170,6 @@ class Pool:
                 task.status = FINISHED
             elif self.asked:
                 task.status = STOPPED
-            elif task.holder is not None:  # another sweep was faster: it is waited for next
-                task.status = WAITING
             elif code == REQUEUE and task.restarts < MOST_RESTARTS:
                 task.status, task.restarts = WAITING, task.restarts + 1
             else:
@@ -200,42 +180,12 @@ class Pool:
         self.asked += 1
 
 
-class Screen:
-    """A table redrawn in place on a terminal; in a log, one line whenever a run's status changes."""
-
-    def __init__(self, out: IO[str]) -> None:
-        self.out, self.live, self.drawn, self.at = out, out.isatty(), 0, 0.0
-        self.seen: dict[str, tuple[str, int]] = {}
-
-    def draw(self, tasks: Sequence[Task]) -> None:
-        running = any(task.status == RUNNING for task in tasks)
-        if self.live and running and time.monotonic() - self.at < 1:
-            return
-        self.at = time.monotonic()
-        if self.live:
-            rows = shutil.get_terminal_size().lines - 2
-            order = (RUNNING, FAILED, WAITING, STOPPED, FINISHED)
-            shown = sorted(tasks, key=lambda task: order.index(task.status))[: rows - 1]
-            counts = Counter(task.status for task in tasks)
-            lines = [", ".join(f"{n} {status}" for status, n in counts.items()), *map(line, shown)]
-            self.out.write(f"\x1b[{self.drawn}F\x1b[J" if self.drawn else "")
-            self.out.write("\n".join(lines) + "\n")
-            self.drawn = len(lines)
-        for task in tasks if not self.live else ():
-            now = (task.status, task.failures + task.restarts)
-            if self.seen.get(task.state.run.name) != now and task.status != WAITING:
-                self.out.write(line(task) + "\n")
-            self.seen[task.state.run.name] = now
-        self.out.flush()
-
-
 def line(task: Task) -> str:
-    """Return one row of the table: name, status, progress, time, and failures."""
+    """Return a line about a run: name, status, progress, time, and failures."""
     last = last_line(task.state.folder) if task.status != WAITING else {}
     seconds = task.seconds + (time.monotonic() - task.started if task.status == RUNNING else 0)
     parts = [f"{task.state.run.name:<40} {task.status:<9}", f"{seconds:6.0f} s"]
     parts += [f"step {last['step'] + 1}"] if last else []
-    parts += [f"by {task.other}"] if task.other is not None and task.status == RUNNING else []
     parts += [f"loss {last['loss']:.4f}"] if last.get("loss") is not None else []
     parts += [f"exit code {task.code}"] if task.code and task.status != FINISHED else []
     if task.failures and task.status != FAILED:

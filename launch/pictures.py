@@ -1,11 +1,10 @@
-"""The results as a page, with the tables, the cells side by side, and learning curves of all cells together
-and of each with its seeds."""
+"""The results as a page, with the tables, the cells side by side, and learning curves of each cell with its
+seeds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jinja2
 from matplotlib import rc_context
@@ -19,11 +18,10 @@ from launch.collect import Cell, Result
 from reports import charts
 from reports.evaluations import MEASURES
 from reports.outcome import FINISHED
-from reports.statistics import Comparison, SeedMean, mean
+from reports.statistics import SeedMean, mean
 
 BLUE, GREY = "#0072B2", "#888888"
 COLORS = (BLUE, "#E69F00", "#009E73", "#C0392B", "#AA5C99", "#56B4E9", "#7F5539", "#444444")
-STROKES = ("-", "--", ":")
 GAP = {"wspace": 0.3}
 MOST_CURVES = 60
 STYLE = charts.STYLE | {"axes.titlesize": 10, "axes.titleweight": "normal", "legend.fontsize": "medium"}
@@ -44,12 +42,11 @@ def write_html(
     path: Path,
     cells: Sequence[Cell],
     metric: str,
-    effects: Sequence[Comparison],
     frontier: Figure | None,
     parts: Mapping[str, object],
 ) -> None:
-    """Write one self-contained page. ``effects``: of a crossed sweep, drawn instead of the cells. ``parts``:
-    what results.html.j2 shows as it is. With more than ``MOST_CURVES`` cells, no curves are drawn."""
+    """Write one self-contained page. ``parts``: what results.html.j2 shows as it is. With more than
+    ``MOST_CURVES`` cells, no curves are drawn."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
     )
@@ -57,9 +54,8 @@ def write_html(
     span = limits(few, metric)
     with rc_context(STYLE):
         drawn = {
-            "overview": svg(forest(effects, metric) if effects else bars(cells, metric)),
+            "overview": svg(bars(cells, metric)),
             "reached": svg(frontier),
-            "overlaid": svg(overlay(few, metric, span)),
             "curves": [(cell.name, cell.progress, svg(curve(cell, metric, span))) for cell in few],
         }
     write_whole(path, environment.get_template("results.html.j2").render({**parts, **drawn}))
@@ -71,21 +67,15 @@ def svg(figure: Figure | None) -> str:
     return text[text.index("<svg") :] if text else text
 
 
-def rows_of(names: Sequence[str], height: float, label: str) -> tuple[Figure, Axes]:
-    """Return a figure of ``height`` inches with a named row for each of ``names``, and its axes."""
-    figure = Figure(figsize=(7, height))
-    axes = figure.subplots()
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xlabel(label)
-    return figure, axes
-
-
 def bars(cells: Sequence[Cell], metric: str) -> Figure:
     """Draw the mean and standard error of each cell with every seed as a dot; a cell without a finished run
     keeps its line, with a note."""
     label = f"{in_words(metric)} (mean ± standard error over seeds; dots are seeds)"
-    figure, axes = rows_of([cell.name for cell in cells], 0.6 + 0.32 * len(cells), label)
+    figure = Figure(figsize=(7, 0.6 + 0.32 * len(cells)))
+    axes = figure.subplots()
+    axes.set_yticks(range(len(cells)), [cell.name for cell in cells])
+    axes.set_ylim(len(cells) - 0.5, -0.5)
+    axes.set_xlabel(label)
     for row, cell in enumerate(cells):
         values = list(cell.values(metric).values())
         if (middle := mean(values)) is None:
@@ -94,40 +84,6 @@ def bars(cells: Sequence[Cell], metric: str) -> Figure:
             continue
         axes.plot(values, [row] * len(values), "o", color=BLUE, alpha=0.3, markersize=4, markeredgewidth=0)
         axes.errorbar(middle.value, row, xerr=middle.error or 0, fmt="o", color=BLUE, capsize=3, markersize=6)
-    return figure
-
-
-def forest(effects: Sequence[Comparison], metric: str) -> Figure:
-    """Draw the difference and standard error of each effect; significant ones are filled."""
-    label = f"change of {in_words(metric)} (± standard error over seeds; filled: significant)"
-    names = [f"{effect.b} − {effect.a}" for effect in effects]
-    figure, axes = rows_of(names, 0.7 + 0.24 * len(names), label)
-    axes.axvline(0, color=GREY, linewidth=0.8)
-    for row, effect in enumerate(effects):
-        change, fill = effect.difference, BLUE if effect.significant else "white"
-        style: dict[str, Any] = {"color": BLUE, "markerfacecolor": fill, "capsize": 2, "markersize": 5}
-        axes.errorbar(change.value, row, xerr=change.error or 0, fmt="o", **style)
-    return figure
-
-
-def overlay(cells: Sequence[Cell], metric: str, span: tuple[float, float] | None) -> Figure | None:
-    """Draw the mean curve of every cell for the held-out metric, or for the evaluation loss if no run has a
-    curve of the metric; None if fewer than two cells have a curve."""
-    key = metric if span is not None else "eval_loss"
-    lines = [(cell.name, mean_curve(cell.chosen, key)) for cell in cells]
-    lines = [(name, line) for name, line in lines if len(line) > 1]
-    if len(lines) < 2:
-        return None
-    figure = Figure(figsize=(7, 3.2 + 0.16 * len(lines)))
-    axes = figure.subplots()
-    for i, (name, line) in enumerate(lines):
-        style = STROKES[i // len(COLORS) % len(STROKES)]
-        xs, ys = [x for x, _ in line], [y.value for _, y in line]
-        axes.plot(xs, ys, style, color=COLORS[i % len(COLORS)], marker=".", linewidth=1.4, label=name)
-    of_examples(axes, 6)
-    axes.set_ylabel(in_words(key))
-    columns = 2 if len(lines) > 3 else 1
-    axes.legend(fontsize=7, ncols=columns, loc="upper center", bbox_to_anchor=(0.5, -0.18))
     return figure
 
 
@@ -145,13 +101,9 @@ def curve(cell: Cell, metric: str, span: tuple[float, float] | None) -> Figure |
         if key == metric and span is not None:
             axes.set_ylim(*span)
         axes.set_title("training loss" if key == "loss" else in_words(key))
-        of_examples(axes, 5)
+        axes.set_xlabel("training examples")
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     return figure
-
-
-def of_examples(axes: Axes, ticks: int) -> None:
-    axes.set_xlabel("training examples")
-    axes.xaxis.set_major_locator(MaxNLocator(ticks, integer=True))
 
 
 def mean_curve(runs: Sequence[Result], key: str) -> list[tuple[int, SeedMean]]:

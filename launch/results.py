@@ -27,7 +27,6 @@ import argparse
 import csv
 import io
 import math
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -102,17 +101,8 @@ def failure(run: Result) -> str:
 
 def write_csv(path: Path, table: Iterable[Iterable[object]]) -> None:
     text = io.StringIO(newline="")
-    csv.writer(text).writerows([[_cell(value) for value in row] for row in table])
+    csv.writer(text).writerows(table)
     write_whole(path, text.getvalue())
-
-
-_NUMBER = re.compile(r"-?\d[\d.]*(e[-+]?\d+)?( ± \d[\d.]*(e[-+]?\d+)?)?")
-
-
-def _cell(value: object) -> object:
-    """Return a text so that a spreadsheet takes it for no formula; a number with its error stays as it is."""
-    formula = isinstance(value, str) and value[:1] in tuple("=+-@\t\r") and not _NUMBER.fullmatch(value)
-    return f"'{value}" if formula else value
 
 
 def numeric_rows(cells: Sequence[Cell], metrics: Sequence[str]) -> list[list[object]]:
@@ -128,16 +118,16 @@ def numeric_rows(cells: Sequence[Cell], metrics: Sequence[str]) -> list[list[obj
 
 
 def run_rows(results: Sequence[Result], cells: Sequence[Cell]) -> list[list[object]]:
-    """Return a row for every run, chosen or not, with its wandb group and tags."""
+    """Return a row for every run, chosen or not."""
     metrics = sorted({key for run in results for key in run.values})
     # by id: names may stand twice
     cells_by_run = {id(run): cell.name for cell in cells for runs in cell.tried for run in runs}
     chosen = {id(run) for cell in cells for run in cell.chosen}
     head = ["run", "cell", "seed", "status", "said last", "log", "steps", "chosen"]
-    out: list[list[object]] = [[*head, "wandb group", "wandb tags", *metrics]]
+    out: list[list[object]] = [[*head, *metrics]]
     for run in results:
         status = (run.status, run.about.detail, run.about.log or "", run.step, id(run) in chosen)
-        about = (run.name, cells_by_run[id(run)], run.seed, *status, run.group, " ".join(run.tags))
+        about = (run.name, cells_by_run[id(run)], run.seed, *status)
         out.append([*about, *(run.values.get(metric) for metric in metrics)])
     return out
 
@@ -245,12 +235,11 @@ def report(options: argparse.Namespace) -> str:
     write_csv(folder / "runs.csv", run_rows(results, cells))
     if decided:
         write_csv(folder / "decisions.csv", decided)
-    effects = tests if compared.notes else []
     parts: dict[str, object] = {"name": name, "planned": decided, "planned_note": NOTE.format(len(decisions))}
     parts |= {"notes": notes, "failed": failed, "table": cell_table, "means": means, "powers": powers}
     parts["tests"] = test_table if tests else []
     drawn = None if frontier is None else frontier.figure()
-    write_html(folder / "index.html", cells, metric, effects, drawn, parts)
+    write_html(folder / "index.html", cells, metric, drawn, parts)
     written = f"index.html, table.md, table.csv, tests.csv, runs.csv{', decisions.csv' if decided else ''}"
     return f"{text}\n\nwritten to {folder}/: {written}"
 

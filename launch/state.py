@@ -13,18 +13,16 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from common.errors import ConfigError, UserError
 from common.lock import holder
 from config.cli import UNREADABLE, compose_config
 from config.composing import composed
-from config.files import FOLDER, walk
+from config.files import FOLDER
 from config.load import LOCK, Change, changes, load, refused_changes, started
 from config.schema import Config
 from launch.grid import Run, override
@@ -49,66 +47,34 @@ _ERROR = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Ex
 _RANK = re.compile(r"^\[rank\d+\]:")
 _NOISE = re.compile(r"(?:srun|slurmstepd[\w.-]*|slurmd[\w.-]*): ")
 _LINES = 400
-_PLAIN_KEY = re.compile(r"(?!hydra\b)[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)
-_READ_AS_MORE = re.compile(r"\$|[+-]?\.inf$")
-"""Matches texts that Hydra or ``config.load`` does not take literally."""
 
 
 class Composer:
     """Makes the settings of a sweep's runs as ``compose_config`` does, but calls Hydra once for each choice
-    of files.
-
-    Settings of unusual form or value, and all that are refused, go through ``compose_config`` itself, which
-    decides and words the error.
-    """
+    of files. What it cannot make, ``compose_config`` makes or refuses."""
 
     def __init__(self) -> None:
-        self._bases: dict[tuple[str, ...], tuple[dict[str, Any], set[str], bool]] = {}
+        self._composed: dict[tuple[str, ...], DictConfig] = {}
 
     def config(self, run: Run) -> Config:
         """Return the settings of ``run``. Raises UserError."""
-        if all(map(_is_plain, run.all_settings.values())):
-            try:
-                return self._filled(run)
-            except (*UNREADABLE, ConfigError, LookupError):
-                pass
-        return compose_config(run.overrides())
-
-    def _filled(self, run: Run) -> Config:
-        """Return the settings of ``run``. Raises LookupError for a setting that the composed files do not
-        have."""
-        choices = (override(key, value) for key, value in run.settings.items() if _chooses(key))
-        base, keys, refers = self._base(tuple(choices))
-        tree = copy.deepcopy(base)
-        for key, value in run.all_settings.items():
-            if not _chooses(key):
-                if key not in keys:
-                    raise LookupError(key)
-                *sections, last = key.split(".")
-                reduce(getitem, sections, tree)[last] = value
-        return load(OmegaConf.create(tree) if refers else tree)
-
-    def _base(self, choices: tuple[str, ...]) -> tuple[dict[str, Any], set[str], bool]:
-        """Return the composed files of ``choices``, the set of settings that they have, and whether one of
-        these refers to another."""
-        if choices not in self._bases:
-            tree: Any = OmegaConf.to_container(composed(list(choices)))
-            self._bases[choices] = tree, {key for key, _ in walk(tree)}, "${" in repr(tree)
-        return self._bases[choices]
+        values = {key: value for key, value in run.all_settings.items() if _is_value(key, value)}
+        choices = tuple(override(k, value) for k, value in run.all_settings.items() if k not in values)
+        try:
+            if choices not in self._composed:
+                self._composed[choices] = composed(list(choices))
+            settings = copy.deepcopy(self._composed[choices])
+            for key, value in values.items():
+                OmegaConf.update(settings, key, value)
+            return load(settings)
+        except (*UNREADABLE, ConfigError):
+            return compose_config(run.overrides())
 
 
-def _chooses(key: str) -> bool:
-    """Whether a setting is more than a value: it chooses a file, or its key uses a sign of Hydra's
-    grammar."""
-    return _PLAIN_KEY.fullmatch(key) is None or (FOLDER / key.replace(".", "/")).is_dir()
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(_is_plain(item) and not isinstance(item, list) for item in value)
-    if isinstance(value, str):
-        return _READ_AS_MORE.search(value) is None
-    return value is None or isinstance(value, bool | int | float)
+def _is_value(key: str, value: Any) -> bool:
+    """Return whether a setting is a plain value of a key: it chooses no file, and refers to no other."""
+    plain = re.fullmatch(r"[A-Za-z][\w.]*", key) is not None and "$" not in str(value)
+    return plain and not isinstance(value, dict) and not (FOLDER / key.replace(".", "/")).is_dir()
 
 
 @dataclass(frozen=True)
@@ -144,13 +110,10 @@ def named(run: Run) -> Iterator[None]:
         raise UserError(f"{run.name}: {error}") from error
 
 
-def inspect(run: Run, composer: Composer | None = None) -> State:
-    """Return the state of ``run``; for many runs, pass the same ``composer`` to all calls.
-
-    Raises UserError if the run's settings are not valid.
-    """
+def inspect(run: Run, composer: Composer) -> State:
+    """Return the state of ``run``. Raises UserError if the run's settings are not valid."""
     with named(run):
-        config = (composer or Composer()).config(run)
+        config = composer.config(run)
     folder = folder_of(config, run)
     begun = started(folder)
     differences = changes(folder, config) if begun else []

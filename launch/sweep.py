@@ -31,13 +31,13 @@ from statistics import fmean
 from common.errors import ConfigError, StoppedError, require
 from common.options import options_of
 from common.progress import SOON, progress, pulse
+from common.worker_process import WorkerError, WorkerProcess
 from config.cli import answered
-from config.schema import CARDS
+from config.schema import CARDS, Config
 from config.unread import leaves, unread
 from launch.collect import read_json
 from launch.grid import Run, Sweep, parse_overrides, read_sweep
 from launch.local import STOPPED, Pool, failures
-from launch.memory import cell_plans
 from launch.slurm import (
     ROOT,
     Job,
@@ -63,7 +63,7 @@ USUAL = -1.0
 """``--rate`` without a number"""
 _TOKENS = re.compile(r"(\d+) tokens to train on")
 _SIZE = re.compile(r"([\d.]+) M parameters")
-DRY_RUN_SECONDS = 1800
+DRY_RUN_SECONDS = PLAN_SECONDS = 1800.0
 SHARE_OF_PEAK = 0.3
 OPERATIONS = 8
 """Operations on each weight for a token: 2 in the forward, 4 in the backward, 2 in the reference's."""
@@ -107,11 +107,6 @@ def parser() -> argparse.ArgumentParser:
     )
     option("--memory", action="store_true", help="plan the memory of each cell on slurm.card")
     option(
-        "--over",
-        action="store_true",
-        help="submit runs that are planned to need more memory than slurm.card has",
-    )
-    option(
         "--rate",
         type=float,
         nargs="?",
@@ -136,7 +131,6 @@ def refuse_together(options: argparse.Namespace) -> list[str]:
         (retries is None or local is not None, "--retries", retries, "is a part of --local N"),
         (not gpus or local is not None, "--gpus", options.gpus, "is a part of --local N"),
         (not gpus or shared, "--gpus", options.gpus, f"cannot be shared out to {local} runs at a time"),
-        (not options.over or options.submit, "--over", True, "is a part of --submit"),
         (of_job or not options.set, "--set", options.set, "is of a Slurm job, not of --local"),
         (of_job or options.site is None, "--site", options.site, "is of a Slurm job, not of --local"),
         (
@@ -171,7 +165,7 @@ def act(options: argparse.Namespace) -> int:
     if not options.script:
         print(plan(sweep, states, waiting, hours, of_slurm), flush=True)
     if options.memory or (options.submit and job.card is not None):
-        refuse_too_large(todo, job, acting=options.submit and not options.over)
+        refuse_too_large(todo, job, acting=options.submit)
     refuse_changed(sweep, states, acting=options.submit or options.script or of_slurm is None)
     if of_slurm is None:
         retries = 1 if options.retries is None else options.retries
@@ -214,10 +208,7 @@ def plan(
 ) -> str:
     """Return the list of runs with the state and command of each, then the totals."""
     width = max(len(state.run.name) for state in states)
-    words = {state.run.name: [*starter(job), *command(state.run)] for state in states}
-    plain = [word for word in words[states[0].run.name] if shlex.quote(word) == word]  # the shell splits $RUN
-    shared = [word for word in plain if len(states) > 1 and all(word in argv for argv in words.values())]
-    lines = [f"RUN='{' '.join(shared)}'"] if shared else []
+    lines = []
     for state in states:
         name = state.run.name
         kind = f"{state.kind} ({state.detail})" if state.detail else state.kind
@@ -225,7 +216,7 @@ def plan(
         cost = f"{hours[name]:.2f} h" if name in hours else "? h"
         lines += [
             f"{name:<{width}}  {kind:<28}  {cost:>9}",
-            f"    {'$RUN ' * bool(shared)}{shlex.join([word for word in words[name] if word not in shared])}",
+            f"    {shlex.join([*starter(job), *command(state.run)])}",
         ]
     counts = Counter(QUEUED if state.run.name in waiting else state.kind for state in states)
     todo = [s for s in states if s.kind not in (FINISHED, CHANGED)]
@@ -270,19 +261,39 @@ def refuse_or_warn(error: ConfigError, acting: bool) -> None:
 
 
 def refuse_too_large(todo: Sequence[State], job: Job, acting: bool) -> None:
-    """Print what the runs need of the card that the job names. For runs that need more than it has: raise
-    ConfigError if ``acting``, else print a warning."""
+    """Print what the runs need of the card that the job names, once a cell; rows are assumed to have the
+    maximum length. For runs that need more than it has: raise ConfigError if ``acting``, else print a
+    warning."""
     require(bool(job.card), "slurm.card", None, f"is not known: --set card= one of {', '.join(CARDS)}")
-    plans = cell_plans(todo, job)
-    for cell_plan in plans:
-        print(cell_plan, flush=True)
-    for cell_plan in plans:
-        if cell_plan.over:
-            room = (
-                f"has no room: {'; '.join(cell_plan.over)}; rows were taken to be as long as they may be: "
-                "--over submits all the same"
-            )
-            refuse_or_warn(ConfigError(f"{cell_plan.runs[0]}: slurm.card", job.card, room), acting)
+    if not job.gpus_per_node or not todo:
+        return
+    cells: dict[str, State] = {}
+    for state in todo:
+        cells.setdefault(state.run.cell, state)
+    worker = WorkerProcess("jobs.memory", log=None, env={"CUDA_VISIBLE_DEVICES": ""})
+    try:
+        plans = {
+            cell: planned(worker, state.config, job)
+            for cell, state in progress(list(cells.items()), "plan the memory", unit="cell", delay=SOON)
+        }
+    finally:
+        worker.close()
+    for cell, (text, _) in plans.items():
+        print(f"{cell}: {text}", flush=True)
+    for cell, (_, over) in plans.items():
+        if over:
+            room = f"has no room: {'; '.join(over)}; rows were taken to be as long as they may be: "
+            all_the_same = "--set card=null plans nothing"
+            refuse_or_warn(ConfigError(f"{cell}: slurm.card", job.card, room + all_the_same), acting)
+
+
+def planned(worker: WorkerProcess, config: Config, job: Job) -> tuple[str, list[str]]:
+    """Return (the memory plan in words, why the run is refused)."""
+    try:
+        plan = worker.call("of_settings", config, job.world_size, job.card, timeout=PLAN_SECONDS)
+    except WorkerError as error:
+        return f"the memory could not be planned: {str(error).strip().splitlines()[-1]}", []
+    return plan["text"], list(plan["over"] or ())
 
 
 def run_here(pool: Pool) -> int:

@@ -46,17 +46,11 @@ class Answered:
 
 def keep_answers(run_dir: Path, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Add the answers given before ``step``. Lines of this step and of later ones, which a killed run may
-    have left, are removed. A file with a damaged line is kept as ``answers.jsonl.damaged``, and that is
-    printed. Raises OSError."""
+    have left, are removed. So are damaged lines, and that is printed. Raises OSError."""
     path = run_dir / FILE
     sound, damaged = _lines(path)
     if damaged:
-        aside = path.with_name(f"{FILE}.damaged")
-        path.replace(aside)
-        print(
-            f"{path}: {damaged} of its lines are damaged; it is kept as {aside.name}, the others stay",
-            flush=True,
-        )
+        print(f"{path}: {damaged} of its lines are damaged, and go; the others stay", flush=True)
     earlier = [line for line in sound if line["step"] < step]
     lines = [*earlier, *({"step": step, **dict(zip(columns, row, strict=True))} for row in rows)]
     write_whole(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

@@ -10,7 +10,6 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
@@ -142,7 +141,10 @@ def draw(panel: Panel, records: Sequence[Record]) -> Figure | None:
     """Return the panel as a figure; None if no curve of it has two numbers."""
     if not is_drawn(panel, records):
         return None
-    figure, axes = _axes(panel.title, panel.unit)
+    figure = Figure(figsize=(5.4, 2.9), layout="constrained")
+    axes = figure.subplots()
+    axes.set(title=panel.title, xlabel="optimizer step", ylabel=panel.unit)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     for curve in panel.curves:
         steps, values = points(records, curve.key)
         if len(steps):
@@ -160,25 +162,9 @@ def draw(panel: Panel, records: Sequence[Record]) -> Figure | None:
         axes.set_ylim(max(axes.get_ylim()[0], -0.02), min(max(axes.get_ylim()[1], 1e-3), 1.02))
     if panel.log:
         axes.set_yscale("log")
-    put_legend(figure, axes)
+    longest = max(len(curve.label) for curve in panel.curves)
+    figure.legend(loc="outside lower center", ncols=1 if longest > 28 else 2)  # where no curve runs
     return figure
-
-
-def _axes(title: str, unit: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(5.4, 2.9), layout="constrained")
-    axes = figure.subplots()
-    axes.set(title=title, xlabel="optimizer step", ylabel=unit)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
-    return figure, axes
-
-
-def put_legend(figure: Figure, axes: Axes) -> None:
-    """Put the curves' names below the chart, where no curve runs; nothing if no curve has a name."""
-    handles, labels = axes.get_legend_handles_labels()
-    if labels:
-        figure.legend(
-            handles, labels, loc="outside lower center", ncols=1 if max(map(len, labels)) > 28 else 2
-        )
 
 
 def charts(records: Sequence[Record], panels: Sequence[Panel] = PANELS) -> list[tuple[str, bytes]]:
@@ -226,10 +212,7 @@ def diagnostic_charts(lines: Sequence[Record]) -> tuple[list[tuple[str, bytes]],
     first, intervals = lines[0], lines[1:]
     noise = (first["noise"] or {}).get("rms") or None  # nothing that is 0 has a logarithm
     numbers = [{"step": 0, "entropy": first["entropy"]}, *(flattened(line, noise) for line in intervals)]
-    with matplotlib.rc_context(STYLE):
-        positions = svg(by_position(first, intervals))
-    figures = [*charts(numbers, DIAGNOSTIC_PANELS), ("Beyond the clipping range, by position", positions)]
-    return figures, single_numbers(numbers, DIAGNOSTIC_PANELS)
+    return charts(numbers, DIAGNOSTIC_PANELS), single_numbers(numbers, DIAGNOSTIC_PANELS)
 
 
 def flattened(line: Record, noise: float | None) -> Record:
@@ -241,28 +224,3 @@ def flattened(line: Record, noise: float | None) -> Record:
             numbers[f"spread_{side}"] = line[side]["spread"] or None
             numbers[f"drift_{side}"] = line[side]["drift"]
     return numbers
-
-
-def by_position(first: Record, intervals: Sequence[Record]) -> Figure:
-    """Draw the share of tokens below and above the clipping range at each position of their completion, over
-    the whole run."""
-    title = "Beyond the clipping range, by position" + ("" if first["clips"] else " (nothing is clipped)")
-    figure, axes = _axes(title, "share of the tokens there")
-    longest = 0
-    for side, color in COLORS.items():
-        parts = [line[side]["positions"] for line in intervals if side in line]
-        totals = np.zeros((max(map(len, parts), default=0), 3))
-        for part in parts:
-            totals[: len(part)] += part
-        longest = max(longest, len(totals))
-        for column, name, style in ((1, "below log_epsilon_P", "--"), (2, "above log_epsilon_R", "-")):
-            if len(totals):
-                shares = totals[:, column] / totals[:, 0]
-                axes.plot(shares, f".{style}", color=color, linewidth=1.4, label=f"{side}, {name}")
-    axes.set_xlabel("position in the completion (tokens, from 1)")
-    names = [f"{2**p}–{2 ** (p + 1) - 1}" if p else "1" for p in range(longest)]
-    axes.set_xticks(range(longest), names, rotation=30 if longest > 7 else 0)
-    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
-    axes.set_ylim(bottom=0.0, top=max(axes.get_ylim()[1], 1e-3))
-    put_legend(figure, axes)
-    return figure

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -84,38 +84,15 @@ def _parsed(line: bytes) -> Record:
     return record
 
 
-def sound_lines(content: bytes) -> tuple[list[bytes], list[Record]]:
-    """Return (lines, their records) of the lines that can be read; of several lines with one step, the
-    first."""
-    lines: list[bytes] = []
-    records: dict[int, Record] = {}
+def sound_lines(content: bytes) -> list[bytes]:
+    """Return the lines that can be read; of several lines with one step, the first."""
+    lines: dict[int, bytes] = {}
     for line in _whole_lines(content):
         try:
-            record = _parsed(line)
+            lines.setdefault(_parsed(line)["step"], line + b"\n")
         except (ValueError, TypeError, KeyError, RecursionError):
             continue
-        if record["step"] not in records:
-            records[record["step"]] = record
-            lines.append(line + b"\n")
-    return lines, list(records.values())
-
-
-def steps_of(records: Iterable[Record]) -> set[int]:
-    """Return the steps that the lines cover: a line of metrics covers one step, a line of diagnostics an
-    interval."""
-    spans = ((int(r["first_step"] if "first_step" in r else r["step"]), r["step"]) for r in records)
-    return {step for first, last in spans for step in range(first, last + 1)}
-
-
-def ranges(steps: Iterable[int]) -> str:
-    """Return step numbers as text, such as 0 to 6, 9."""
-    parts: list[list[int]] = []
-    for step in sorted(steps):
-        if parts and step == parts[-1][1] + 1:
-            parts[-1][1] = step
-        else:
-            parts.append([step, step])
-    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in parts)
+    return list(lines.values())
 
 
 class LineFile:
@@ -137,14 +114,12 @@ class LineFile:
     def _open(self) -> None:
         content = _content(self.path)
         self._sum = (len(content), zlib.crc32(content))
-        self._steps = steps_of(sound_lines(content)[1])
         descriptor = open_own(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._stream = os.fdopen(descriptor, "ab", buffering=0)
 
     def append(self, record: Record) -> None:
         """Append one line. ``record`` is plain data; its step is above that of the line before."""
         self._waiting.append(json.dumps(record, allow_nan=False).encode() + b"\n")
-        self._steps |= steps_of([record])
         try:
             self._write()
         except OSError as error:
@@ -169,15 +144,14 @@ class LineFile:
 
     def settle(self) -> bytes:
         """Write the waiting lines, check that the file holds what was written to it, and return its content.
-        If something else has changed the file, the lines that can be read stay and the missing ones are
-        reported. Raises OSError."""
+        If something else has changed the file, the lines that can be read stay, and that is printed.
+        Raises OSError."""
         self._write()
         content = _content(self.path)
         if (len(content), zlib.crc32(content)) == self._sum:
             return content
-        lines, records = sound_lines(content)
-        missing = self._steps - steps_of(records)
-        message = f"the lines of steps {ranges(missing)} are gone" if missing else "no line is missing"
+        lines = sound_lines(content)
+        message = f"{len(lines)} of its lines can be read, and stay"
         print(f"{self.path}: changed by something else while the run wrote it; {message}", flush=True)
         self._stream.close()
         _replace(self.path, b"".join(lines))

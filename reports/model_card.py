@@ -13,10 +13,9 @@ from huggingface_hub import ModelCardData
 from common.files import write_whole
 from common.markdown import literal, table
 from common.secrets import scrub, scrub_text
-from config.schema_trainer import recorded_numbers
 from reports.answers import LINES, Answered, before_and_after, shortened
 from reports.outcome import text_of
-from reports.provenance import git_commit, variant, versions
+from reports.provenance import facts, git_commit, variant, versions
 from reports.report import compared, memory_facts
 
 ROOT = Path(__file__).parents[1]
@@ -46,37 +45,24 @@ def write_model_card(model_dir: Path, config: dict[str, Any], summary: dict[str,
 
 def model_card(config: dict[str, Any], summary: dict[str, Any]) -> str:
     """Return the card's text: YAML front matter, provenance, and the evaluation before and after training."""
-    model, data, loss = config["model"], config["data"], config["loss"]
+    model, loss = config["model"], config["loss"]
     base = str(model["name_or_path"])
-    taken = recorded_numbers(config)
-    numbers = ", ".join(f"{key} = {value}" for key, value in taken.items())
     on_hub = _HUB_ID.fullmatch(base) is not None and not Path(base).exists()
-    clip = ", ".join(f"{key} = {config.get(key)}" for key in ("log_epsilon_P", "log_epsilon_R", "sync_freq"))
     front = ModelCardData(
         base_model=base if on_hub else None,  # the hub accepts only an id
         library_name="transformers",
         pipeline_tag="text-classification" if model.get("head") == "reward" else "text-generation",
         tags=["alignment", _TAG.sub("-", str(loss["name"])), variant(config)],
     )
-    facts = {
-        "Base model": base + (f", revision {model['revision']}" if model.get("revision") else ""),
-        "Loss": str(loss["name"]) + (f" ({numbers})" if numbers else ""),
-        "Variant": variant(config) + (f" ({clip})" if config.get("humanline") else ""),
-        "Data": str(data.get("path") or data["name"])
-        + (f", revision {data['revision']}" if data.get("revision") else ""),
+    found = facts(config) | {
         "Checkpoint": summary.get("checkpoint"),
-        "Seed": config["seed"],
-        "Learning rate": f"{config['lr']:g}",
-        "Batch size": model.get("batch_size"),
-        "LoRA": f"rank {model['peft']['lora_r']}, merged" if model.get("use_peft") else None,
-        "Frozen base": model.get("quantization"),
         "Ended": text_of(summary),
         "Memory of a rank": dict(memory_facts(summary)).get("memory"),
         "Command": summary.get("command") or None,
         "Code": git_commit(ROOT),
         "Versions": ", ".join(f"{package} {version}" for package, version in versions().items()),
     }
-    cells = {key: literal(str(value)) for key, value in facts.items() if value is not None}
+    cells = {key: literal(str(value)) for key, value in found.items() if value is not None}
     rows = [(key, f"<code>{cell}</code>" if key == "Command" else cell) for key, cell in cells.items()]
     title = literal(f"{Path(base).name}, {loss['name']}, {variant(config)}")
     return f"""---

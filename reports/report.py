@@ -16,7 +16,7 @@ import base64
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,12 @@ from common.options import options_of, run_folder
 from common.secrets import scrub
 from config.arguments import as_typed
 from config.cli import answered
-from config.schema_trainer import recorded_numbers
 from reports import data_tables
 from reports.answers import ABSENT, before_and_after, shortened
 from reports.evaluations import MEASURES, names_of, of_name
 from reports.metrics import numbers, read_metrics
 from reports.outcome import symptoms, text_of
-from reports.provenance import variant
+from reports.provenance import facts, variant
 
 
 def compared(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -136,9 +135,8 @@ def write_report(run_dir: Path) -> Path:
         single=[*charts.single_numbers(curves), *once],
         diagnostics=figures,
         noise=next((line["noise"] for line in diagnostics if line.get("noise")), None),
-        settings=[*_settings(config), *memory_facts(summary)],
+        settings=[*facts(config).items(), *memory_facts(summary)],
         data=data,
-        every_setting=list(flat(config)),
     )
     path = run_dir / "report.html"
     write_whole(path, page)
@@ -158,28 +156,6 @@ def _data(path: Path) -> dict[str, Any]:
         }
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise _damaged(path, repr(error)) from error
-
-
-def flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted.key, text) of nested plain data, for a table. Empty lists and mappings are left out."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from flat(item, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list):
-        items = [
-            ", ".join(text for _, text in flat(item)) if isinstance(item, dict) else _text(item)
-            for item in value
-        ]
-        if items:
-            yield name, "; ".join(items)
-    else:
-        yield name, _text(value)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return json.dumps(value)  # as in yaml
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _headline(config: dict[str, Any], summary: dict[str, Any], records: list[dict[str, Any]]) -> str:
@@ -203,29 +179,6 @@ def _end(summary: dict[str, Any], records: list[dict[str, Any]]) -> list[dict[st
     measures the weights before its step."""
     last = records[-1]["step"] if records else -1
     return [summary["after"] | {"step": last + 1}] if summary.get("after") else []
-
-
-def _settings(config: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the settings that characterize a run, the most important first."""
-    model, data = config.get("model", {}), config.get("data", {})
-    loss = recorded_numbers(config)
-    clipping = [f"{key} {_text(config.get(key))}" for key in ("log_epsilon_P", "log_epsilon_R", "sync_freq")]
-    chosen = {
-        "variant": variant(config) if config else None,
-        "loss": ", ".join(
-            [str(config.get("loss", {}).get("name", "")), *(f"{k} {_text(v)}" for k, v in loss.items())]
-        ),
-        "humanline": ", ".join(clipping) if config.get("humanline") else None,
-        "model": model.get("name_or_path"),
-        "LoRA": f"rank {model.get('peft', {}).get('lora_r')}" if model.get("use_peft") else None,
-        "frozen base": model.get("quantization"),
-        "data": data.get("path") or data.get("name"),
-        "batch size": model.get("batch_size"),
-        "learning rate": config.get("lr"),
-        "largest gradient norm": model.get("max_grad_norm"),
-        "seed": config.get("seed"),
-    }
-    return [(key, _text(value)) for key, value in chosen.items() if value not in (None, "")]
 
 
 def _read(path: Path) -> dict[str, Any]:

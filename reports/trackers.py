@@ -46,11 +46,6 @@ class Fused:
         self._tracker: ExternalTracker | None = None
         self._guard(lambda: setattr(self, "_tracker", make()))
 
-    @property
-    def alive(self) -> bool:
-        """Whether the tracker is on and has not failed."""
-        return self._tracker is not None
-
     def tell(self, method: str, *arguments: Any) -> None:
         """Call a method of the tracker, unless the tracker has failed."""
         if self._tracker is not None:

@@ -7,8 +7,6 @@ affecting the run: the first failure prints a warning, and wandb is then not cal
 
 from __future__ import annotations
 
-import json
-import netrc
 import os
 import secrets
 import sys
@@ -17,21 +15,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 
-from common.files import write_whole
 from common.secrets import scrub, scrub_words
 from config.schema import WandbConfig
-from reports.metrics import DIAGNOSTICS, METRICS, LineFile, Record, numbers, plain, read_metrics
+from reports.metrics import DIAGNOSTICS, METRICS, LineFile, Record, plain
 from reports.provenance import variant
 from reports.trackers import Fused, in_a_line, open_trackers, warn
 
 PROJECT = "humanline"
 """The wandb project where neither a setting nor the environment names one."""
-WANDB_ID = "wandb_id"
-"""File of a run's wandb id, for a run whose wandb files lie in another folder (``wandb.dir``)."""
 INIT_SECONDS = 10.0
 """Seconds that an unreachable wandb server may delay the start; after that the run is tracked offline."""
 FINISH_SECONDS = 60.0
@@ -125,53 +119,6 @@ class Tracker:
             tracker.tell(method, *arguments)
 
 
-def mirror_evaluation(
-    run_dir: Path, config: Record, wandb: WandbConfig, name: str, values: Record, rows: Sequence[Record]
-) -> bool:
-    """Show an evaluation in the run's own wandb run: each number as ``<name>/<metric>``, after the run's last
-    step and in its summary, and ``rows`` as a table. Return whether wandb took it; False if the run has no
-    wandb run or wandb failed."""
-    run_id = wandb_id_of(run_dir)
-    if run_id is None:
-        return False
-    mirror = Wandb(run_id)
-    tracker = Fused("wandb", lambda: mirror.start(run_dir, config, wandb))
-    shown = {f"{name}/{key}": value for key, value in numbers(plain(values))}
-    step = max(mirror.step, *(record["step"] + 1 for record in read_metrics(run_dir / "metrics.jsonl")), 0)
-    tracker.tell("log", shown, step)
-    if rows:
-        columns = list(rows[0])
-        cells = [[_cell(row.get(column)) for column in columns] for row in rows]
-        tracker.tell("table", f"{name}/answers", columns, cells, step)
-    tracker.tell("summary", shown)
-    alive = tracker.alive
-    tracker.tell("finish")
-    return alive
-
-
-def wandb_id_of(run_dir: Path) -> str | None:
-    """Return the wandb id of a run, from the newest folder that wandb left in the run's
-    (``wandb/[offline-]run-<time>-<id>``), or from ``WANDB_ID`` where these lie elsewhere; None without
-    one."""
-    if (run_dir / WANDB_ID).is_file():
-        return (run_dir / WANDB_ID).read_text(encoding="utf-8").strip()
-    name_parts = [
-        path.name.rsplit("-", 2)
-        for path in (run_dir / "wandb").glob("*run-*-*")
-        if path.is_dir() and not path.is_symlink()
-    ]
-    return max(((time, run_id) for _, time, run_id in name_parts), default=(None, None))[1]
-
-
-def _cell(value: Any) -> Any:
-    """Return a value as a wandb table can show it: a value that is no number, flag or text becomes JSON."""
-    return (
-        value
-        if value is None or isinstance(value, bool | int | float | str)
-        else json.dumps(value, ensure_ascii=False)
-    )
-
-
 @contextmanager
 def clean_arguments() -> Iterator[None]:
     """Let no secret be among the program's arguments, which wandb records."""
@@ -196,7 +143,8 @@ class Wandb:
     @clean_arguments()
     def start(self, run_dir: Path, config: Record, settings: WandbConfig) -> Wandb | None:
         """Start the wandb run and return this tracker; None where it is off."""
-        if not settings.enabled:
+        disabled = os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes", "on")
+        if disabled or not settings.enabled:
             return None
         import wandb  # the import takes half a second, which a run without wandb is spared
 
@@ -209,7 +157,6 @@ class Wandb:
         self.id = self.id or secrets.token_hex(4)
         if settings.dir is not None:
             Path(settings.dir).mkdir(parents=True, exist_ok=True)
-            write_whole(run_dir / WANDB_ID, self.id)
         try:
             self._init(mode, run_dir, config, settings)
         except wandb.errors.Error as error:
@@ -228,15 +175,17 @@ class Wandb:
     def _init(self, mode: Any, run_dir: Path, config: Record, settings: WandbConfig) -> None:
         import wandb
 
-        loss = config.get("loss", {}).get("name", "")
+        loss, env = config.get("loss", {}).get("name", ""), os.environ.get
+        of_environment = env("WANDB_NAME") if config.get("exp_name") is None else None
+        tags = settings.tags or [tag for tag in env("WANDB_TAGS", "").split(",") if tag]
         self._run = wandb.init(
-            project=settings.project or PROJECT,
+            project=settings.project or env("WANDB_PROJECT") or PROJECT,
             entity=settings.entity,
-            name=settings.name or run_dir.name,
-            group=settings.group or f"{loss}-{variant(config)}",
-            tags=[*settings.tags, loss, variant(config)],
+            name=settings.name or of_environment or run_dir.name,
+            group=settings.group or env("WANDB_RUN_GROUP") or f"{loss}-{variant(config)}",
+            tags=[*tags, loss, variant(config)],
             config=config,
-            dir=settings.dir or run_dir,
+            dir=settings.dir or env("WANDB_DIR") or run_dir,
             mode=mode,
             id=self.id,
             # Offline, wandb warns that resuming is not supported; the id alone joins the pieces when they are
@@ -279,11 +228,6 @@ class Wandb:
     def summary(self, values: Record) -> None:
         self._run.summary.update(values)
 
-    @property
-    def step(self) -> int:
-        """The first step for which wandb still accepts numbers."""
-        return 0 if self._run is None else int(self._run.step)
-
     def finish(self) -> None:
         self._show_tables()
         self._run.finish()
@@ -293,20 +237,15 @@ class Wandb:
 def _mode(settings: Any) -> str:
     """Return online, offline or disabled, as WANDB_MODE or wandb's settings file says; online only if wandb
     would not ask for a login."""
+    import wandb
+    from wandb.sdk.lib import wbauth
+
     if settings.mode in ("disabled", "offline", "dryrun"):
         return "disabled" if settings.mode == "disabled" else "offline"
-    if settings.api_key or settings.identity_token_file or os.environ.get("WANDB_API_KEY"):
-        return "online"
-    return "online" if _in_netrc(urlsplit(settings.base_url).hostname or "") else "offline"
-
-
-def _in_netrc(host: str) -> bool:
-    """Whether ``wandb login`` left a key for ``host``; an unreadable file counts as no key."""
-    named = os.environ.get("NETRC")
-    for path in [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
-        try:
-            if netrc.netrc(path.expanduser()).authenticators(host):
-                return True
-        except (OSError, netrc.NetrcParseError):
-            continue
-    return False
+    try:
+        found = wbauth.authenticate_session(
+            host=settings.base_url, source="humanline", prompt=False, update_session=False
+        )
+    except wandb.errors.Error:
+        return "online"  # where wandb says what is wrong with the key
+    return "online" if found else "offline"

@@ -88,7 +88,7 @@ def test_the_file_agrees_with_the_metrics(folder, loss):
     train(make_config(*overrides(folder, f"loss={loss}", "n_examples=96", "model.batch_size=8")), loss)
     check(run)
     assert all(0 < line["rejected"]["rows"] == line["chosen"]["rows"] for line in lines(run)[1:])
-    assert "Beyond the clipping range, by position" in (run / "report.html").read_text()
+    assert "Spread of the log-ratios" in (run / "report.html").read_text()
 
 
 def test_two_ranks_change_neither_it_nor_the_groups_of_a_range(folder):

@@ -1,4 +1,5 @@
-"""The benchmarks: the floor recomputed by hand, fair halves, and scripts that run where they must."""
+"""The benchmarks: the floor recomputed by hand, fair halves, scripts that run where they must, and the gates
+on a real model, as far as they need none."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import copy
 import json
 import re
 import sys
+from argparse import Namespace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,21 +18,21 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import gpu, quick, trl_compare
 from benchmarks.measure import Sample, Spread, alternate, ratio
-from benchmarks.quick import prepare, settings_of
+from benchmarks.quick import settings_of
+from benchmarks.real import BAND, PAIRS, PROMPTS, Suite, engine, memory, sanity_pairs
 from benchmarks.steps import (
     Forward,
-    drawn_pairs,
     forward,
     make_trainer,
     random_policy,
-    rows_of,
     score_all,
     segment_of,
     shape,
 )
-from config.cli import compose_config
-from data.types import Sequence
+from data.constraints import all_met
+from data.types import Completion, Prompt, Sequence, Turn
 from data.views import mismatched
+from rollouts.rounds import SampledPrompt
 from trainers.syncing import SyncedReference
 
 
@@ -56,14 +59,11 @@ def whole_squares(config, rows):
     return Forward(of.body, 2 * of.attention, of.head)
 
 
-@pytest.mark.parametrize(
-    ("variant", "loss", "padded"),
-    [("cached", "dpo", True), ("k=1", "kto", False), ("k=1", "grpo", True)],
-)
-def test_the_floor_of_a_step_is_what_a_real_step_multiplies(base, loss, variant, padded):
+@pytest.mark.parametrize(("variant", "loss"), [("cached", "dpo"), ("k=1", "kto"), ("k=1", "grpo")])
+def test_the_floor_of_a_step_is_what_a_real_step_multiplies(base, loss, variant):
     """Policy forward and backward, the reference of the next batch, mismatched rows: to the last product, by
     torch's own count. Logits as few as these are kept, so none is computed twice."""
-    settings, config = settings_of(variant, loss, padded), base.model.config
+    settings, config = settings_of(variant, loss), base.model.config
     plan = segment_of(settings, fixed_pairs(6, 512, 40, 25), 3)
     trainer = make_trainer(settings, copy.deepcopy(base))
     score_all(trainer, plan)
@@ -81,22 +81,6 @@ def test_the_floor_of_a_step_is_what_a_real_step_multiplies(base, loss, variant,
     assert float(counter.get_total_flops()) == expected and bool(other.scoring) == (loss == "kto")
 
 
-@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
-def test_variants_train_on_the_same_rows_and_a_gpus_step_counts_theirs(base, loss):
-    pairs, losses = drawn_pairs(8, 512, longest=40), {}
-    for variant in ("cached", "scored", "k=1"):
-        pieces = prepare(variant, settings_of(variant, loss), pairs, 2, base)
-        losses[variant] = [piece() for piece in pieces][-1]
-    assert len(losses["cached"]) == 2 and losses["cached"] == losses["scored"]
-    assert losses["cached"][0] == losses["k=1"][0]
-    config = compose_config([f"loss={loss}", "humanline=true", "model.batch_size=4"])
-    plan = gpu.steps_of(config, shape("tiny"), 2)
-    one = forward(shape("tiny"), rows_of(plan))
-    counted = gpu.operations_of(config, shape("tiny"), plan) * plan.steps
-    assert plan.steps == 3 and (counted == one.training + one.scoring) == (loss != "kto")
-    assert counted < 2 * one.training
-
-
 def test_pieces_of_variants_alternate_and_a_ratio_is_of_neighbours():
     order = []
 
@@ -104,7 +88,7 @@ def test_pieces_of_variants_alternate_and_a_ratio_is_of_neighbours():
         return lambda: [lambda: order.append(name), lambda: order.append(name.upper())][:pieces]
 
     found = alternate({name: variant(name) for name in "ab"}, rounds=2)
-    assert "".join(order) == "abBAbaABabBA" and len(found["a"]) == 2
+    assert "".join(order) == "abBAbaAB" and len(found["a"]) == 2
     with pytest.raises(ValueError, match="longer"):
         alternate({"a": variant("a", 1), "b": variant("b")}, rounds=1)
     a, b = [Sample(2, 4), Sample(3, 30)], [Sample(1, 2), Sample(1, 10)]
@@ -129,20 +113,6 @@ def test_the_guard_measures_what_the_baseline_has_and_sees_a_real_slowdown(base,
     assert quick.worse({"a": 1.14, "b": 1.16, "c": 0.5}, {"a": 1.0, "b": 1.0, "c": 1.0}) == ["b"]
 
 
-def test_the_guard_s_exit_code(monkeypatch, tmp_path, capsys):
-    """A cost that is worse twice fails; one that was better the second time does not."""
-    (tmp_path / "baseline.json").write_text('{"a": 1.0, "b": 1.0}')
-    monkeypatch.setattr(quick, "BASELINE", tmp_path / "baseline.json")
-    monkeypatch.setattr(sys, "argv", ["quick"])
-    for again in (1.0, 1.3):
-        found = iter([{"a": 1.3, "b": 1.0}, {"a": again, "b": 1.0}])
-        monkeypatch.setattr(quick, "measure", lambda found=found: next(found))
-        with pytest.raises(SystemExit) as stopped:
-            quick.main()
-        failed = again > quick.WORST
-        assert stopped.value.code == failed and ("WORSE" in capsys.readouterr().out) == failed
-
-
 def test_a_gpus_benchmark_runs_without_one(monkeypatch, capsys):
     """Its numbers of the embedded model, by words of train.py."""
     words = ["model=adder", "loss=kto", "humanline=true", "model.batch_size=8", "model.microbatches=2"]
@@ -153,8 +123,43 @@ def test_a_gpus_benchmark_runs_without_one(monkeypatch, capsys):
     assert "peak: " in said and "estimate: the process takes" in said
 
 
-def test_a_side_runs_in_a_process_of_its_own_that_may_take_so_much():
-    words = ["--side", "ours", "--pairs", "2", "--batch-pairs", "2", "--model", "tiny"]
-    found = trl_compare.of_side(words, memory=trl_compare.MOST)
-    assert isinstance(found, trl_compare.Found) and len(found.losses) == 1 and found.peak > found.step >= 0
-    assert trl_compare.of_side(words, memory=1.0) == "took more than 1 MiB"
+def test_a_side_runs_in_a_process_of_its_own():
+    args = Namespace(pairs=2, batch_pairs=2, model="tiny", at_once=1)
+    found = trl_compare.of_side("ours", args)
+    assert len(found.losses) == 1 and found.peak > 0
+    trl_compare.check_equal([0.5], [0.5 + 1e-6])
+    with pytest.raises(RuntimeError, match="losses differ"):
+        trl_compare.check_equal([0.5], [0.6])
+    (row,) = trl_compare.rows_of({"ours": [found]}, 2)
+    assert row[2].startswith("1.000")
+
+
+def sampled(i: int, right: int, of: int = 8) -> SampledPrompt:
+    prompt = Prompt((Turn("user", f"Describe {i}. Do not use any commas."),), json.dumps({"no_comma": None}))
+    texts = ["no comma"] * right + ["one, here"] * (of - right)
+    return SampledPrompt(prompt, tuple(Completion(text=text) for text in texts))
+
+
+def test_the_sanity_set_has_the_prompts_that_are_solved_now_and_then() -> None:
+    pairs = list(sanity_pairs([sampled(i, i % 9) for i in range(40)]))
+    assert len({pair.prompt.id for pair in pairs}) == PROMPTS
+    for pair in pairs:
+        texts = [completion.text or "" for completion in pair.completions]
+        assert all_met(texts, [pair.prompt.reference_answer] * 2) == [1.0, 0.0] and pair.rewards == (1.0, 0.0)
+        solved = int(pair.prompt.turns[0].content.split()[1].rstrip(".")) % 9 / 8
+        assert BAND[0] <= solved <= BAND[1]
+    assert max(sum(one.prompt == pair.prompt for one in pairs) for pair in pairs) == PAIRS
+
+
+def test_each_gate_passes_by_what_the_run_found(tmp_path: Path) -> None:
+    """The largest gap of engine and trainer; a peak beside its estimate."""
+    (tmp_path / "config.yaml").write_text("model:\n  dtype: float32\n")
+    suite = Suite(tmp_path, [], jobs=1)
+    for vllm, largest, passed in ((True, 1e-6, True), (True, 0.5, False), (False, 0.5, None)):
+        suite.vllm = vllm
+        record = {"step": 0, "round_probe_largest": largest, "round_probe_mean": 1e-7}
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+        assert engine(suite, tmp_path).passed is passed
+    suite.program = lambda *words, **of: ("  the process takes about 3.00 GiB\n", 0.0)
+    for peak, passed in ((4.4, True), (2.1, True), (4.6, False), (1.9, False)):
+        assert memory(suite, [], peak).passed is passed

@@ -19,7 +19,6 @@ EMBEDDED = ROOT / "assets" / "adder" / "model"
 
 WORDS = [
     "data=local data.path={own}/pairs.jsonl",
-    "data=local data.path={own}/pairs.jsonl loss=sft",
     "data=adder data.eval_path={own}/pairs.jsonl data.source=data.sources.local",
     "data=local data.path={own}/prompts.jsonl online=true reward=adder data.eval_fraction=0 "
     "rounds.contexts_per_round=2",

@@ -102,9 +102,3 @@ def test_a_cpu_gets_the_small_numbers_of_a_models_file_and_says_so(monkeypatch, 
     typed = [*words, "log_drift=true", "n_eval_examples=9"]
     assert compose_config(typed).n_eval_examples == 9 and compose_config(typed).log_drift
     assert not any("n_eval" in note or "drift" in note for note in for_a_cpu(composed(typed)))
-
-
-def test_an_infinite_bound_is_one_that_nothing_reaches() -> None:
-    words = ["log_epsilon_P=-.inf", "log_epsilon_R=.inf", "model.max_grad_norm=inf", "sync_kl=inf"]
-    config = compose_config([*words, "correction.high=inf"])
-    assert config.log_epsilon_P == -math.inf and config.model.max_grad_norm == math.inf

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import pytest
 
 from common.errors import UserError
-from config.machine import MARK, WANDB, refuse_left_over, speaks, with_environment
-from tests.tiny import make_config
+from config.machine import MARK, decided, refuse_left_over, speaks
 
 LEFT = {"WORLD_SIZE": "4", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29577"}
 
@@ -40,19 +37,9 @@ def test_a_launchers_variables_without_a_launcher_are_refused():
         assert speaks(env) == (env.get("RANK") != "3")
 
 
-def test_wandbs_variables_count_where_a_setting_was_not_given_and_are_said():
-    env = {name: f"of-{key}" for key, name in WANDB.items()} | {"WANDB_TAGS": "a,b", "WANDB_MODE": "offline"}
-    config, said = with_environment(make_config("wandb.enabled=true"), env)
-    own = {key: f"of-{key}" for key in WANDB} | {"enabled": True, "tags": ["a", "b"]}
-    assert asdict(config.wandb) == own
-    assert all(any(name in sentence for sentence in said) for name in env)
-    assert with_environment(config, dict.fromkeys(WANDB.values(), "other"))[0] == config
-    named, said = with_environment(make_config("wandb.enabled=true", "exp_name=mine"), env)
-    assert named.wandb.name is None and not any("WANDB_NAME" in sentence for sentence in said)
-    one, said = with_environment(config, {"WANDB_RUN_ID": "abc", "WANDB_RESUME": "allow"})
-    assert one == config and ["WANDB_RUN_ID=abc is not read" in said[0], len(said)] == [True, 2]
-    for value, enabled in {"true": False, "1": False, "false": True, "": True}.items():
-        said_off, said = with_environment(config, {"WANDB_DISABLED": value})
-        assert said_off.wandb.enabled == enabled == (not said)
-    off = make_config("wandb.enabled=false")
-    assert with_environment(off, env) == (off, [])
+def test_variables_that_decide_are_said():
+    env = {"WANDB_PROJECT": "theirs", "HF_ENDPOINT": "", "HOME": "/x", "NVIDIA_TF32_OVERRIDE": "1"}
+    assert decided(env) == [
+        "WANDB_PROJECT=theirs decides where wandb keeps the run",
+        "NVIDIA_TF32_OVERRIDE=1 decides how a GPU rounds float32 products",
+    ]

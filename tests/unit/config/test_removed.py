@@ -48,16 +48,6 @@ def command_refused(name: str | None, capsys) -> str:
     return capsys.readouterr().err
 
 
-def test_the_rows_are_in_order_and_say_what_each_was_and_what_to_type_instead():
-    for row in ROWS:
-        assert set(row) == {"gone", "was", "instead"}, row
-        texts = [*row["gone"], row["was"], row["instead"]]
-        assert all(isinstance(text, str) and text and text.strip(" .") == text for text in texts), row
-    firsts = [row["gone"][0].lower() for row in ROWS]
-    assert firsts == sorted(firsts)
-    assert len(set(NAMES)) == len(NAMES)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_that_is_gone_is_refused_as_it_was_typed(name, capsys, monkeypatch):
     if name.startswith("make "):
@@ -139,13 +129,3 @@ def test_files_of_settings_sweeps_and_jobs_are_refused_alike(tmp_path):
     with refused:
         compose("--config-dir", str(tmp_path), "experiment=mine")
     assert compose("exp_name=old", "wandb.project=old.of-mine")[0].exp_name == "old", "another text"
-
-
-@pytest.mark.usefixtures("sample")
-def test_a_command_that_is_gone_ends_with_code_2(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "jobs.old", "--help"])
-    assert command_refused(None, capsys) == f"error: python -m jobs.old {SAID}\n"
-    assert command_refused("make old", capsys) == f"error: make old {SAID}\n"
-    for line in (["python", "-m", "jobs.audit"], ["python", "train.py", "-m", "seed=1,2"], ["python"]):
-        monkeypatch.setattr(sys, "orig_argv", line)
-        refuse_command()

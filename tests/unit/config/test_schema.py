@@ -1,26 +1,24 @@
-"""The settings: every default stands once, in the yaml files, and every key of theirs is typed."""
+"""The settings: every key of the yaml files is typed; what may be said of a named evaluation set."""
 
 from __future__ import annotations
 
-import ast
-import importlib
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import get_args, get_type_hints
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from common.errors import ConfigError
-from config.cli import compose_config
-from config.files import section
+from config.cli import compose, compose_config
 from config.load import split_settings
 from config.schema import Config, CorrectionConfig
-from config.schema_data import DataConfig
+from config.schema_data import MEASURED, DataConfig, evaluation_sets, named_measure
 from config.schema_model import ModelConfig
 from config.schema_stages import EvalStage, LabelStage, SampleStage
-from config.sections import word_of
-from tests.tiny import ROOT
+from tests.tiny import ROOT, make_config
 
 FILES = {"config.yaml": Config, "eval.yaml": EvalStage, "sample.yaml": SampleStage, "label.yaml": LabelStage}
 COMPOSED = {"defaults", "hydra"}  # Hydra's own
@@ -61,59 +59,22 @@ def test_the_yaml_and_the_schema_have_the_same_keys():
         assert set(written) - COMPOSED == {key.split(".")[0] for key in leaves(schema)}, file
 
 
-def test_no_default_of_the_yaml_files_stands_in_the_schema_too():
-    """A field whose default is in a yaml file is declared without one: only sections and keys of other files
-    have their own."""
-    twice = []
-    for path in sorted((ROOT / "config").glob("schema*.py")):
-        for node in ast.parse(path.read_text()).body:
-            if not isinstance(node, ast.ClassDef):
-                continue
-            calls = [d for d in node.decorator_list if "yaml_defaults(" in ast.unparse(d)]
-            places = [ast.literal_eval(a) for call in calls for a in getattr(call, "args", ())]
-            for item in node.body:
-                if not isinstance(item, ast.AnnAssign) or item.value is None:
-                    continue
-                held = [section(p)[item.target.id] for p in places if item.target.id in section(p)]
-                if any(not isinstance(value, dict) and value != "???" for value in held):
-                    twice.append(f"{path.stem}.{node.name}.{item.target.id}")
-    assert twice == []
-
-
-def test_a_default_that_has_a_word_is_written_as_its_word():
-    written = [
-        (f"{module.__name__}.{section.__name__}.{item.name}", item.default)
-        for path in sorted((ROOT / "config").glob("schema*.py"))
-        for module in [importlib.import_module(f"config.{path.stem}")]
-        for section in vars(module).values()
-        if isinstance(section, type) and is_dataclass(section) and section.__module__ == module.__name__
-        for item in fields(section)
-        if word_of(section, item.name)
-    ]
-    assert len(written) > 30
-    assert [name for name, value in written if value is None] == ["config.schema_trainer.LossKeys.advantage"]
-
-
 WHOLE = {"run": None, "out": "x.jsonl", "format": "groups", "split": "train"}
 WHOLE |= {"skip": 0, "limit": None, "overwrite_out": False}
 
 
 def test_settings_of_a_program_stand_beside_those_of_a_run_and_wrong_ones_have_their_typed_names():
-    given = {"in": "a.json", "out": "b.jsonl", "format": "groups", "overwrite_out": False, "lr": 1}
-    stage, rest = split_settings(OmegaConf.create(given), LabelStage)
+    stated = {"in": "a.json", "out": "b.jsonl", "format": "groups", "overwrite_out": False, "lr": 1}
+    stage, rest = split_settings(OmegaConf.create(stated), LabelStage)
     assert (stage.samples, stage.out, stage.format) == ("a.json", "b.jsonl", "groups")
     assert rest == {"lr": 1}
-    for schema, settings, key in [
-        (LabelStage, given | {"in": "???"}, "in"),
-        (SampleStage, WHOLE | {"format": "csv"}, "format"),
-        (SampleStage, WHOLE | {"out": "???"}, "out"),
+    for schema, values, key in [
+        (LabelStage, stated | {"in": "???"}, "in"),
         (SampleStage, WHOLE | {"limit": 0}, "limit"),
-        (SampleStage, WHOLE | {"split": "dev"}, "split"),
-        (SampleStage, WHOLE | {"out": "x.json"}, "out"),
         (SampleStage, WHOLE | {"format": "halos"}, "out"),
     ]:
         with pytest.raises(ConfigError, match=f"^{key}=") as error:
-            split_settings(OmegaConf.create(settings), schema)
+            split_settings(OmegaConf.create(values), schema)
         assert error.value.key == key
 
 
@@ -151,3 +112,37 @@ def test_one_answer_a_prompt_is_too_few_for_pairs_alone():
         assert compose_config(["rounds.samples=1", *more]).rounds.samples == 1
     with pytest.raises(ConfigError, match=r"rounds\.samples=1"):
         compose_config(["rounds.samples=1", "online=true"])
+
+
+def sets(*words: str):
+    config, _ = compose(*words)
+    return evaluation_sets(config.evaluations, config.data)
+
+
+def test_a_set_differs_from_the_runs_own_data():
+    found = sets(
+        "evaluations.hard.path=hard.jsonl",
+        "--evaluations.other.verifier",
+        "data.adder.sums",
+        "evaluations.theirs={path: org/name, split: test}",
+    )
+    assert list(found) == ["hard", "other", "theirs"]
+    hard = found["hard"]
+    assert (hard.source, hard.path, hard.eval_path) == ("data.sources.local", "hard.jsonl", "hard.jsonl")
+    assert hard.verifier == "data.adder.accuracy", "as the run's own data"
+    assert found["other"] == replace(make_config().data, verifier="data.adder.sums")
+    theirs = found["theirs"]
+    assert (theirs.path, theirs.eval_path, theirs.eval_split) == ("org/name", None, "test")
+
+
+NAMES = st.from_regex(r"[A-Za-z][A-Za-z0-9_]{0,12}", fullmatch=True)
+
+
+@settings(max_examples=50)
+@given(NAMES, st.sampled_from(MEASURED))
+def test_a_name_and_a_measure_are_told_from_their_key(name: str, measure: str):
+    try:
+        evaluation_sets({name: {"path": "x"}}, make_config().data)
+    except ConfigError:
+        return
+    assert named_measure(f"eval_{name}_{measure}") == (name, measure)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,8 +23,8 @@ from evals import alpacaeval
 from evals.base import Target
 from evals.running import evaluate
 from models.distributed import start
+from tests import http_server
 from tests.tiny import ROOT, make_config
-from tests.unit.evals.judging import Judge, answers
 
 pytestmark = pytest.mark.skipif(find_spec("alpaca_eval") is None, reason="make eval-tools installs it")
 REAL = ROOT.parent / "shared" / "data" / "alpacaeval_annotations_gpt35_turbo_0301.json"
@@ -152,17 +154,13 @@ def test_each_row_gets_its_own_controlled_preference_whatever_the_order(tmp_path
 
 REFUSED = [
     ({"annotations": "nowhere.json"}, "alpacaeval.annotations=nowhere.json: there is no such file"),
-    ({"annotations": "a.json", "outputs": "b.json"}, "alpacaeval.annotations=a.json: are judgements"),
-    ({"annotator": "weighted"}, "alpacaeval.annotator=weighted: .*has no such annotator"),
     ({"annotator": "claude"}, "alpacaeval.annotator=claude: does not ask an OpenAI-compatible"),
     ({}, "alpacaeval.model=gpt-4.1: .*OPENAI_API_KEY, which is not set"),
-    ({"jugde": 1}, "alpacaeval.jugde=1: is not a setting"),
 ]
 OTHER = row(1, 1.2) | {"generator_2": "other"}
 UNUSABLE = [
     ([], "must be a list"),
     ([row(0, 1.2), {"instruction": "q"}], "1 of 2 rows cannot be used; row 1: has no text under output_1, "),
-    ([row(0, 1.2), row(1, "2")], "1 of 2 rows have no preference that is a number or null; row 1: '2'"),
     ([row(0, 1.2), OTHER], "one model against one baseline is rated; generator_2 is mine, other"),
     ("{", "is no JSON"),
 ]
@@ -193,15 +191,54 @@ EXPECTED = 1 + 1 / (1 + np.exp(-(MINE - THEIRS)))
 """What the judge thinks, in the library's scale: 2 where output_2, the model's, wins."""
 
 
+class Judge(http_server.Server):
+    """A judge that speaks the OpenAI protocol: of answers ``score=1.25`` it prefers the higher one with the
+    probability sigmoid(difference), whichever it is shown first, and says so in log-probabilities of m and M.
+    ``behave(handler, instruction) -> handled`` lets a test answer in its place."""
+
+    behave = staticmethod(lambda handler, instruction: False)
+
+    def __init__(self):
+        super().__init__(Asked)
+        self.asked = []  # (instruction, whether the first answer is better, body, key)
+
+
+class Asked(http_server.Handler):
+    def post(self):
+        body = json.loads(self.body())
+        prompt = body["messages"][-1]["content"]
+        instruction = re.search(r'"instruction": """(.*?)"""', prompt, re.DOTALL)[1]
+        scores = re.findall(r'"output": """score=(-?[\d.]+)"""', prompt) or (0.0, 0.0)
+        apart = float(scores[0]) - float(scores[1])
+        self.server.asked.append((instruction, apart > 0, body, self.headers["Authorization"]))
+        if not self.server.behave(self, instruction):
+            self.reply({"m": -math.log1p(math.exp(-apart)), "M": -math.log1p(math.exp(apart))})
+
+    def reply(self, logprobs):
+        """Say the likelier of the words; ``logprobs``: word -> log-probability."""
+        top = [{"token": word, "logprob": value, "bytes": None} for word, value in logprobs.items()]
+        content = {"content": [top[0] | {"top_logprobs": top}]}
+        message = {"role": "assistant", "content": max(logprobs, key=logprobs.get)}
+        choice = {"index": 0, "finish_reason": "length", "message": message, "logprobs": content}
+        made = {"id": "1", "object": "chat.completion", "created": 1, "model": "x", "choices": [choice]}
+        tokens = {"prompt_tokens": 99, "completion_tokens": 1, "total_tokens": 100}
+        return self.send(200, made | {"usage": tokens})
+
+
 @pytest.fixture
 def endpoint(monkeypatch):
     server = Judge()
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    monkeypatch.setenv("OPENAI_API_BASE", server.url)
+    monkeypatch.setenv("OPENAI_API_BASE", f"{server.url}/v1")
     for name in [name for name in sys.modules if name.partition(".")[0] == "alpaca_eval"]:
         monkeypatch.delitem(sys.modules, name)  # it reads them when it is imported
     yield server
     server.close()
+
+
+def answers(scores, generator):
+    of = {"generator": generator, "dataset": "made"}
+    return [{"instruction": f"question {i}", "output": f"score={x}"} | of for i, x in enumerate(scores)]
 
 
 def judged(tmp_path, **own):
@@ -222,18 +259,18 @@ def test_preferences_are_the_judges_whichever_answer_is_shown_first(endpoint, tm
     assert preferences.pop(5) is None, "a reply that names neither answer"
     assert found.values["counts"]["without_judgement_rows"] == [5] and found.values["n_total"] == 39
     np.testing.assert_allclose(preferences, np.delete(EXPECTED, 5), atol=1e-9)
-    assert min(endpoint.firsts[True], endpoint.firsts[False]) > 5  # the order really is drawn
-    assert sum(endpoint.asked.values()) == 40 and endpoint.keys == {f"Bearer {KEY}"}
-    body = endpoint.bodies[0]
+    _, firsts, bodies, keys = zip(*endpoint.asked, strict=True)
+    assert 5 < sum(firsts) < 35 and len(firsts) == 40, "the order really is drawn"
+    assert {*keys} == {f"Bearer {KEY}"}
+    body = bodies[0]
     assert (body["model"], body["max_tokens"], body["logprobs"]) == ("m-1", 1, True)
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and KEY in path.read_text()]
 
 
-@pytest.mark.parametrize("code", [401, 404])
-def test_what_every_call_would_get_stops_and_the_key_is_nowhere(endpoint, tmp_path, capfd, caplog, code):
+def test_what_every_call_would_get_stops_and_the_key_is_nowhere(endpoint, tmp_path, capfd, caplog):
     said = json.dumps({"error": {"message": f"no: {KEY}"}})
-    endpoint.behave = lambda handler, instruction: handler.send(code, said)
-    with pytest.raises(StoppedError, match=f"the judge gpt-4.1: .*{code}") as error:
+    endpoint.behave = lambda handler, instruction: handler.send(401, said)
+    with pytest.raises(StoppedError, match=r"the judge gpt-4.1: .*401") as error:
         judged(tmp_path)
     printed = repr(error.getrepr(chain=True, showlocals=False)) + "".join(capfd.readouterr()) + caplog.text
     assert KEY not in printed + "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())

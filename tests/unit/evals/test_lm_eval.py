@@ -1,5 +1,5 @@
-"""kind=lm_eval: the harness's own library on local task files and the embedded model, against the project's
-own forward and verifier."""
+"""kind=lm_eval: the harness's own library on a local task file and the embedded model, against the project's
+own sampler and verifier."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from config.schema_stages import EvalStage
 from config.sections import typed
 from data import adder
 from data.chat import make_renderer
-from data.types import Completion
 from evals import lm_eval
 from evals.base import Target
 from evals.running import evaluate
@@ -38,20 +37,17 @@ def here_alone(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    """A folder with two tasks: generate the answer and extract the sum; choose between the sum with and
-    without its carry."""
+    """A folder with a task: generate the answer and extract the sum."""
     folder = tmp_path_factory.mktemp("tasks")
     docs = [{"question": p.turns[0].content, "answer": p.reference_answer} for p in PROMPTS]
-    lines(folder / "docs.jsonl", (doc | {"wrong": str(int(doc["answer"]) + 10)} for doc in docs))
-    common = {
+    lines(folder / "docs.jsonl", docs)
+    regex = {"function": "regex", "regex_pattern": r";(\d+)$"}
+    mean = {"aggregation": "mean", "higher_is_better": True}
+    generates = {
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"test": str(folder / "docs.jsonl")}},
         "test_split": "test",
         "doc_to_text": "{{question}}",
-    }
-    regex = {"function": "regex", "regex_pattern": r";(\d+)$"}
-    mean = {"aggregation": "mean", "higher_is_better": True}
-    generates = common | {
         "task": "sums",
         "output_type": "generate_until",
         "doc_to_target": "{{answer}}",
@@ -59,16 +55,7 @@ def tasks(tmp_path_factory):
         "filter_list": [{"name": "sum", "filter": [regex, {"function": "take_first"}]}],
         "metric_list": [{"metric": "exact_match", **mean}],
     }
-    chooses = common | {
-        "task": "carry",
-        "output_type": "multiple_choice",
-        "doc_to_choice": "{{[answer, wrong]}}",
-        "doc_to_target": 0,
-        "target_delimiter": "",
-        "metric_list": [{"metric": "acc", **mean}],
-    }
-    for task in (generates, chooses):
-        (folder / f"{task['task']}.yaml").write_text(yaml.safe_dump(task, sort_keys=False))
+    (folder / "sums.yaml").write_text(yaml.safe_dump(generates, sort_keys=False))
     return folder
 
 
@@ -107,28 +94,6 @@ def test_the_harness_counts_what_our_sampler_and_verifier_count(tmp_path, tasks)
     written = json.loads((tmp_path / "out" / "lm_eval.json").read_text())
     assert written["sums"] == found.values["sums"] and written["settings"]["lm_eval"]
     assert len((tmp_path / "out" / "lm_eval.jsonl").read_text().splitlines()) == 24
-
-
-def test_the_harness_prefers_what_our_forward_prefers(tmp_path, tasks):
-    """A choice is by the summed log-probability of its tokens: a plain forward over our rendering says the
-    same of each."""
-    one = target(tmp_path)
-    found = lm_eval.evaluate(one, stage(tasks, tasks=["carry"]), start())
-    policy, renderer = load_policy(one.config.model, torch.device("cpu")), renderer_of(one)
-    model = policy.model
-    for prompt, row in zip(PROMPTS, found.rows, strict=True):
-        sums = []
-        for text in (prompt.reference_answer, str(int(prompt.reference_answer) + 10)):
-            made = renderer.sequence(prompt, Completion(text=text, finished=False))
-            before, tokens = made.prompt_ids.tolist(), made.completion_ids.tolist()
-            with torch.no_grad():
-                logs = model(torch.tensor([before + tokens])).logits[0].double().log_softmax(-1)
-            sums.append(sum(logs[len(before) - 1 + i, token].item() for i, token in enumerate(tokens)))
-        choices = [argument[1] for argument in row["arguments"]]
-        assert choices == [prompt.reference_answer, str(int(prompt.reference_answer) + 10)]
-        theirs = [float(response[0][0]) for response in row["resps"]]
-        assert theirs == pytest.approx(sums, abs=1e-3)
-        assert row["acc"] == float(sums[0] > sums[1])
 
 
 def test_limit_and_chat_template_are_what_the_model_sees(tmp_path, tasks):

@@ -110,19 +110,6 @@ def test_numbers_are_shown_to_the_end_alone_and_failed_runs_are_counted(tmp_path
     assert rows[0]["p"] == results.shown_p(stats.ttest_1samp(apart, 0).pvalue)
 
 
-def test_options_that_do_not_fit_are_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    trained(written(tmp_path, [HELPS, SAME | {"name": "other", "metric": "eval_loss"}], seeds=2))
-    for words, said in {
-        "s.yaml --power 0.05 --metric nosuch": "--metric=nosuch: is a number of no finished run",
-        "s.yaml --power --tests 4": "--tests=4: is given by the sweep file",
-        "runs --power": "--power=None: needs a number, or a sweep file with tests:",
-        "s.yaml": "tests: other: metric=eval_loss: is a number of no finished run; there are eval_accuracy",
-    }.items():
-        assert results.main(words.split()) == 2
-        assert said in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("n", "margin"), [(4, 2.0), (10, 1.0), (25, 0.7)])
 def test_power_of_equivalence_is_that_of_many_draws(n, margin):
     draws = np.random.default_rng(0).normal(size=(20_000, n))

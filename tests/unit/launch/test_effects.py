@@ -40,23 +40,6 @@ def test_an_effect_is_the_mean_over_all_that_else_differs():
     assert [c.p_t_holm for c in effects.values()] == holm([c.p_t for c in effects.values()])
 
 
-def test_within_an_axis_effects_stand_apart():
-    parts = {"plain": 0.0, "hl": 1.0, "ppo": 0.0, "dual": 0.25, "cispo": -3.0}
-    turned = {"fresh": 1.0, "stale": -2.0}
-    of = crossing(lambda at, seed: turned[at[0]] * parts[at[1]] + parts[at[2]] + 10 * seed)
-    effects = {c.b: c.difference.value for c in of.effects("cells")}
-    wanted = {"hl": (1.0, -2.0), "dual": (0.25, 0.25), "cispo": (-3.0, -3.0)}
-    for name, (fresh, stale) in wanted.items():
-        assert effects[f"fresh: {name}"] == pytest.approx(fresh)
-        assert effects[f"stale: {name}"] == pytest.approx(stale)
-    assert len(effects) == 6
-    table = of.means("cells")
-    assert table[0] == ["axis", "value", "fresh", "stale"]
-    row = next(row for row in table if row[1] == "hl")
-    seeds, shapes = 10 * np.mean(SEEDS), np.mean([0.0, 0.25, -3.0])
-    assert row[2:] == [f"{1 + shapes + seeds:.4g} (3)", f"{-2 + shapes + seeds:.4g} (3)"]
-
-
 SWEEP = """
 name: crossed
 base: {loss: dpo}

@@ -9,8 +9,7 @@ import pytest
 
 from config.files import FOLDER
 from config.schema import Config
-from tests.tiny import compose_config, make_config
-from train import train
+from tests.tiny import compose_config
 
 CHATML = "config/templates/chatml.jinja"
 OPEN_R1 = (
@@ -134,18 +133,3 @@ def flat(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         found |= flat(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: value}
     return found
-
-
-SMALL = (
-    "model=adder data=adder reward=adder sampler=embedded data.system_prompt=null dry_run=true "
-    "data.path=assets/adder/pairs.jsonl model.batch_size=8 model.max_length=64 model.max_prompt_length=32 "
-    "sampler.max_tokens=32 n_eval_prompts=4 rounds.contexts=64 rounds.contexts_per_round=32 "
-    "model.chat_template=null"
-)
-
-
-@pytest.mark.parametrize("recipe", ["math-grpo-64x-humanline-authors", "kto-online-authors"])
-def test_the_authors_recipe_runs_dry(recipe, tmp_path, capfd):
-    places = [f"runs_dir={tmp_path}", f"cache_dir={tmp_path}"]
-    train(make_config(f"experiment={recipe}", *SMALL.split(), *places), "planned")
-    assert "the process takes about " in capfd.readouterr().out

@@ -122,13 +122,12 @@ def test_unfinished_and_unstarted_runs_are_shown(tmp_path: Path, capsys: pytest.
     kinds = ["finished", "interrupted", "not started", "failed", "not started", "not started"]
     assert [row["status"] for row in rows] == kinds
     assert (rows[3]["said last"], rows[3]["log"]) == ("error: lr=-1: must be <above> 0", str(log))
-    assert (rows[0]["wandb group"], rows[0]["wandb tags"]) == ("dpo-offline", "s s-dpo dpo offline")
     page = (tmp_path / "o" / "index.html").read_text()
     assert "lr=-1: must be &lt;above&gt; 0" in page
     assert page.count("<svg") == 2 and "http" not in page.split("<svg")[0], (
         "one overview, a curve of the cell that has begun, nothing from elsewhere"
     )
-    assert page.count("No run of it has a number yet.") == 1 and "All cells" not in page
+    assert page.count("No run of it has a number yet.") == 1
     assert "<title>s: results</title>" in page
     assert status.main([given[0], *given[3:]]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -164,32 +163,22 @@ def test_a_table_that_would_say_less_than_asked_is_refused(tmp_path, monkeypatch
         assert said in (told := capsys.readouterr()).err and not told.out
 
 
-def test_the_table_is_the_raw_numbers_and_no_cell_is_a_formula(tmp_path: Path) -> None:
+def test_the_table_is_the_raw_numbers(tmp_path: Path) -> None:
     """And the page says below "Tests" how it tested."""
     values = {"dpo": [0.50, 0.60, 0.70], "kto": [0.55, 0.55, 0.85]}
-    tags = {1: "['=1+1']", 2: "['+1+1']", 3: "['@1+1']"}
     for loss, scores in values.items():
         for seed, value in enumerate(scores, start=1):
-            words = (f"loss={loss}", f"seed={seed}", f"wandb.tags={tags[seed]}")
-            finish(tmp_path / "runs", f"s-{loss}-s{seed}", value, *words)
+            finish(tmp_path / "runs", f"s-{loss}-s{seed}", value, f"loss={loss}", f"seed={seed}")
     out = table(tmp_path)
     for row in csv.DictReader((out / "table.csv").open()):
         raw = np.array(values[row["cell"].split("-")[1]])
         assert float(row[f"{METRIC} mean"]) == pytest.approx(raw.mean())
         assert float(row[f"{METRIC} se"]) == pytest.approx(raw.std(ddof=1) / math.sqrt(3))
     page = (out / "index.html").read_text()
-    assert page.count("<svg") == 4 and page.count("All cells") == 1, "the cells, all curves, and each cell's"
+    assert page.count("<svg") == 3, "the cells, and each cell's curve"
     assert "<h2>Tests</h2>\n<p>Tests: " in page
     p = stats.ttest_rel(values["kto"], values["dpo"]).pvalue
     assert f"{p:.4f}" in (out / "table.md").read_text()
-    runs = list(csv.DictReader((out / "runs.csv").open()))
-    assert [row["wandb tags"][:4] for row in runs] == ["'=1+", "'+1+", "'@1+"] * 2
-    (out / "table.csv").unlink()
-    (out / "thesis").write_text("mine")
-    (out / "table.csv").symlink_to(out / "thesis")
-    results.write_csv(out / "table.csv", [["a", "-x"], [-1, 0.5]])
-    assert (out / "table.csv").read_bytes() == b"a,'-x\r\n-1,0.5\r\n"
-    assert (out / "thesis").read_text() == "mine"
 
 
 def test_cells_that_were_not_measured_alike_are_told_apart(tmp_path: Path) -> None:
@@ -206,14 +195,12 @@ def test_cells_that_were_not_measured_alike_are_told_apart(tmp_path: Path) -> No
     assert "Not measured alike" not in (table(tmp_path) / "table.md").read_text()
 
 
-@pytest.mark.parametrize("content", [b"", b'{"a": \xff}\n'])
-def test_a_damaged_file_is_named(tmp_path: Path, capsys, content: bytes) -> None:
+def test_a_damaged_file_is_named(tmp_path: Path, capsys) -> None:
     folder = finish(tmp_path / "runs", "s-s1", 0.5, "seed=1", test=0.5)
     for name in ("config.yaml", "summary.json", "metrics.jsonl", "evals/test.json"):
         sound = (folder / name).read_bytes()
-        (folder / name).write_bytes(content)
-        whole = name == "metrics.jsonl" and content == b""  # a run that ended before its first step
-        table(tmp_path, code=0 if whole else 2)
+        (folder / name).write_bytes(b'{"a": \xff}\n')
+        table(tmp_path, code=2)
         said = ", line 1 is not a line of metrics" if name == "metrics.jsonl" else " is damaged"
-        assert whole or f"{folder / name}{said}" in capsys.readouterr().err
+        assert f"{folder / name}{said}" in capsys.readouterr().err
         (folder / name).write_bytes(sound)

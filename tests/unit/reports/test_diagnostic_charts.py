@@ -18,9 +18,8 @@ FIRST = {
 
 def side(rng: np.random.Generator, drift: float | None = -0.1) -> dict:
     counts = rng.integers(0, 9, BINS).tolist()
-    positions = [[8, 0, 1], [16, 2, 0], [int(sum(counts)) - 24, 1, 1]]
     found = {"rows": 8, "tokens": sum(counts), "length": 9.5, "log_ratio": 0.01, "spread": 0.2}
-    return found | {"drift": drift, "histogram": counts, "positions": positions}
+    return found | {"drift": drift, "histogram": counts}
 
 
 def intervals(*sides: str, drift: float | None = -0.1) -> list[dict]:
@@ -37,18 +36,16 @@ def titles(lines: list[dict]) -> list[str]:
     return [title for title, _ in found]
 
 
-SPREAD, DRIFT, ENTROPY, BEYOND = ALL = [
+SPREAD, DRIFT, ENTROPY = ALL = [
     "Spread of the log-ratios",
     "Drift from the initial weights",
     "Entropy of the policy",
-    "Beyond the clipping range, by position",
 ]
 UNMEASURED = [
     {"noise": None, "entropy": None},
     {"noise": {"rms": 0.0, "max": 0.0, "tokens": 9}},
-    {"log_epsilon_P": None, "log_epsilon_R": None, "clips": False},
 ]
-"""No held-out data; no noise at all; an infinite clipping range, which is null in JSON."""
+"""No held-out data; no noise at all."""
 
 
 def test_every_figure_is_drawn_but_of_what_was_not_measured():
@@ -57,7 +54,7 @@ def test_every_figure_is_drawn_but_of_what_was_not_measured():
     for change in UNMEASURED:
         entropy = {key: change[key] for key in ("entropy",) if key in change}
         lines = [FIRST | change, *(line | entropy for line in intervals("chosen", drift=None))]
-        assert titles(lines) == [SPREAD, *([] if entropy else [ENTROPY]), BEYOND]
+        assert titles(lines) == [SPREAD, *([] if entropy else [ENTROPY])]
 
 
 def test_one_interval_is_numbers_and_a_spread_of_0_has_no_logarithm():
@@ -65,6 +62,6 @@ def test_one_interval_is_numbers_and_a_spread_of_0_has_no_logarithm():
     one = side(np.random.default_rng(0), 0.0) | {"spread": 0.0}
     silent = FIRST | {"noise": None}
     lines = [silent, *({"step": i, "first_step": i, "entropy": 0.4, "chosen": one} for i in range(2))]
-    assert set(titles(lines)) == {BEYOND, DRIFT, ENTROPY} and diagnostic_charts(lines)[1] == []
-    assert set(titles(lines[:2])) == {BEYOND, ENTROPY}
+    assert set(titles(lines)) == {DRIFT, ENTROPY} and diagnostic_charts(lines)[1] == []
+    assert set(titles(lines[:2])) == {ENTROPY}
     assert diagnostic_charts(lines[:2])[1] == [(f"{DRIFT}, chosen, step 1", "0 (nats per token)")]

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import base64
-import copy
-import functools
 import json
-import operator
 import re
 import shlex
-from collections.abc import Iterator
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -21,11 +15,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from data.examples import Examples
-from data.quality import DataReport
-from data.rows import Dropped, Loaded
-from data.types import Completion, Example, Group, Prompt, Sequence, Turn
-from reports import report
+from reports import data_tables, report
 from reports.charts import PANELS, charts, points
 from reports.report import final_table, write_report
 
@@ -98,8 +88,9 @@ def test_the_report_says_what_ran_what_came_of_it_and_shows_every_curve(tmp_path
     page = Page(write_report(make_run(tmp_path, lines, config=CONFIG, summary=SUMMARY)))
     said = re.sub(r"\s+", " ", page.text)
     for expected in (
-        *("offline+humanline DPO", "10 steps", "320 examples", "dpo, beta 0.1", "sync_freq 4", "some/model"),
-        *("<pairs>", SUMMARY["command"], "sampled accuracy 43.8% 62.5%", "+0.0000 +0.2500", "2 min 05 s"),
+        *("offline+humanline DPO", "10 steps", "320 examples", "dpo (beta = 0.1)", "sync_freq = 4"),
+        *("some/model", "<pairs>", SUMMARY["command"], "2 min 05 s"),
+        *("sampled accuracy 43.8% 62.5%", "+0.0000 +0.2500"),
     ):
         assert expected in said, expected
     assert set(page.charts) == {panel.title for panel in PANELS}
@@ -108,41 +99,25 @@ def test_the_report_says_what_ran_what_came_of_it_and_shows_every_curve(tmp_path
     assert page.fetched == []  # opens without a network
 
 
-def data_report() -> DataReport:
-    """One that says something of everything."""
-    prompts, said = [Prompt((Turn("user", f"{i}+1="),)) for i in range(3)], Completion("2")
-    groups = [Group(prompt, (said, said), (1.0, -1.0)) for prompt in prompts]
-    rows = (Sequence(np.arange(4, dtype=np.int32), np.arange(1, 3 + i, dtype=np.int32)) for i in range(6))
-    examples = [(Example(str(i), (next(rows), next(rows))),) for i in range(3)]
-    lost = [Dropped("a.jsonl", 7, "no <text>"), Dropped("a.jsonl", 9, "no <text>")]
-    loaded = Loaded(groups, read=1005, dropped=lost, origin="mine.jsonl", format="pairs", unused=("note",))
-    held_out = Loaded(groups[:1], read=1, origin="others.jsonl")
-    found = DataReport.of(loaded, held_out, Examples(tuple(examples), {"equal": 4}), {"oldest turns": 5})
-    found = found.with_logprobs({"chosen": np.array([-0.25, -2.0, np.nan])}, clippable_share=0.125)
-    return replace(found, example=("<bos>1+1=", "2<eos>"))
+DATA = {
+    **{"origin": "mine.jsonl", "format": "pairs", "unused": ["note"], "clippable_share": 0.125},
+    **{"read": 1005, "groups": 3, "prompts": 2, "examples": 4, "dropped": {"no <text>": 2}},
+    "named": [{"file": "a.jsonl", "row": 7, "reason": "no <text>"}],
+    "prompt_tokens": {"count": 6} | dict.fromkeys(data_tables.SPREAD, 4.25),
+    "logprob": {"chosen": {"count": 2} | dict.fromkeys(data_tables.SPREAD, -1.125)},
+    **{"example": ["<bos>1+1=", "2<eos>"], "warnings": ["1 prompts are shared"]},
+}
 
 
 def test_the_report_shows_what_was_trained_on_as_tables(tmp_path):
-    page = Page(write_report(make_run(tmp_path, [], config=CONFIG, data=data_report().to_dict())))
+    page = Page(write_report(make_run(tmp_path, [], config=CONFIG, data=DATA)))
     shown = re.sub(r"\s+", " ", page.text)
     for expected in (
-        "trained on mine.jsonl",
-        "evaluated on others.jsonl",
-        "read as pairs",
-        "columns that nothing reads note",
-        "to train on 1,005 rows read, 3 groups of 3 prompts, 3 examples",
-        "first of the rows dropped a.jsonl, row 7: no <text>; a.jsonl, row 9: no <text>",
-        "to evaluate on 1 groups",
-        "prompts on both sides 1",
-        "paper's lowest quarter 50.0%",
-        "at first, at most 12.5%",
-        "Warning. 1 prompts are both trained on and evaluated with",
-        "Rows dropped reason rows no <text> 2",
-        "Groups without an example reason groups equal 4",
-        "Shortened reason times oldest turns 5",
-        "prompt 6 4 4 4 4 4 4",
-        "chosen 2 -1.125 -2.000",
-        "prompt <bos>1+1= completion 2<eos>",
+        *("trained on mine.jsonl", "read as pairs", "columns that nothing reads note", "at most 12.5%"),
+        "to train on 1,005 rows read, 3 groups of 2 prompts, 4 examples",
+        "first of the rows dropped a.jsonl, row 7: no <text>",
+        *("Rows dropped reason rows no <text> 2", "Warning. 1 prompts are shared."),
+        *("prompt 6 4 4 4 4 4 4", "chosen 2 -1.125 -1.125", "prompt <bos>1+1= completion 2<eos>"),
     ):
         assert expected in shown, expected
 
@@ -177,46 +152,16 @@ def test_the_report_of_a_run_can_be_asked_for_later(tmp_path, capsys):
     assert Page(run / "report.html").charts
     assert report.main([str(tmp_path)]) == 2 and not (tmp_path / "report.html").exists()
     assert "is no run's folder" in capsys.readouterr().err
-    for damaged in ('{"before":', "[1]"):
-        (run / "summary.json").write_text(damaged)
-        assert report.main([str(run)]) == 2
-        assert "summary.json: is damaged" in capsys.readouterr().err.replace("RUN=", "")
-
-
-def places(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The keys that lead to each value of nested data."""
-    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-        yield (*above, key)
-        if isinstance(value, dict | list):
-            yield from places(value, (*above, key))
-
-
-SELECTED = {"range": [0.25, 1], "kept": 3, "below": 1, "above": 2}
-SAID = json.loads(json.dumps(data_report().to_dict() | {"selection": SELECTED}))
-WRONG = ("text", -0.5, [1], {"a": 1}, None, "nothing")
-
-
-def test_a_data_report_that_is_damaged_is_said_and_is_no_traceback(tmp_path, capsys):
-    """Whatever place of it is another, or missing: shown, or refused with the file's name."""
-    run = make_run(tmp_path, [], data=SAID)
-    (run / "run.json").write_text("{}")
-    refused = {}
-    for number, place in enumerate(places(SAID)):
-        damaged, wrong = copy.deepcopy(SAID), WRONG[number % len(WRONG)]
-        *way, last = place
-        inner = functools.reduce(operator.getitem, way, damaged)
-        if wrong == "nothing":
-            del inner[last]
-        else:
-            inner[last] = wrong
-        make_run(run, [], data=damaged)
-        capsys.readouterr()
-        refused[place] = report.main([str(run)])
-        if refused[place]:
-            said = capsys.readouterr().err
-            assert said.startswith(f"error: RUN={run / 'data_report.json'}: is damaged ("), place
-            assert "move it away to report the rest" in said
-    assert 5 < sum(map(bool, refused.values())) < len(refused)
+    selected = {"range": [0.25, 1], "kept": 3, "below": 1}
+    for name, damaged in {
+        "summary.json": ['{"before":', "[1]"],
+        "data_report.json": ['{"labels": 3}', json.dumps({"selection": selected}), '{"example": 1}'],
+    }.items():
+        for text in damaged:
+            (run / name).write_text(text)
+            assert report.main([str(run)]) == 2
+            assert f"{run / name}: is damaged (" in capsys.readouterr().err
+        (run / name).unlink()
 
 
 def test_the_trained_model_is_the_last_point_of_the_evaluations(tmp_path, monkeypatch):

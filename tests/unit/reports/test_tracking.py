@@ -115,7 +115,8 @@ def keyed(items) -> dict:
 def test_wandb_has_every_step_config_tables_and_summary_over_a_resume(tmp_path):
     """A run killed after three steps and resumed."""
     run_dir = tmp_path / "my-run"
-    first, said = train(run_dir, 0, 3, "")
+    named = {"WANDB_TAGS": "theirs", "WANDB_RUN_GROUP": "sweep", "WANDB_PROJECT": "other"}
+    first, said = train(run_dir, 0, 3, "", **named)
     second, said_again = train(run_dir, 3, 5, first)
     written = [list(records(path)) for path in sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb"))]
     assert len(written) == 2
@@ -127,7 +128,7 @@ def test_wandb_has_every_step_config_tables_and_summary_over_a_resume(tmp_path):
     (run,) = [r.run for r in written[0] if r.HasField("run")]
     config = keyed(run.config.update)
     assert config["loss"] == {"name": "dpo", "beta": 0.1} and "hunter2" not in json.dumps(config)
-    assert run.run_group == "dpo-offline+humanline"
+    assert (run.run_group, run.project) == ("sweep", "other")
     assert set(run.tags) == {"mine", "dpo", "offline+humanline"}
     tables = [json.loads(p.read_text()) for p in run_dir.glob("wandb/offline-run-*/files/media/table/*.json")]
     assert [["2+2=", "5"]] in [t["data"] for t in tables]

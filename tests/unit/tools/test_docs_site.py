@@ -44,19 +44,12 @@ def test_every_page_is_there_in_the_sites_order_and_links_to_code_lead_to_it(sit
     assert not any(loaded.values()), loaded
 
 
-def test_images_install_what_the_lists_say():
+def test_images_copy_what_is_there():
     docker, apptainer = (ROOT / "Dockerfile").read_text(), (ROOT / "launch" / "apptainer.def").read_text()
-    images = [re.search(r"(?:FROM|From:) (\S+)", text)[1] for text in (docker, apptainer)]
-    packages = [re.search(r"apt-get install .*", text)[0] for text in (docker, apptainer)]
-    assert len(set(images)) == len(set(packages)) == 1
-    assert tuple(map(int, re.search(r":(\d+)\.(\d+)", images[0]).groups())) >= (3, 11)
-    install = "pip install --no-cache-dir -r"
-    assert "ARG REQUIREMENTS=requirements.txt" in docker and f"{install} ${{REQUIREMENTS}}" in docker
-    assert f"{install} requirements.txt" in apptainer
+    images = {re.search(r"(?:FROM|From:) (\S+)", text)[1] for text in (docker, apptainer)}
     copied = re.findall(r"^COPY (\S+) ", docker, re.M)
-    for line in copied + re.findall(r"^    (\S+) /opt/humanline/", apptainer, re.M):
-        assert (ROOT / line).exists()
-    assert not re.search(r"pip install (?!--no-cache-dir -r)", docker + apptainer), "no version stands there"
+    copied += re.findall(r"^    (\S+) /opt/humanline/", apptainer, re.M)
+    assert len(images) == 1 and copied and all((ROOT / line).exists() for line in copied)
 
 
 def test_the_lock_is_of_the_lists_and_every_package_in_it_has_its_hash():

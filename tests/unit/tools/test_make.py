@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
 import subprocess
 
@@ -33,7 +32,7 @@ def test_a_login_node_installs_what_its_jobs_need(gpu, requirements, wanted):
 
 @pytest.mark.parametrize("status", [0, 3])
 def test_an_install_is_seen_while_it_lasts(tmp_path, status):
-    """On a terminal by what pip shows, in a log by its last line again and again. It ends as pip does."""
+    """In a log by its last line again and again. It ends as pip does."""
     pip = tmp_path / "pip"
     pip.write_text(f'#!/bin/bash\necho "Downloading $*"; echo no news: 404 >&2; sleep 1.3; exit {status}\n')
     pip.chmod(0o755)
@@ -48,9 +47,3 @@ def test_an_install_is_seen_while_it_lasts(tmp_path, status):
     assert all(
         re.fullmatch(r"  \d s: Downloading -m pip install .* torch --progress-bar off", one) for one in said
     )
-    reader, terminal = pty.openpty()
-    shown = subprocess.run(words, env=env, stdout=terminal, stderr=subprocess.PIPE, timeout=60)
-    os.close(terminal)
-    assert shown.returncode == status and shown.stderr == b""
-    assert re.fullmatch(r"Downloading -m pip install .* torch\s*", os.read(reader, 4096).decode())
-    os.close(reader)

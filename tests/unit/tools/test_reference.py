@@ -9,6 +9,9 @@ from pathlib import Path
 
 from tools.reference import settings_of
 
+SAID = {f"{group}.name" for group in ("data", "loss", "sampler", "reward")}
+SAID |= {"loss._target_", "reward.judge.max_score", "reward.weighted.parts"}
+"""Settings whose name, or the row above, says what they are."""
 ROOT = Path(__file__).parents[3]
 
 
@@ -20,11 +23,12 @@ def test_the_made_pages_are_up_to_date():
 
 
 def test_every_setting_stands_once_on_the_page():
-    """Among those of a run, and among those of each other program; there are at most 330 in all."""
+    """Explained, among those of a run, and among those of each other program; at most 330 in all."""
     count = 0
     for part in (ROOT / "docs" / "settings.md").read_text().split("\n## ")[1:]:
         rows = re.findall(r"^\| `([^`]+)`", part, re.MULTILINE)
         assert rows and sorted({*rows}) == sorted(rows)
+        assert {*re.findall(r"^\| `([^`]+)`.*\|  \|$", part, re.MULTILINE)} <= SAID
         count += len(rows)
     assert count <= 330
 
