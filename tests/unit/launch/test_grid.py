@@ -62,6 +62,7 @@ def test_ranges_have_both_ends(tmp_path: Path) -> None:
         ({"grid": {"data.path": ["a/b", "a_b"]}}, "two runs"),
         ({"grid": {"lr": [1]}, "skip": [{"lr": 1}]}, "nothing to run"),
         ({"hours": "one"}, r"hours=one: .*number"),
+        ({"hours": -1}, r"hours=-1: .*number"),
         ({"cells": {"x" * 70: {}}}, "longer than 64"),
         ({"cells": {"a$(touch x)": {}}}, r"cells=a\$\(touch x\): .*letters"),
         ({}, "is empty"),

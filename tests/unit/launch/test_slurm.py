@@ -57,14 +57,9 @@ def test_eight_nodes_of_eight_gpus(tmp_path: Path) -> None:
         assert line in text.splitlines()
     assert {"export NCCL_DEBUG=WARN", "export OMP_NUM_THREADS=8"} <= set(text.splitlines())
     assert 'apptainer exec --nv a.sif python "${run[@]}"' in text
-    assert text.index("#SBATCH") < text.index("case") and "\n#SBATCH" not in text[text.index("case") :], (
-        "sbatch stops at the first command"
-    )
+    assert "\n#SBATCH" not in text[text.index("case") :], "sbatch stops at the first command"
     text = script(Job(gpus_per_node=0), "s", RUNS, tmp_path)
     assert "gpus-per-node" not in options(text) and "MASTER_ADDR=127.0.0.1" in text
-    named = Job(nodes=2, environment={"MASTER_ADDR": "head"})
-    asked = ["scontrol show hostnames" in script(job, "s", RUNS, tmp_path) for job in (Job(nodes=2), named)]
-    assert asked == [True, False] and "scontrol show hostnames" not in text
 
 
 JOBS = [
@@ -90,17 +85,13 @@ def test_the_script_is_a_sound_shell_script_that_gives_each_task_its_run(tmp_pat
 REFUSED = [
     ({"gpus": 8}, "gpus_per_node"),
     ({"ranks_per_node": 4, "gpus_per_node": 2}, "above"),
-    ({"time": "0:05:00"}, "longer"),
     ({"time": 3600}, "quote"),
-    ({"partition": "gpu\ntouch x"}, "one line"),
     ({"sbatch": ["--comment=a\ntouch x"]}, "one line"),
     ({"environment": {"A=1; touch x": "1"}}, "name"),
     ({"environment": {"HF_TOKEN": "plain7"}}, r"^slurm\.environment\.HF_TOKEN=\[removed\]: has a secret"),
     ({"environment": {"PROXY": "http://me:plain7@host"}}, r"^slurm\.environment\.PROXY=\[removed\]: has a"),
-    ({"setup": ["module load x", "export HF_TOKEN=plain7"]}, r"^slurm\.setup\.1=\[removed\]: has a secret"),
     ({"sbatch": ["--export=ALL,A_KEY=plain7"]}, r"^slurm\.sbatch\.0=\[removed\]: has a secret"),
     ({"setup": ["if [ -d x ]; then"]}, "block"),
-    ({"setup": ["echo \\"]}, "backslash"),
 ]
 TIMES = {"90": 5400, "1:30": 90, "12:00:00": 43200, "2-0": 172800, "1-12:30": 131400, "1-00:00:01": 86401}
 
@@ -156,7 +147,6 @@ def test_a_line_torn_by_a_kill_is_named_and_a_record_is_written_whole(tmp_path: 
     with full_disk(len(whole) + 20), pytest.raises(OSError, match="too large"):
         submit(Job(), "s", RUNS[2:], tmp_path)
     assert record.read_text() == whole and len(submitted(tmp_path)) == 3
-    for number, torn in ((3, whole + '{"array": "7", "ru'), (3, whole + "null\n"), (1, "{}\n")):
-        record.write_text(torn)
-        with pytest.raises(ConfigError, match=rf"{RECORD}: line {number} is damaged"):
-            submitted(tmp_path)
+    record.write_text(whole + '{"array": "7", "ru')
+    with pytest.raises(ConfigError, match=rf"{RECORD}: line 3 is damaged"):
+        submitted(tmp_path)

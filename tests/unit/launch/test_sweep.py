@@ -44,26 +44,21 @@ if kind == "requeue" and n == 1: sys.exit(75)
 
 RANKS = """
 import os, pathlib, signal, sys, time
-import torch, torch.distributed as dist
 folder, kind, rank = pathlib.Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
 folder.mkdir(parents=True, exist_ok=True)
 asked = []
 signal.signal(signal.SIGTERM, lambda *a: asked.append(1))
-dist.init_process_group("gloo")
-every = [None] * dist.get_world_size()
-keys = ("LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
-dist.all_gather_object(every, " ".join(os.environ[key] for key in keys))
-if rank == 0: (folder / "ranks").write_text("\\n".join(every))
+keys = ("LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MASTER_PORT")
+(folder / f"rank-{rank}").write_text(" ".join(os.environ[key] for key in keys))
 while kind == "slow" and not asked: time.sleep(0.05)
 if kind == "slow":
     time.sleep(1 + rank)  # saves
     (folder / f"saved-{rank}").touch()
-    os._exit(75)
-if kind == "refused": os._exit(2)
-if kind == "crash" and rank == 1: os._exit(7)
+    sys.exit(75)
+if kind == "refused": sys.exit(2)
+if kind == "crash" and rank == 1: sys.exit(7)
 if kind == "crash": time.sleep(60)  # hangs
 (folder / "summary.json").write_text("{}")
-os._exit(0)
 """
 
 
@@ -122,12 +117,13 @@ def test_the_ranks_of_a_run_end_with_its_code_and_finish_saving(pool, monkeypatc
     tasks = pool("fine", "refused", "crash", slots=2, gpus=("4", "5", "6", "7")).run(io.StringIO())
     ends = [(task.status, task.code, task.failures) for task in tasks]
     assert ends == [(FINISHED, 0, 0), (FAILED, 2, 1), (FAILED, 7, 2)]
-    assert (tasks[0].state.folder / "ranks").read_text().splitlines() == ["0 2 4,5 2", "1 2 4,5 2"]
+    ranks = [(tasks[0].state.folder / f"rank-{rank}").read_text().rsplit(" ", 1) for rank in range(2)]
+    assert [rank[0] for rank in ranks] == ["0 2 4,5 2", "1 2 4,5 2"] and ranks[0][1] == ranks[1][1]
     made = pool("slow", slots=1, gpus=("4", "5"))
     folder = made.tasks[0].state.folder
 
     def stop() -> None:
-        until((folder / "ranks").exists)
+        until(lambda: len(list(folder.glob("rank-*"))) == 2)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=stop).start()
