@@ -35,13 +35,16 @@ def parsed(text: str) -> tuple[Any, str | None]:
         return None, _TOO_DEEP
     except ValueError:
         return None, f"an integer has more than {sys.get_int_max_str_digits()} digits"
-    suspect = text.count("[") + text.count("{") > MOST_NESTED or _HALF_ESCAPE.search(text)
-    return value, fault_of(value) if suspect else None
+    deep, halves = text.count("[") + text.count("{") > MOST_NESTED, _HALF_ESCAPE.search(text) is not None
+    return value, fault_of(value, halves) if deep or halves else None
 
 
-def fault_of(value: Any) -> str | None:
-    """Return why a value of JSON cannot be used; None if it can."""
-    return _TOO_DEEP if _depth(value) > MOST_NESTED else no_text(json.dumps(value, ensure_ascii=False))
+def fault_of(value: Any, halves: bool = True) -> str | None:
+    """Return why a value of JSON cannot be used; None if it can. ``halves``: whether its texts may hold half
+    of a surrogate pair."""
+    if _depth(value) > MOST_NESTED:
+        return _TOO_DEEP
+    return no_text(json.dumps(value, ensure_ascii=False)) if halves else None
 
 
 def _depth(value: Any) -> int:

@@ -1,24 +1,31 @@
-"""Every dataset type that users bring, as strings and as messages, and the rows that must be refused with a
-reason."""
+"""Every dataset type that users bring, as strings and as messages, with calls of tools and with token ids,
+and the rows that must be refused with a reason."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError, DataError
-from data.groups import from_dict, read_groups, to_dict, write_groups
+from data.chat import Renderer, vocabulary_fingerprint
+from data.formats import RowError, prompt_completion, turns
+from data.groups import check_token_ids, from_dict, read_groups, to_dict, write_groups
 from data.json_values import LARGEST, are_finite
 from data.markup import common_beginning
 from data.quality import FITTING, kind_of
+from data.rows import Dropped, Row
+from data.sources import load_groups
 from data.types import Completion, Group, Prompt, Turn
 from tests.full_disk import full_disk
-from tests.unit.data.people import ROWS, load, said, words
+from tests.tiny import make_config
+from tests.tiny_tokenizers import tiny_tokenizer
+from tests.unit.data.people import ROWS, lines, load, local, said, words
 
 PROMPTED = {"chosen": "x", "rejected": "y"}
 CALLED = [{"role": "tool", "content": "a"}]
@@ -218,3 +225,168 @@ def test_the_kind_of_the_rows_has_a_name() -> None:
         ([equal], "groups whose scores are all equal"),
     ):
         assert kind_of(groups) == kind and kind in FITTING
+
+
+# Groups files know whose token ids they hold
+
+
+OURS = "0123456789abcdef"
+
+
+def group(*ids: int, tokenizer: str | None = OURS, question: str = "q") -> Group:
+    sampled = Completion("a", ids, True, tokenizer)
+    return Group(Prompt((Turn("user", question),)), (sampled, Completion("b")), (1.0, -1.0))
+
+
+def read(path: Path) -> list[Group]:
+    return load_groups(local(path, max_unreadable=1), "train").groups
+
+
+def test_a_file_says_whose_ids_it_holds_and_one_that_does_not_is_as_it_was(tmp_path):
+    path = tmp_path / "groups.jsonl"
+    write_groups(path, [group(1, 2), group(3, tokenizer=None)])
+    first, second = (json.loads(line)["completions"] for line in path.read_text().splitlines())
+    assert [c.get("tokenizer") for c in first] == [OURS, None]
+    assert all(c.keys() == {"text", "token_ids", "finished"} for c in (first[1], *second))
+    for reader in (read_groups, read):
+        assert [g.completions[0].tokenizer for g in reader(path)] == [OURS, None]
+        assert [g.place for g in reader(path)] == ["groups.jsonl, row 1", "groups.jsonl, row 2"]
+
+
+def test_the_first_ids_that_are_not_the_models_are_named_with_the_remedy(tmp_path):
+    path = tmp_path / "groups.jsonl"
+    for ids, tokenizer, says in [
+        ((0, 18), OURS, None),
+        ((0, 18), None, None),
+        ((0, 18), "fedcba9876543210", "another tokenizer"),
+        ((4, 19), OURS, "token id 19, and the model's vocabulary has 19"),
+    ]:
+        write_groups(path, [group(1), group(*ids, tokenizer=tokenizer, question="r")])
+        made = read(path)
+        if says is None:
+            check_token_ids(made, OURS, 19)
+            continue
+        with pytest.raises(DataError, match=f"groups.jsonl, row 2: .*{says}.*take token_ids out of the "):
+            check_token_ids(made, OURS, 19)
+
+
+WRONG = [
+    *({"token_ids": of} for of in (5, "abc", {}, [True], [-1], [1.0], [None])),
+    *({"text": 3}, {"finished": "no"}, {"tokenizer": 7}),
+]
+
+
+def test_what_is_no_completion_is_dropped_with_a_reason(tmp_path):
+    path = tmp_path / "groups.jsonl"
+    for change in WRONG:
+        write_groups(path, [group(1), group(2, question="r")])
+        first, second = map(json.loads, path.read_text().splitlines())
+        second["completions"][0] |= change
+        lines(path, [first, second])
+        assert len(read(path)) == 1
+        with pytest.raises(DataError, match=f"line 2: .*{next(iter(change))}"):
+            read_groups(path)
+
+
+def test_a_temperature_is_read_as_it_was_written():
+    for at in (0.5, 1.0, 2.0):
+        sampled = Completion("a", (1,), True, OURS, behavior_logprobs=(-1.0,), behavior_temperature=at)
+        (again,) = from_dict(to_dict(Group(Prompt((Turn("user", "q"),)), (sampled,), (1.0,)))).completions
+        assert vars(again) == vars(sampled)
+
+
+def test_a_fingerprint_is_that_of_the_tokens_and_their_numbers_alone():
+    one, same, more, other = (tiny_tokenizer(name) for name in ("llama3", "llama3", "llama3", "qwen2"))
+    same.chat_template, same.model_max_length = "{{ messages }}", 7
+    before = vocabulary_fingerprint(more)
+    assert before == vocabulary_fingerprint(one) == vocabulary_fingerprint(same)
+    more.add_tokens("question")
+    assert len({vocabulary_fingerprint(t) for t in (one, more, other)}) == 3
+
+
+# Conversations with calls of tools
+
+
+HERMES = (  # as Qwen 2.5's
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + (m['content'] or '') }}"
+    "{% for c in m['tool_calls'] or [] %}{{ '<tool_call>' + c['function']['name'] + ' ' + "
+    "c['function']['arguments'] | tojson + '</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CALL = {"id": "c1", "type": "function", "function": {"name": "times", "arguments": '{"a": 12, "b": 7}'}}
+MESSAGES = [
+    {"role": "user", "content": "12 by 7?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "name": "times", "content": "84"},
+    {"role": "assistant", "content": "It is 84.", "tool_calls": None},
+]
+
+
+def renderer(template: str | None = HERMES) -> Renderer:
+    tokenizer = tiny_tokenizer("qwen2")
+    template = template or tokenizer.chat_template
+    return Renderer(tokenizer, max_length=400, max_prompt_length=300, template=template)
+
+
+def called(arguments: object) -> list[dict]:
+    """The conversation with other arguments of its call."""
+    other = json.loads(json.dumps(MESSAGES))
+    other[1]["tool_calls"][0]["function"]["arguments"] = arguments
+    return other
+
+
+def group_of(messages: object) -> Group | Dropped:
+    row = Row("a.jsonl", 1, {"messages": messages})
+    return next(iter(prompt_completion([row], make_config("loss=sft").data)))
+
+
+def test_a_conversation_with_a_call_is_rendered_and_its_answer_alone_is_trained() -> None:
+    """Arguments are the same as a text and as an object; a template that leaves calls out is told of."""
+    group, made = group_of(MESSAGES), renderer()
+    row = made.sequence(group.prompt, group.completions[0])
+    decode = made.tokenizer.decode
+    assert decode(row.prompt_ids) == (
+        "<|im_start|>user\n12 by 7?<|im_end|>\n"
+        '<|im_start|>assistant\n<tool_call>times {"a": 12, "b": 7}</tool_call><|im_end|>\n'
+        "<|im_start|>tool\n84<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert decode(row.completion_ids) == "It is 84.<|im_end|>"
+    assert group_of(called(json.loads(CALL["function"]["arguments"]))).prompt == group.prompt
+    said = renderer(made.tokenizer.chat_template).sequence(group.prompt, Completion("It is 84."))
+    assert isinstance(said, str) and "writes no tool_calls; model.chat_template may name another" in said
+
+
+def test_files_keep_the_calls_and_what_has_none_is_as_it_was() -> None:
+    group = group_of(MESSAGES)
+    assert from_dict(json.loads(json.dumps(to_dict(group)))) == group
+    without = Prompt((*group.prompt.turns[:1], Turn("assistant", ""), Turn("tool", "84")))
+    assert without.id != group.prompt.id
+    plain = [{k: v for k, v in m.items() if k != "tool_calls"} | {"content": "a"} for m in MESSAGES]
+    assert all(turn.keys == "" for turn in turns(plain, "messages"))
+
+
+CALLS = [
+    ("times", "'tool_calls' is a str, not a list"),
+    ([{"name": "times"}], "has no 'function' with a 'name'"),
+    ([{"function": {"name": "times", "arguments": "{"}}], "call of times cannot be used: it is no JSON"),
+    ([{"function": {"name": "times", "arguments": "[1]"}}], "call of times are no object"),
+]
+ARGUMENTS = {
+    r'{"city": "\ud800"}': "half of a surrogate pair",
+    '{"a": ' + "[" * 300 + "]" * 300 + "}": "nested more than 100 levels deep",
+    '{"a": ' + "7" * 5_000 + "}": "more than 4300 digits",
+}
+
+
+def test_what_is_no_call_is_named_and_its_row_dropped_with_its_reason(tmp_path) -> None:
+    for calls, says in CALLS:
+        with pytest.raises(RowError, match=says):
+            turns([*MESSAGES[:1], {"role": "assistant", "tool_calls": calls}], "messages")
+    dropped = group_of(MESSAGES[:2])
+    assert isinstance(dropped, Dropped) and "ends with a call of a tool" in dropped.reason
+    every = [*map(called, ARGUMENTS), *[MESSAGES] * 5]
+    path = lines(tmp_path / "calls.jsonl", ({"messages": messages} for messages in every))
+    loaded = load_groups(local(path, max_unreadable=1), "train")
+    assert [drop.row for drop in loaded.dropped] == [1, 2, 3] and len(loaded.groups) == 5
+    for drop, says in zip(loaded.dropped, ARGUMENTS.values(), strict=True):
+        assert says in drop.reason
