@@ -27,7 +27,7 @@ from rollouts.vllm import engines as vllm_engines
 from rollouts.vllm import handover
 from rollouts.vllm import sampler as vllm_sampler
 from rollouts.vllm.handover import TransferError
-from rollouts.vllm.options import engine_environment, with_engines
+from rollouts.vllm.options import engine_environment, shape_folder, with_engines
 from rollouts.vllm.sampler import VllmSampler, check_logprobs, sample_seed
 from tests.fake_transfer import PROMPTS, RENDERER, FakeTransfer, use_fake_transfer
 from tests.programs import writers
@@ -335,3 +335,10 @@ def test_the_shipped_settings_are_the_schemas(name):
     merged = typed(dict(section(f"sampler/{name}.yaml")), SamplerConfig)
     assert merged == SamplerConfig(name=name, _target_=target, separate=name == "vllm")
     assert callable(import_function("sampler._target_", target))
+
+
+def test_a_model_of_the_same_shape_has_the_same_folder_at_every_start(tmp_path):
+    """Otherwise vLLM compiles it anew."""
+    first, again, other = (shape_folder(text, tmp_path) for text in ("{}", "{}", '{"head_dim": 2}'))
+    assert first == again != other and [file.name for file in first.iterdir()] == ["config.json"]
+    assert (other / "config.json").read_text() == '{"head_dim": 2}'
