@@ -30,8 +30,6 @@ from data.types import PackedRows
 
 PACKED = "packed_rows"
 DECODING = "grouped_decoding"
-HAVE_KERNEL = ("cuda",)
-"""Devices with the flash kernel for rows of uneven lengths."""
 MODEL_TYPES = (
     *("llama", "qwen2", "qwen3", "mistral", "gemma", "phi", "phi3", "olmo", "olmo2", "smollm3", "starcoder2"),
     *("gpt_neox", "gpt2", "gpt_bigcode", "granite", "cohere", "glm", "glm4", "arcee", "apertus", "helium"),
@@ -257,7 +255,7 @@ def attend(
         )
     if key_places is not None:
         key, value = _Read.apply(key, key_places), _Read.apply(value, key_places)
-    if query.device.type in HAVE_KERNEL and query.dtype in (torch.bfloat16, torch.float16):
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         limits = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
         return _flash(query, key, value, limits, (max_length_q, max_length_k or max_length_q), scaling), None
     assert row_lengths is not None

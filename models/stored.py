@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter
@@ -66,7 +65,7 @@ def check_finite(model: nn.Module, config: ModelConfig) -> None:
         (
             f"{tensor} in {file}"
             for file in sorted({stored.file for stored in (stored_tensors(config) or {}).values()})
-            for tensor, values in _tensors(file)
+            for tensor, values in load_file(file).items()
             if not _finite(values)
         ),
         f"{name}, once loaded in {config.dtype}",
@@ -81,10 +80,3 @@ def check_finite(model: nn.Module, config: ModelConfig) -> None:
 
 def _finite(values: torch.Tensor) -> bool:
     return values.element_size() < 2 or not values.is_floating_point() or bool(values.isfinite().all())
-
-
-def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, values) of a safetensors file, one at a time."""
-    with safe_open(file, framework="pt") as opened:
-        for name in opened.keys():  # noqa: SIM118  (not a dict)
-            yield name, opened.get_tensor(name)

@@ -32,8 +32,8 @@ V = TypeVar("V")
 EXAMPLES = 3
 """How many reasons, and how many completions without a verdict, an error message shows."""
 
-LOG_NAME = "reward-{}.log"
-"""Name of a worker process's log in a scorer's ``log_dir``, to be formatted with the worker's number."""
+LOG_NAME = "reward.log"
+"""Name of the log of a scorer's worker processes in its ``log_dir``."""
 
 _SHOWN = 120
 _LARGEST = float(np.finfo(np.float32).max)
@@ -144,9 +144,7 @@ class Reward:
         if share > self.max_missing:
             message = _too_many(verdicts, prompts, completions, self.max_missing)
             if self.scorer.log_dir is not None:
-                message += (
-                    f"\nwhat it printed and raised, in full: {self.scorer.log_dir}/{LOG_NAME.format('*')}"
-                )
+                message += f"\nwhat it printed and raised, in full: {self.scorer.log_dir}/{LOG_NAME}"
             raise RewardError(message)
 
     def release(self) -> None:

@@ -42,10 +42,9 @@ class Pool:
     and its time does not count towards ``timeout``, the seconds that one task may take. The argument, tasks
     and results are pickled. Processes start when they are first needed and live until ``close``.
 
-    What the workers print, and the tracebacks of what they raise, goes to files in ``log_dir``:
-    ``reward-0.log``, ``reward-1.log``, … Each file belongs to one process at a time. The folder
-    is created with the first task, because a run may be refused before that and must then leave nothing
-    behind. With ``log_dir=None`` the output is not kept.
+    What the workers print, and the tracebacks of what they raise, goes to the file ``LOG_NAME`` in
+    ``log_dir``. It is created with the first task, because a run may be refused before that and must then
+    leave nothing behind. With ``log_dir=None`` the output is not kept.
     """
 
     def __init__(
@@ -58,13 +57,12 @@ class Pool:
         log_dir: Path | None = None,
     ) -> None:
         self.loader, self.argument, self.workers, self.timeout = loader, argument, workers, timeout
-        self.log_dir = log_dir
+        self._log = None if log_dir is None else log_dir / LOG_NAME
         self._idle: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
         self._busy: set[WorkerProcess] = set()
         self._threads = ThreadPoolExecutor(workers)
         self._closed = False
         self._about: Any = None
-        self._logs_in_use: set[Path] = set()
         self._lock = threading.Lock()
 
     def start(self) -> Any:
@@ -117,36 +115,20 @@ class Pool:
         return result if succeeded else Missing(result)
 
     def _take(self) -> WorkerProcess:
-        """Return a worker. With a ``log_dir``, it writes to one of the logs there."""
+        """Return a worker. With a ``log_dir``, it writes to the log there."""
         try:
             worker = self._idle.get_nowait()
         except queue.Empty:
-            return self._new(self._free_log())
-        if worker.log is None and (log := self._free_log()) is not None:
+            return self._new(self._log)
+        if worker.log is None and self._log is not None:
             with self._refused():
-                worker.log_to(log, LOG_S)
+                worker.log_to(self._log, LOG_S)
         return worker
-
-    def _free_log(self) -> Path | None:
-        """Return the first log that no living worker writes to; None without a ``log_dir``."""
-        if self.log_dir is None:
-            return None
-        with self._lock:
-            number = next(
-                i for i in range(len(self._logs_in_use) + 1) if self._log(i) not in self._logs_in_use
-            )
-            self._logs_in_use.add(self._log(number))
-            return self._log(number)
-
-    def _log(self, number: int) -> Path:
-        assert self.log_dir is not None
-        return self.log_dir / LOG_NAME.format(number)
 
     def _discard(self, worker: WorkerProcess) -> None:
         worker.close(grace=0.0)
         with self._lock:
             self._busy.discard(worker)
-            self._logs_in_use -= {worker.log}
 
     def _new(self, log: Path | None) -> WorkerProcess:
         env = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}

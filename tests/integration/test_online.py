@@ -161,7 +161,7 @@ def test_samples_without_a_verdict_are_left_out(tmp_path):
 def test_a_reward_that_fails_stops_the_run_and_a_mended_one_goes_on(tmp_path):
     with pytest.raises(StoppedError, match=r"out of order \(tests/integration/rewarding\.py:\d+\)"):
         run_online(tmp_path, "r", "online=true", "loss=dpo", *function("broken"))
-    assert "in broken\n" in (tmp_path / "r" / "logs" / "reward-0.log").read_text()
+    assert "in broken\n" in (tmp_path / "r" / "logs" / "reward.log").read_text()
     assert not (tmp_path / "r" / "rounds" / "000" / "scores.jsonl").exists()
     samples = (tmp_path / "r" / "rounds" / "000" / "samples.jsonl").read_bytes()
     with pytest.raises(StoppedError, match="out of order"):

@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from models.attention import decode
 from models.distributed import start
 from models.policy import Policy
-from rollouts.decoding import ENDED, FEWEST, Decoder, GrowingLayer, ManyEnded, selectable_cache
+from rollouts.decoding import ENDED, FEWEST, Decoder, GrowingLayer, selectable_cache
 from rollouts.embedded import uniforms
 from tests.tiny import tiny_policy
 from tests.unit.models.test_families import tiny
@@ -159,13 +159,3 @@ def test_most_rows_that_have_ended_are_not_computed(draw):
     )
     few = FEWEST * LONGEST  # from here on rows stay together
     assert sum(batches) <= necessary / (1 - ENDED) + few < sum(computed)
-
-
-def test_a_row_ends_at_a_stop_token_or_at_its_limit_and_all_once_a_quarter_has():
-    ended = ManyEnded(torch.tensor([1, 2]), torch.tensor([9, 9, 9, 9, 9, 4, 9, 9]))
-    ids = torch.full((8, 3), 7)
-    assert not ended(ids, torch.empty(0)).any()
-    assert not ended(torch.full((8, 4), 7), torch.empty(0)).any(), "one of eight, by its limit"
-    ids = torch.full((8, 5), 7)
-    ids[0, -1] = 2
-    assert ended(ids, torch.empty(0)).tolist() == [True] * 8

@@ -166,7 +166,7 @@ def test_a_worker_that_dies_while_it_loads_gives_its_log_back(tmp_path):
         dying.map([1])
     assert dying.map([1, 2]) == [1, 2]
     dying.close()
-    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["reward-0.log"]
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["reward.log"]
 
 
 def test_what_a_function_raises_names_its_line_and_is_in_the_log_whole_with_what_it_printed(
@@ -185,10 +185,10 @@ def test_what_a_function_raises_names_its_line_and_is_in_the_log_whole_with_what
     number = next(i for i, line in enumerate(lines, 1) if "json.loads" in line)
     where = f"tests/unit/rollouts/reward_functions.py:{number}"
     assert f"4 x JSONDecodeError: Expecting value: line 1 column 1 (char 0) ({where})" in str(error.value)
-    assert f"in full: {logs}/reward-*.log" in str(error.value)
+    assert f"in full: {logs}/reward.log" in str(error.value)
     reward.close()
-    assert [path.name for path in logs.iterdir()] == ["reward-0.log"]
-    said = (logs / "reward-0.log").read_text()
+    assert [path.name for path in logs.iterdir()] == ["reward.log"]
+    said = (logs / "reward.log").read_text()
     assert said.count("scoring 1") == 7 and f'reward_functions.py", line {number}, in talks' in said
     assert said.count("Traceback") == 3  # of one failure no more
     assert tempfile.gettempdir() == str(temporary) and not list(temporary.iterdir())

@@ -10,11 +10,10 @@ import pytest
 from common.errors import ConfigError
 from config.schema_rewards import HttpConfig
 from data.types import Prompt, Turn
-from rollouts.rewards.base import Missing, make_reward
+from rollouts.rewards.base import Missing
 from rollouts.rewards.endpoint import check_endpoint
 from rollouts.rewards.http import HttpReward
 from tests import http_server
-from tests.tiny import reward_of
 
 PROMPT = Prompt((Turn("system", "Be brief."), Turn("user", "2+2?")), "4")
 
@@ -84,14 +83,6 @@ def test_replies_that_are_none(server, given, reason):
     asked = reward(server, retries=1)
     server.reply = lambda body: (200, given)
     assert asked.score([PROMPT], ["abc"]) == [Missing(reason)]
-
-
-def test_a_number_that_is_not_finite_is_no_verdict(server):
-    settings = HttpConfig(base_url=server.url, retries=0)
-    checked = make_reward(reward_of("http", settings, max_missing=1.0))
-    server.reply = lambda body: (200, '{"rewards": [NaN, 2, 1e999, -Infinity]}')
-    assert checked.score([PROMPT] * 4, ["a", "b", "c", "d"]) == [None, 2.0, None, None]
-    checked.close()
 
 
 def test_a_server_that_cannot_score_is_refused_at_the_start(server):

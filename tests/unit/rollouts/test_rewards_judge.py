@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import json
-import random
 import re
 import resource
 import threading
@@ -110,27 +109,6 @@ def test_scores_in_order_and_at_once(endpoint):
         {"role": "system", "content": "Strict. {prompt}"},
         {"role": "user", "content": "Q:2+2 {completion}? R:4 A:{prompt}"},
     ]
-
-
-def test_an_endpoint_that_fails_half_the_time_still_finishes(endpoint):
-    rng = random.Random(0)
-
-    def behave(handler, text):
-        kind = rng.choice(["fine"] * 5 + ["500", "429", "rubbish", "no score", "hang up"])
-        if kind == "hang up":
-            handler.close_connection = True
-            handler.connection.close()
-        elif kind == "rubbish":
-            handler.send(200, rng.choice(["<html>", "[]", "{}", '{"choices": []}', '"x"', "null"]))
-        elif kind == "no score":
-            handler.reply(rng.choice(["I would rather not.", "[[11]]", "[[0]]", None]))
-        elif kind != "fine":
-            handler.send(int(kind), "try later", [("Retry-After", "0.01")])
-        return kind != "fine"
-
-    endpoint.behave = behave
-    assert judge(endpoint, retries=20).score([PROMPT] * 60, texts(60)) == [len(t) for t in texts(60)]
-    assert sum(endpoint.seen.values()) > 80
 
 
 def replied(body, headers=b""):

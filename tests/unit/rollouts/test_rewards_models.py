@@ -103,18 +103,6 @@ def test_a_classifier_gives_what_transformers_gives_for_each_row_alone(tmp_path,
         assert found == pytest.approx(alone, abs=2e-5)
 
 
-def test_a_model_trained_here_is_scored_at_the_end_of_turn(tmp_path):
-    path = save_classifier(tmp_path, "qwen2", pad_token_id=None)
-    end = tiny_tokenizer("qwen2").convert_tokens_to_ids("<|im_end|>")
-    template, turn = (
-        classifier(of(path, rendering), "cpu").place.rows(PROMPTS, TEXTS)
-        for rendering in ("template", "turn")
-    )
-    for a, b in zip(template, turn, strict=True):
-        assert b.completion_ids[-1] == end
-        assert list(a.completion_ids) == [*b.completion_ids, *tiny_tokenizer("qwen2")("\n")["input_ids"]]
-
-
 def test_long_prompts_are_cut_and_long_completions_have_no_verdict(tmp_path):
     path = save_classifier(tmp_path, "llama3")
     reward = classifier(of(path, max_length=120, max_prompt_length=60), "cpu")

@@ -16,10 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError, DataError
-from config.schema_data import DataConfig
 from config.schema_rounds import RoundsConfig
 from data.groups import answered_dict, from_dict, to_dict, to_line
-from data.sources import load_groups
 from data.types import Completion, Group, Prompt, Turn
 from data.views import group_advantages
 from jobs.online_source import view_of_rounds
@@ -308,21 +306,6 @@ def test_a_line_is_the_groups_object_and_comes_back_as_it_was(prompt, of):
     assert repr(sampled_of(json.loads(line))) == repr(one)
 
 
-@pytest.mark.parametrize("compress", [False, True])
-def test_a_rounds_groups_file_trains_offline(tmp_path, compress):
-    folder = RoundFolder(tmp_path / "000", compress)
-    made = [
-        g
-        for i in range(3)
-        for g in feedback(replace(sampled(4), prompt=prompt(i)), [1.0, 2.0, 3.0, 4.0], RoundsConfig(), 0)
-    ]
-    folder.write("groups", map(to_dict, made), {}, {})
-    config = DataConfig(
-        name="local", source="data.sources.local", path=str(folder.file("groups")), eval_fraction=0.0
-    )
-    assert load_groups(config, "train").groups == made == folder.groups()
-
-
 # -- settings --------------------------------------------------------------------------------------
 
 
@@ -352,12 +335,6 @@ def test_what_cannot_be_honoured_is_refused(words, key):
     with pytest.raises(ConfigError) as error:
         make_config("online=true", *words.split())
     assert error.value.key == key
-
-
-def test_the_data_set_brings_its_reward():
-    assert make_config("online=true").reward_config.name == "adder"
-    assert make_config("online=true", "reward=verifier").reward_config.name == "verifier"
-    assert make_config("data=hub", "data.path=a/b").reward is None
 
 
 def test_what_is_done_with_samples_that_were_cut():

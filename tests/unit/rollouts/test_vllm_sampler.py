@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -122,23 +121,6 @@ def test_a_killed_engine_is_started_again_once_a_round_and_connected_anew(sample
     assert drawn(sampler) == before and sampler.nodes.engines.version == 4
 
 
-@pytest.mark.parametrize("way", ["auto", "disk"])
-def test_an_engine_that_dies_asleep_or_while_the_trainer_trains_is_replaced(tmp_path, way, capsys):
-    sampler = attached(tmp_path, way=way)
-    sampler.publish(tmp_path / "0", 0, False)
-    before = drawn(sampler)
-    kill(sampler)
-    sampler.sleep()  # its samples are here
-    assert "SIGKILL" in capsys.readouterr().out
-    for version in (1, 2):
-        sampler.publish(tmp_path / str(version), version, False)
-        assert drawn(sampler) == before and sampler.nodes.engines.version == version
-        sampler.sleep()
-        kill(sampler)
-    assert "SIGKILL" in capsys.readouterr().out
-    sampler.close()
-
-
 # -- engines ----------------------------------------------------------------------------------------
 
 
@@ -177,13 +159,6 @@ def test_log_probabilities_that_the_engine_cannot_say_are_not_made_up(tmp_path):
         rows = [Sequence(*ids[:2]), Sequence(*ids[2:])]
         assert sampler.nodes.engines.logprobs(rows) == [[[-4.0, -5.0], [-7.0]]]
     assert drawn == [(-0.5,), (), ()]
-
-
-@pytest.mark.parametrize(("device", "parts"), [("cpu", 4), ("cuda", 32)])
-def test_a_part_keeps_what_samples_busy(tmp_path, device, parts):
-    world = replace(start(), device=torch.device(device))
-    sampler = VllmSampler(make_config("sampler=vllm"), RENDERER, world, tmp_path)
-    assert sampler.part(60, 16) == parts and sampler.part(4000, 16) == 200
 
 
 def test_a_correction_by_them_is_refused_before_weights_load():
