@@ -41,7 +41,6 @@ LESS = 2 / 3
 """Share of a microbatch's tokens that is left of one that was too large."""
 SHORT = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
 """Beginnings of messages of errors that are no torch.OutOfMemoryError."""
-AGAIN = {False: "nothing", SELECTIVE: "what is cheap in a layer (selective)", True: "every layer (true)"}
 
 
 @dataclass(frozen=True)
@@ -201,8 +200,7 @@ def make_plan(batches: Batches, batch: list[Example], most: Example, held_out: l
     situations = tuple(chosen.situations(load, evaluated))
     refusal = refused(chosen, least)
     cut = why_cut(model, chosen, decided.get("microbatch_tokens"), whole)
-    lines = [*described(chosen, load, situations, refusal), *helping(chosen, load, least, evaluated), cut]
-    text = "\n  ".join(lines)
+    text = "\n  ".join([*described(chosen, load, least, situations, refusal), cut])
     return MemoryPlan(situations, estimate.card, load, least.tokens, decided, cut, text, refusal)
 
 
@@ -253,18 +251,16 @@ def refused(estimate: RankMemory, least: Load) -> ConfigError | None:
 def remedies(estimate: RankMemory) -> Iterator[tuple[str, RankMemory]]:
     """Yield what may help, as it is typed, with its estimate: layers that are computed again, more ranks
     as far as the batch goes, adapters on weights of 4 bits."""
-    again = estimate.with_model(activation_checkpointing=True)
-    yield "model.activation_checkpointing=true", again
-    ranks = 2 * estimate.ranks
-    while estimate.config.model.batch_size % (ranks * estimate.config.model.microbatches) == 0:
-        command = f"torchrun --nproc-per-node {ranks}"
-        yield command, replace(estimate, ranks=ranks)
-        yield f"{command} with model.activation_checkpointing=true", replace(again, ranks=ranks)
+    again, words = estimate.with_model(activation_checkpointing=True), "model.activation_checkpointing=true"
+    yield words, again
+    ranks, model = 2 * estimate.ranks, again.config.model
+    while model.batch_size % (ranks * model.microbatches) == 0:
+        yield f"torchrun --nproc-per-node {ranks} with {words}", replace(again, ranks=ranks)
         ranks *= 2
-    if not estimate.config.model.use_peft and estimate.config.model.head != "reward":
-        model = replace(again.config.model, use_peft=True, quantization="nf4")
-        words = "model.use_peft=true model.quantization=nf4 model.activation_checkpointing=true"
-        yield words, RankMemory.of(replace(again.config, model=model), estimate.ranks, estimate.card)
+    if not model.use_peft and model.head != "reward":
+        config = replace(again.config, model=replace(model, use_peft=True, quantization="nf4"))
+        adapters = RankMemory.of(config, estimate.ranks, estimate.card)
+        yield f"model.use_peft=true model.quantization=nf4 {words}", adapters
 
 
 # -- words -----------------------------------------------------------------------------------------
@@ -287,9 +283,10 @@ def why_cut(model: ModelConfig, chosen: RankMemory, tokens: int | None, whole: L
 
 
 def described(
-    chosen: RankMemory, load: Load, situations: Seq[Situation], refusal: ConfigError | None
+    chosen: RankMemory, load: Load, least: Load, situations: Seq[Situation], refusal: ConfigError | None
 ) -> Iterator[str]:
-    """Yield the plan in lines, the first without the others' indent."""
+    """Yield the plan in lines, the first without the others' indent. For a step that does not fit, and
+    without a GPU, they have the number to type with which it takes less."""
     card, parameters = chosen.card, chosen.shape.parameters
     where = "on the CPU" if card is None else f"on {card.name} ({card.memory:.1f} GiB)"
     yield (
@@ -299,44 +296,17 @@ def described(
     )
     yield from map(str, situations)
     most = max(situation.total for situation in situations)
+    tokens = max(least.tokens, load.tokens // 2)
     if card is None:
         yield f"the process takes about {most:.2f} GiB"
-        return
-    verdict = "fits" if most <= card.room else "warning, may not fit" if refusal is None else "too much"
-    yield (
-        f"{verdict}: {most:.1f} GiB at most; {card.room:.1f} are left when {GAPS:.0%} of the card are kept "
-        "for gaps"
-    )
-    yield from map(str, chosen.on_host())
-    yield f"computed again in the backward: {AGAIN[chosen.config.model.activation_checkpointing]}"
-
-
-def helping(chosen: RankMemory, load: Load, least: Load, evaluated: Load | None) -> Iterator[str]:
-    """Yield, for what does not fit, the number to type with which it would; without a GPU, that which takes
-    half of the tokens."""
-    card, model = chosen.card, chosen.config.model
-    tokens = max(least.tokens, load.tokens // 2)
-    if card is not None:
+    else:
         tokens = load.tokens if chosen.fits(load) else widest_that_fits(chosen, load, least).tokens
-    if tokens < load.tokens:
-        total = chosen.step_total(load.cut(tokens))
-        if total < chosen.step_total(load):  # several passes keep the gradients, which may be more
-            yield f"model.microbatch_tokens={tokens} model.microbatches=1: a step takes {total:.2f} GiB"
-    if card is None:
-        return
-    sizes = (model.eval_batch_size >> i for i in range(model.eval_batch_size.bit_length()))
-    of_size = {
-        size: evaluated and evaluated.cut(evaluated.tokens * size // model.eval_batch_size) for size in sizes
-    }
-    fitting = [size for size, one in of_size.items() if one and chosen.evaluation_total(one) <= card.room]
-    if evaluated is not None and model.eval_batch_size not in fitting and fitting:
-        yield f"model.eval_batch_size={fitting[0]}: an evaluation fits"
-    if chosen.shares_gpu:
-        beside = sum(s.total for s in chosen.situations(load, None) if s.name == "sampling")
-        share = chosen.config.sampler.gpu_memory_utilization
-        room = share - max(0.0, beside - card.room) / card.memory
-        if room < share:
-            yield f"sampler.gpu_memory_utilization={math.floor(100 * room) / 100:g}: sampling fits"
+        verdict = "fits" if most <= card.room else "warning, may not fit" if refusal is None else "too much"
+        yield f"{verdict}: {most:.1f} GiB at most; {card.room:.1f} are left when {GAPS:.0%} are kept for gaps"
+        yield f"model.activation_checkpointing={str(chosen.config.model.activation_checkpointing).lower()}"
+    total = chosen.step_total(load.cut(tokens)) if tokens < load.tokens else math.inf
+    if total < chosen.step_total(load):  # several passes keep the gradients, which may be more
+        yield f"model.microbatch_tokens={tokens} model.microbatches=1: a step takes {total:.2f} GiB"
 
 
 def of_settings(config: Config, ranks: int, card: str) -> dict[str, Any]:

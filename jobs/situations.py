@@ -26,9 +26,8 @@ ASSUMED = {CONTEXT: 1.0, NCCL: 0.5, ASLEEP: 1.5, GRAPHS: 1.5}
 """GiB of a GPU that hold no tensor of the trainer, not measured: NCCL's for each of its groups of ranks, and
 once more where these are more than a NODE has."""
 NODE = 8
-LIBRARIES = {"cuda": 1.5, "cpu": 0.6}
-"""GiB of the host's memory that torch and the other libraries take in a process: with a GPU assumed, without
-one measured."""
+LIBRARIES = 0.6
+"""GiB that torch and the other libraries take in a process without a GPU, measured."""
 VARIABLE = ("activations", "work", "logits", "evaluation", "keys, values and logits")
 """The parts that grow with the tokens of a microbatch; all others are fixed."""
 CLOSE = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text")
@@ -103,10 +102,6 @@ class RankMemory(Estimate):
         """GiB of a training step."""
         return sum(self.step(load).values()) / GIB + sum(self.neighbours.values())
 
-    def evaluation_total(self, load: Load) -> float:
-        """GiB of an evaluation."""
-        return sum(self.evaluation(load).values()) / GIB + sum(self.neighbours.values())
-
     def fits(self, load: Load) -> bool:
         """Return whether a training step fits the card, always without one."""
         return self.card is None or self.step_total(load) <= self.card.room
@@ -115,7 +110,7 @@ class RankMemory(Estimate):
     def neighbours(self) -> dict[str, float]:
         """Return the GiB that are beside the trainer in every situation but while an engine is awake."""
         if self.card is None:
-            return {"libraries": LIBRARIES["cpu"]}
+            return {"libraries": LIBRARIES}
         asleep = {ASLEEP: 1} | ({} if self.config.sampler.enforce_eager else {GRAPHS: 1})
         counts = self._outside | (asleep if self.shares_gpu else {})
         return {part: count * ASSUMED[part] for part, count in counts.items()}
@@ -187,19 +182,6 @@ class RankMemory(Estimate):
             found.append(Situation("sampling", resident | outside | self.engine))
         if models := reward_models(self.config):
             found.append(Situation("scoring", resident | beside | models))
-        return found
-
-    def on_host(self) -> list[Situation]:
-        """Return what rank 0 holds in the host's memory: while weights are read or exported, when it has all
-        of them (in float32, but for those under adapters), and while async_save writes from a copy."""
-        width = self.width if self.config.model.use_peft else 4
-        waiting = {f"{name}, between rounds": size for name, size in reward_models(self.config).items()}
-        kept = {"libraries": LIBRARIES["cuda"]} | waiting
-        whole = {"all weights": width * self.shape.parameters / GIB}
-        found = [Situation("rank 0's host memory, loading and exporting", kept | whole)]
-        if self.config.async_save:
-            copies = {f"copy of {part}": size for part, size in in_gib(self.resident).items()}
-            found.append(Situation("rank 0's host memory, saving (every rank's)", kept | copies))
         return found
 
 
