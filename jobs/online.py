@@ -14,6 +14,7 @@ from config.schema import Config
 from data.batches import Segment
 from data.chat import Renderer
 from data.examples import Examples, make_examples
+from data.rows import reasons
 from data.types import Example, Prompt, Sequence
 from data.views import prompts_of
 from jobs.online_source import OnlineSource
@@ -43,7 +44,7 @@ def make_online_plan(
     """
     check_data(config, data, renderer)
     loaded, evaluation = data.train, data.evaluation
-    prompts, reasons = usable_prompts(prompts_of(loaded.groups), renderer)
+    prompts, refused = usable_prompts(prompts_of(loaded.groups), renderer)
     rounds, cuts = config.rounds, dict(renderer.cuts)
     check_contexts(config, len(prompts))
     _check_references(config, prompts)
@@ -58,7 +59,7 @@ def make_online_plan(
         held_out=held_out_segment(config, held_out),
         loaded=loaded,
         evaluation=evaluation,
-        examples=Examples((), dict(reasons)),
+        examples=Examples((), dict(refused)),
         cuts=cuts,
         prompts=tuple(prompts),
     )
@@ -70,40 +71,24 @@ def examples_per_context(config: Config, trainer: type[BasicTrainer]) -> int:
     return rounds.samples if rounds.feedback in ("threshold", "group") else 2 // trainer.rows_per_example
 
 
-def round_steps(config: Config, trainer: type[BasicTrainer]) -> tuple[list[int], bool]:
-    """Return (the largest number of steps of each round, whether these numbers are exact).
-
-    Exact numbers still shrink if samples get no verdict."""
-    rounds, left = config.rounds, config.rounds.contexts
-    contexts: list[int] = []
-    while left > 0:
-        sampled = min(left, rounds.sampled(len(contexts)))
-        contexts.append(sampled + rounds.replayed(len(contexts)))
-        left -= sampled
-    each = examples_per_context(config, trainer) * rounds.passes
-    keeps_all = rounds.fill or rounds.feedback == "threshold" or rounds.keeps_equal
-    steps = [math.ceil(count * each / config.model.batch_size) for count in contexts]
-    return steps, keeps_all and rounds.examples is None
+def longest_round(config: Config, trainer: type[BasicTrainer]) -> int:
+    """Return the largest number of steps of a round."""
+    each = examples_per_context(config, trainer) * config.rounds.passes
+    return math.ceil(config.rounds.contexts_per_round * each / config.model.batch_size)
 
 
 def _check_references(config: Config, prompts: list[Prompt]) -> None:
     """Raise ConfigError if the reward compares with reference answers, and no prompt has one, or more prompts
     have none than the reward may leave without a verdict."""
-    reward, data = config.reward_config, config.data.name
-    without = sum(prompt.reference_answer is None for prompt in prompts)
+    reward, without = config.reward_config, sum(prompt.reference_answer is None for prompt in prompts)
+    most = reward.max_missing * len(prompts) if reward.needs_every_reference else len(prompts) - 1
     require(
-        not reward.needs_reference or without < len(prompts),
+        not reward.needs_reference or without <= most,
         "reward",
         reward.name,
-        f"compares with reference answers, of which data={data} has none; choose another, as in "
-        "reward=armorm",
-    )
-    require(
-        not reward.needs_every_reference or without <= reward.max_missing * len(prompts),
-        "reward",
-        reward.name,
-        f"compares with reference answers, and {without} of {len(prompts)} prompts of data={data} have none, "
-        f"more than reward.max_missing={reward.max_missing:g}: give them one or leave them out",
+        f"compares with reference answers, and {without} of {len(prompts)} prompts of "
+        f"data={config.data.name} have none (reward.max_missing={reward.max_missing:g}): give them one, or "
+        "choose another reward",
     )
 
 
@@ -152,16 +137,11 @@ class Online:
         )
 
     def why_nothing(self) -> str:
-        """Return a clause that says why no round gave anything to train on, from the rounds' own counts."""
-        records = [RoundFolder(path).record for path in sorted((self.folder / "rounds").glob("[0-9]*"))]
+        """Return why no round gave anything to train on, from the rounds' own counts."""
         whys: Counter[str] = Counter()
-        for record in records:
+        for record in (RoundFolder(path).record for path in (self.folder / "rounds").glob("[0-9]*")):
             whys += Counter(record.get("dropped", {})) + Counter(record.get("untrainable", {}))
-        reasons = "; ".join(f"{count} prompts: {why}" for why, count in whys.most_common())
-        return (
-            f", as none of {len(records)} rounds gave anything to train on "
-            f"({reasons or 'nothing was sampled'})"
-        )
+        return f"no round gave anything to train on: {reasons(whys) or 'nothing was sampled'}"
 
     def close(self) -> None:
         """End the processes of the sampler and the reward."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,10 +17,9 @@ from config.schema import Config
 from data.batches import Segment
 from data.chat import Renderer, make_renderer
 from data.quality import DataReport, limit_tokens
-from jobs import idle_humanline
 from jobs.evaluation_sets import EvaluationSet, load_evaluation_sets
 from jobs.memory import plan_run
-from jobs.online import Online, make_online_plan, round_steps
+from jobs.online import Online, longest_round, make_online_plan
 from jobs.plan import Plan, first_example, make_plan
 from jobs.preflight import LoadedData
 from jobs.run_folder import RunFolder
@@ -118,7 +118,6 @@ def _about_length(
     """Yield how long the run will be, and whether humanline changes nothing in it."""
     if online is not None:
         yield online.describe(plan, trainer.counts)
-        idle = idle_humanline.notice(config, *round_steps(config, trainer))
     else:
         share = config.data.logprob_range
         kept = f", of which {share} will be kept (data.logprob_range)" if share else ""
@@ -126,9 +125,34 @@ def _about_length(
             f"{plan.examples.count} {trainer.counts} to train on{kept}, {plan.train.n_examples} in all, "
             f"{plan.steps} steps of {config.model.batch_size}"
         )
-        idle = idle_humanline.notice(config, [plan.steps], exact=True)
-    if idle is not None:
-        yield idle
+    renews = config.online and not config.keeps_reference
+    longest = min(longest_round(config, trainer), plan.steps) if renews else plan.steps
+    if (notice := idle_humanline(config, longest, plan.steps)) is not None:
+        yield notice
+
+
+def idle_humanline(config: Config, longest: int, planned: int) -> str | None:
+    """Return a notice for a run in which humanline changes nothing, or clips while its syncing changes
+    nothing; None for any other run. ``longest``: the most steps that begin with one reference; ``planned``:
+    the run's steps.
+
+    The sync at step t (0, k, 2k …) changes the reference of later steps, and only if the policy has moved
+    since the reference was it: not within two steps, and not before step k + 1."""
+    by_itself = config.syncing == "humanline"
+    if not config.humanline or (by_itself and longest > 2 and planned > config.sync_freq + 1):
+        return None
+    bounds = (config.log_epsilon_P, config.log_epsilon_R)
+    clips = config.humanline_mode != "clip" or (longest > 1 and any(map(math.isfinite, bounds)))
+    if clips and not by_itself:
+        return None
+    syncs = (
+        f"with sync_freq={config.sync_freq} all of at most {longest} steps have the reference of the first"
+    )
+    idle = syncs if by_itself else f"sync_mode={config.syncing} syncs without it too"
+    if clips:
+        return f"note: humanline=true only clips in this run, its syncing changes nothing: {idle}"
+    beyond = f"no log-ratio is beyond log_epsilon_P={bounds[0]:g} or log_epsilon_R={bounds[1]:g}"
+    return f"note: humanline=true can change nothing in this run: {idle}, and {beyond}"
 
 
 def describe(prepared: Prepared, world: World) -> dict[str, Any]:

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from config.schema import Config
-from jobs.idle_humanline import notice
-from jobs.online import round_steps
+from jobs.online import longest_round
 from jobs.preflight import check_with_torch, check_without_torch
-from jobs.prepare import prepare
+from jobs.prepare import idle_humanline, prepare
 from jobs.run_folder import RunFolder
 from models.distributed import start
 from tests.engine import Log, engine_config, make_segment, make_trainer, weights
@@ -22,7 +21,7 @@ ONLINE = ("online=true", "model.batch_size=2", "wandb.enabled=false")
 FREE = ("log_epsilon_P=-.inf", "log_epsilon_R=.inf")
 
 
-def trained(config: Config, rounds: list[int]) -> dict[str, torch.Tensor]:
+def trained(config: Config, rounds: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """The weights behind rounds of so many steps each, of random pairs."""
     trainer = make_trainer(config)
     size = config.model.batch_size
@@ -34,50 +33,35 @@ def trained(config: Config, rounds: list[int]) -> dict[str, torch.Tensor]:
     return weights(trainer)
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(one[name], other[name]) for name in other)
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> dict[tuple[int, ...], dict[str, torch.Tensor]]:
-    """The weights without humanline, by the rounds' steps."""
-    config = engine_config(tmp_path_factory.mktemp("plain"), "dpo", *ONLINE)
-    return {rounds: trained(config, list(rounds)) for rounds in SHAPES}
-
-
-SHAPES = [(1, 1, 1), (3, 3), (3, 1, 3)]
-
-
-@pytest.mark.parametrize("k", [1, 2, 3])
-def test_without_clipping_it_speaks_exactly_where_the_weights_are_the_same(plain, tmp_path, k):
-    config = engine_config(tmp_path, "dpo", *ONLINE, *FREE, "humanline=true", f"sync_freq={k}")
-    for rounds, without in plain.items():
-        said = notice(config, list(rounds), exact=True)
-        assert (said is not None) == same(trained(config, list(rounds)), without), (k, rounds, said)
-
-
-@pytest.mark.parametrize("k", [2, 4])
-def test_a_reference_that_outlives_rounds_sees_them_as_one(tmp_path, k):
-    kept = (*ONLINE, *FREE, "rounds.reset_reference=false", f"sync_freq={k}")
-    with_it, without = (engine_config(tmp_path, "dpo", *kept, f"humanline={on}") for on in ("true", "false"))
-    for rounds in ([1, 1, 1], [3, 3]):
-        said = notice(with_it, rounds, exact=True)
-        assert (said is not None) == same(trained(with_it, rounds), trained(without, rounds)), (k, rounds)
-        assert (said is not None) == (sum(rounds) <= k + 1)
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize(
+    ("rounds", "k", "idle"), [((2, 2), 1, True), ((3,), 1, False), ((3,), 2, True), ((3, 3), 1, False)]
+)
+def test_it_speaks_where_the_weights_are_the_same(tmp_path, rounds, k, idle, kept):
+    """``kept``: a reference that outlives rounds sees them as one."""
+    given = (*ONLINE, *FREE, f"sync_freq={k}", f"rounds.reset_reference={not kept}".lower())
+    with_it, without = (engine_config(tmp_path, "dpo", *given, f"humanline={on}") for on in ("true", "false"))
+    found, other = trained(with_it, rounds), trained(without, rounds)
+    longest, planned = sum(rounds) if kept else max(rounds), sum(rounds)
+    idle = idle and not (kept and len(rounds) > 1)
+    assert all(torch.equal(found[name], other[name]) for name in other) is idle
+    assert (idle_humanline(with_it, longest, planned) is not None) is idle
 
 
 @pytest.mark.parametrize(
-    ("words", "rounds", "exact", "clips"),
+    ("words", "longest", "said"),
     [
-        (["humanline=true"], [2, 2], False, True),
-        (["humanline=true", "humanline_mode=sample"], [1, 1], False, True),
-        (["humanline=true"], [3, 3], False, False),
-        ([], [1, 1], True, False),
+        (["humanline=true"], 2, "only clips"),
+        (["humanline=true"], 1, "can change nothing"),
+        (["humanline=true", "humanline_mode=sample"], 1, "only clips"),
+        (["humanline=true", "sync_mode=never"], 2, None),
+        (["humanline=true"], 3, None),
+        ([], 1, None),
     ],
 )
-def test_a_bound_that_may_bind_is_no_silence_about_syncing(words, rounds, exact, clips):
-    said = notice(make_config("loss=dpo", "online=true", *words), rounds, exact=exact)
-    assert (said is not None and "only clips" in said) if clips else said is None
+def test_a_bound_that_may_bind_is_no_silence_about_syncing(words, longest, said):
+    found = idle_humanline(make_config("loss=dpo", "online=true", *words), longest, 6)
+    assert found is None if said is None else found is not None and said in found
 
 
 @pytest.mark.parametrize(
@@ -92,10 +76,7 @@ def test_a_prepared_run_says_it_and_prints_nothing(tmp_path, capsys, words, said
     assert capsys.readouterr().out == "" and f"note: {said}" in "\n".join(prepared.messages)
 
 
-def test_the_steps_of_rounds_are_those_that_are_planned():
-    contexts = ("rounds.contexts=20", "rounds.contexts_per_round=8")
-    config = make_config("loss=dpo", "online=true", *contexts, "model.batch_size=4", "rounds.passes=2")
-    trainer = trainer_class(config)
-    assert round_steps(config, trainer) == ([4, 4, 2], False)
-    replaying = dataclasses.replace(config.rounds, replay=0.25, passes=1)
-    assert round_steps(dataclasses.replace(config, rounds=replaying), trainer) == ([2, 2, 2], False)
+def test_the_steps_of_a_round_are_those_that_are_planned():
+    contexts = ("rounds.contexts=20", "rounds.contexts_per_round=8", "rounds.passes=2")
+    config = make_config("loss=dpo", "online=true", *contexts, "model.batch_size=4")
+    assert longest_round(config, trainer_class(config)) == 4
