@@ -39,10 +39,8 @@ def holder():
     started = []
 
     def start(path: Path, *how: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", HOLD, str(path), *how]
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
+        command, opened = [sys.executable, "-c", HOLD, str(path), *how], {"start_new_session": True}
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, **opened)
         started.append(process)
         assert process.stdout is not None and int(process.stdout.readline()) == process.pid
         return process

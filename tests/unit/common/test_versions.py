@@ -22,13 +22,11 @@ RELEASES = {
 }
 
 
-@pytest.mark.parametrize(("package", "found"), RELEASES)
-def test_a_release_is_tested_accepted_or_refused(package, found):
-    refused, said = refusal(package, found), warning(package, found)
-    kind = "tested" if said is None else "accepted" if refused is None else "refused"
-    assert kind == RELEASES[package, found]
-    assert refused is None or (f"is {package} {found}" in refused and str(ACCEPTED[package]) in refused)
-    assert said is None or f"{package} {found}" in said
+def test_a_release_is_tested_accepted_or_refused():
+    for (package, found), wanted in RELEASES.items():
+        refused, said = refusal(package, found), warning(package, found)
+        assert wanted == ("tested" if said is None else "accepted" if refused is None else "refused")
+        assert refused is None or (f"is {package} {found}" in refused and str(ACCEPTED[package]) in refused)
 
 
 def test_what_is_pinned_is_what_the_tests_run_on():
