@@ -38,8 +38,8 @@ from common.progress import guard_output, pause
 
 _APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND
 ROOT = Path(__file__).resolve().parent.parent
-LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
-LAUNCHER += ("MASTER_ADDR", "MASTER_PORT")
+LAUNCHER = {"LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+LAUNCHER |= {"RANK", "WORLD_SIZE"}
 """Variables by which a launcher (torchrun, accelerate) tells the owner its rank. A worker that read them
 would join the owner's process group."""
 

@@ -38,17 +38,14 @@ def check_first_scores(config: Config, scores: TokenScores) -> None:
     if not all(finite for finite, _ in per_rank):
         raise StoppedError(
             "the model's log-probabilities of the first batch are not finite (NaN or infinity) before step "
-            "0, though its weights "
-            f"are: its forward overflows with model.dtype={config.model.dtype} and "
+            f"0, though its weights are: its forward overflows with model.dtype={config.model.dtype} and "
             f"model.attn_implementation={config.model.attn_implementation}; try others, or another model"
         )
     worst, limit = max(worst for _, worst in per_rank), LIMIT[config.model.dtype]
     if worst > limit:
         raise StoppedError(
             "policy and reference are the same weights before step 0, yet a token's log-probability differs "
-            "by "
-            f"{worst:.3g} nats (limit {limit}): a stale score cache, or an attention kernel that depends on "
-            "the batch. "
+            f"by {worst:.3g} nats (limit {limit}): a stale score cache, or a kernel that varies by batch. "
             f"Delete {config.cache_dir} and try again, or try another model.attn_implementation"
         )
 
@@ -69,27 +66,23 @@ def without_signal(index: int, metrics: dict[str, Any], config: Config) -> str |
     """Return a warning for round ``index`` if nothing in it tells a better answer from a worse one, with the
     spread of its rewards and what may be changed; None for any other round. ``metrics``: those of the round's
     samples."""
-    if (what := _what(metrics, config)) is None:
+    lowest, highest = metrics.get("lowest_reward"), metrics.get("highest_reward")
+    equal: Any = metrics.get("zero_variance")
+    if lowest is None or highest is None:
+        what = "no sample has a reward"
+    elif not exceeds(highest, lowest):
+        what = f"every sample has the reward {lowest:g}"
+    elif config.rounds.feedback == "threshold" or (equal < 1 and metrics["keep_rate"] > 0):
         return None
+    else:
+        by = f" by rounds.tau={config.rounds.tau:g}" if equal < 1 else ""
+        what = f"of no prompt two samples have rewards that differ{by}; all lie in [{lowest:g}, {highest:g}]"
     return (
         f"warning: round {index}: {what}, so there is nothing to learn from it. See whether reward="
         f"{config.reward_config.name} gets what it needs; if these rewards are right, other prompts, a "
         f"higher sampler.temperature ({config.sampler.temperature:g} now) or more rounds.samples "
         f"({config.rounds.samples} now) may give answers that differ (docs/symptoms.md)"
     )
-
-
-def _what(metrics: dict[str, Any], config: Config) -> str | None:
-    lowest, highest = metrics.get("lowest_reward"), metrics.get("highest_reward")
-    if lowest is None or highest is None:
-        return "no sample has a reward"
-    if not exceeds(highest, lowest):
-        return f"every sample has the reward {lowest:g}"
-    equal: Any = metrics.get("zero_variance")
-    if config.rounds.feedback == "threshold" or (equal < 1 and metrics["keep_rate"] > 0):
-        return None
-    by = f" by rounds.tau={config.rounds.tau:g}" if equal < 1 else ""
-    return f"of no prompt two samples have rewards that differ{by}; all lie in [{lowest:g}, {highest:g}]"
 
 
 def write_batch(path: Path, batch: list[Example]) -> str:

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from data.batches import FILL, collate
 from data.types import Example, Microbatch, Sequence
 from jobs.plan import Plan
-from jobs.tally import EDGES, SIDES, Tally, rounded, sides
 from models.distributed import gather_objects, sum_over_ranks
 from models.reference import score
 from models.sharding import reshard
@@ -34,6 +36,108 @@ SAMPLE = 16
 are measured."""
 NOISE_ROWS = 8
 """Number of these rows that each rank scores twice for the noise floor."""
+SIDES = ("chosen", "rejected", "neutral")
+"""Chosen: chosen rows of pairs, desirable examples, completions of positive advantage. Rejected: their
+opposites. Neutral: completions of advantage 0."""
+OCTAVES = range(-20, 5)
+EDGES = tuple(sign * 2.0**o for sign, octaves in ((-1, reversed(OCTAVES)), (1, OCTAVES)) for o in octaves)
+"""Edges of the histogram's bins, nats: -16, -8 … -2^-20, 2^-20 … 8, 16. Log-ratios span many orders of
+magnitude: a step's noise is 1e-6 in float32, a clipped token 1.5. A bin includes its upper edge; the outer
+two bins are open."""
+BINS = len(EDGES) + 1
+POSITIONS = 16
+"""Number of position bins. Bin p has the completion positions 2^p to 2^(p+1) - 1, counted from 1; the last
+bin is open."""
+WIDTH = BINS + 3 * POSITIONS + 6
+"""Number of sums of a side: bins; of each position the tokens, those below and those above the clipping
+range; and six over all."""
+DIGITS = 6
+"""Significant digits of written numbers; further digits may change, as ranks sum in another order after a
+restart."""
+
+
+def sides(micro: Microbatch) -> Tensor:
+    """Return the index in SIDES that each row belongs to, [R] int64."""
+    n, device = len(micro.examples), micro.labels.device
+    if len(micro.sequences.rows) == 2 * n:
+        return torch.arange(2 * n, device=device) // n
+    labels = micro.labels
+    return torch.where(labels > 0, 0, torch.where(labels < 0, 1, 2))
+
+
+class Tally:
+    """Sums over the rows and tokens that this rank has seen, [sides, WIDTH] float64, in which counts are
+    exact. ``low`` and ``high``: the clipping range of log-ratios, nats."""
+
+    def __init__(self, low: float, high: float, device: torch.device) -> None:
+        self.low, self.high = low, high
+        self._edges = torch.tensor(EDGES, device=device)
+        self._powers = 2 ** torch.arange(1, POSITIONS, device=device)
+        self.sums = torch.zeros(len(SIDES), WIDTH, dtype=torch.float64, device=device)
+
+    def total(self) -> list[list[float]]:
+        """Return the sums over all ranks, the same on every rank. The host waits for the device."""
+        out: list[list[float]] = sum_over_ranks(self.sums.clone()).tolist()
+        return out
+
+    def restore(self, total: Seq[Seq[float]], mine: bool) -> None:
+        """Continue from ``total``, the sums over all ranks; the rank with ``mine`` takes them, the others 0.
+
+        So the number of ranks may change."""
+        self.sums.copy_(torch.tensor(total, dtype=torch.float64) * mine)
+
+    def add(self, side: Tensor, raw: Tensor, mask: Tensor, moved: Tensor, comparable: Tensor) -> None:
+        """Add R rows.
+
+        ``side``: [R] index in SIDES. ``raw``: [R, T] unclipped log-ratios, nats. ``mask``: [R, T] completion
+        tokens. ``moved``: [R] the rows' log-probabilities now minus those under the initial weights, nats,
+        valid where ``comparable`` [R] is true."""
+        counts, first = mask.double().flatten(), side[:, None] * WIDTH
+        bins = first + torch.bucketize(raw, self._edges)
+        places = torch.arange(1, raw.shape[1] + 1, device=raw.device)
+        places = torch.bucketize(places, self._powers, right=True)
+        beyond = [counts, counts * (raw < self.low).flatten(), counts * (raw > self.high).flatten()]
+        self.sums.view(-1).index_add_(0, bins.flatten(), counts)
+        for i, counted in enumerate(beyond):
+            self.sums.view(-1).index_add_(0, (first + BINS + 3 * places + i).flatten(), counted)
+        tokens, exact = mask.sum(dim=-1), raw.double()
+        rows = torch.stack(
+            [
+                mask.any(dim=-1),
+                tokens,
+                token_sum(exact, mask),
+                token_sum(exact.square(), mask),
+                torch.where(comparable, tokens, 0),
+                torch.where(comparable, moved, 0.0),
+            ],
+            dim=1,
+        ).double()
+        of_side = side == torch.arange(len(SIDES), device=side.device)[:, None]
+        self.sums[:, -6:] += of_side.double() @ rows
+
+    def describe(self, total: Seq[Seq[float]]) -> dict[str, dict[str, Any]]:
+        """Return ``total`` as plain data: side -> its counts and means, for each side that has rows."""
+        out: dict[str, dict[str, Any]] = {}
+        for name, sums in zip(SIDES, total, strict=True):
+            rows, tokens, log_ratio, square, compared, moved = sums[-6:]
+            positions = np.reshape(sums[BINS:-6], (POSITIONS, 3)).astype(int)
+            if rows:
+                out[name] = {
+                    "rows": int(rows),
+                    "tokens": int(tokens),
+                    "length": rounded(tokens / rows),
+                    "log_ratio": rounded(log_ratio / tokens),
+                    "spread": rounded(math.sqrt(max(square, 0.0) / tokens)),
+                    "drift": rounded(moved / compared) if compared else None,
+                    "histogram": [int(n) for n in sums[:BINS]],
+                    "positions": [place for place in positions.tolist() if place[0]],
+                }
+        return out
+
+
+def rounded(value: float) -> float | None:
+    """Return ``value`` rounded to DIGITS significant digits; None if it is not finite."""
+    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
 
 
 class Diagnostics:
@@ -67,8 +171,12 @@ class Diagnostics:
 
     def mark(self) -> Callable[[], None]:
         """Return a function that forgets what is observed from now on. The host does not wait for it."""
-        tally = self.tally.copy()
-        return lambda: self.tally.put_back(tally)
+        before = self.tally.sums.clone()
+
+        def forget() -> None:
+            self.tally.sums.copy_(before)
+
+        return forget
 
     # -- lines -------------------------------------------------------------------------------------
 
@@ -117,7 +225,7 @@ class Diagnostics:
             },
             histograms,
         )
-        self.tally.clear()
+        self.tally.sums.zero_()
         self.first = at.step
 
     # -- going on ----------------------------------------------------------------------------------

@@ -10,27 +10,22 @@ the number of ranks, except for rounding.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import cast
 
 import torch
 
-from common.files import read_sealed
 from common.progress import SOON, interruptible, progress
-from config.load import MARKER
-from config.schema import Config
 from data.batches import Segment, token_count
 from data.chat import Renderer
-from data.types import Example, Microbatch
+from data.types import Example
 from data.views import prompts_of
 from jobs.evaluation_sets import EvaluationSet
 from jobs.initial_scores import initial_scores
 from jobs.plan import Plan
 from jobs.retention import InitialKL
-from jobs.run_folder import note
-from models.distributed import World, gather_objects, on_main
+from models.distributed import gather_objects
 from models.policy import Policy
 from models.pretrained import export_dtype
 from models.reference import Reference
@@ -39,7 +34,6 @@ from rollouts.stop_strings import StopStrings
 from rollouts.verify import Accuracy, AnswerRow, Shown, embedded_sampler, make_accuracy
 from trainers.basic import BasicTrainer
 from trainers.humanline import Humanline
-from trainers.losses.base import TokenScores
 from trainers.meters import Meters
 
 Metrics = dict[str, float | None]
@@ -160,7 +154,8 @@ class Evaluator:
                 {"loss": trainer.mean_loss(micro, result)}
                 | ({} if trainer.config.has_reference else result.metrics)
             )
-            rewards |= row_rewards(micro, scores)
+            rows = zip(micro.sequences.rows, scores.sequence_log_ratio().tolist(), strict=True)
+            rewards |= {row.key: (s, len(row.counted)) for row, s in rows if len(row.counted)}
         out = meters.reduce().read()
         if trainer.config.has_reference:
             for other in gather_objects(rewards):
@@ -175,10 +170,10 @@ class Evaluator:
         the chosen above the rejected rows, a tie counting one half. Without any comparison the margin is the
         difference of the two mean rewards, and the accuracy is None. ``rewards``: row key -> (log-ratio in
         nats, completion tokens)."""
-        scale = reward_scale(self.trainer.config)
-        chosen: list[float] = []
-        rejected: list[float] = []
-        margins: list[float] = []
+        config = self.trainer.config
+        scaled = config.accepts.beta_scales_rewards and config.has_reference
+        scale = float(config.loss.get("beta", 1.0)) if scaled else 1.0
+        chosen, rejected, margins = list[float](), list[float](), list[float]()
         for rows in self._compared():
             high = [scale * rewards[key][0] for key, label in rows if label > 0]
             low = [scale * rewards[key][0] for key, label in rows if label < 0]
@@ -224,16 +219,15 @@ def make_evaluator(
     sets: Sequence[EvaluationSet],
     renderer: Renderer,
     stops: StopStrings | None,
-    folder: Path,
 ) -> Evaluator:
     """Return the evaluator of a run, further ``sets`` included. Every rank calls it. ``stops``: what ends an
-    answer that a verifier judges, besides an end token. ``folder``: the run's."""
+    answer that a verifier judges, besides an end token."""
     config, world, held_out = trainer.config, trainer.world, plan.evaluation.groups
     policy = cast(Policy, trainer.policy)
     accuracy = make_accuracy(config, policy, renderer, held_out, world, stops=stops)
     initial_kl = shown = None
     if held_out and config.model.head != "reward":
-        prompts, tokens = on_main(lambda: _initial_counts(config, folder, world))
+        prompts, tokens = config.retention.counts(world.device.type)
         tokens = min(tokens, config.model.max_length - config.model.max_prompt_length)
         sampler_arguments = (config, policy, renderer, world)
         if config.retention.kl:
@@ -256,37 +250,8 @@ def make_evaluator(
     return Evaluator(trainer, plan.held_out, accuracy, dtype, initial_kl, named, shown)
 
 
-def _initial_counts(config: Config, folder: Path, world: World) -> tuple[int, int]:
-    """Return how many prompts the initial weights answer, and by how many tokens, at most: as the run was
-    started, if it is resumed elsewhere. Called on rank 0 alone."""
-    typed = asdict(config.retention)
-    before = (read_sealed(folder / MARKER).get("own_answers") or [{}])[-1] if config.resume else {}
-    names = ("prompts", "tokens")
-    here = dict(zip(names, config.retention.counts(world.device.type), strict=True))
-    used = {key: typed[key] or before.get(key) or here[key] for key in names}
-    note(folder, "own_answers", used)
-    return used["prompts"], used["tokens"]
-
-
 def arranged(trainer: BasicTrainer, held_out: Segment) -> list[list[Example]]:
     """Return the batches of ``held_out``, arranged by the trainer as one global batch in the data's order."""
     examples = [example for group in held_out.groups for example in group]
     of_example = dict(zip(examples, trainer.arrange(examples), strict=True))
     return [[of_example[example] for example in held_out.batch(i)] for i in range(held_out.steps)]
-
-
-def reward_scale(config: Config) -> float:
-    """Return the factor from a sequence's log-ratio to its reward.
-
-    It is the loss's beta where beta scales rewards and the loss has a reference, else 1."""
-    scaled = config.accepts.beta_scales_rewards and config.has_reference
-    return float(config.loss.get("beta", 1.0)) if scaled else 1.0
-
-
-def row_rewards(micro: Microbatch, scores: TokenScores) -> dict[str, tuple[float, int]]:
-    """Map each real row of a microbatch to its sequence log-ratio, nats, and its completion tokens.
-
-    A row without counted tokens is left out."""
-    values = scores.sequence_log_ratio().tolist()
-    rows = micro.sequences.rows
-    return {row.key: (s, len(row.counted)) for row, s in zip(rows, values, strict=True) if len(row.counted)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,9 +13,9 @@ from config.schema import Config
 from config.schema_data import DataConfig, evaluation_sets
 from data.batches import Segment
 from data.chat import Renderer
-from data.examples import Examples, make_examples, token_ids
+from data.examples import make_examples, token_ids
 from data.quality import advice, check_vocabulary, shortened
-from data.rows import Loaded
+from data.rows import Loaded, reasons
 from data.types import Group
 from data.views import prompt_ids, prompts_of
 from jobs.plan import check_read, held_out_segment
@@ -74,9 +73,7 @@ def _tokenised(
     origin = loaded.origin.partition(";")[0]
     require(loaded.groups != [], key, origin, "has no held-out row; give path or split")
     check_read(config, loaded.groups, renderer)
-    before = Counter(renderer.cuts)
     examples = make_examples(loaded.groups[: config.n_eval_examples], trainer.view_of(config), renderer)
-    cut = (renderer.cuts - before)["completion end"]
     check_vocabulary(renderer.tokenizer, token_ids(examples.groups), origin)
     checkable: list[Group] = []
     if data.verifier is not None and config.model.head != "reward":
@@ -84,24 +81,20 @@ def _tokenised(
         usable, _ = usable_prompts(prompts_of(loaded.groups), renderer)
         ids = {prompt.id for prompt in usable if prompt.reference_answer is not None}
         checkable = [group for group in loaded.groups if group.prompt.id in ids]
+    dropped = reasons(examples.dropped)
     require(
         examples.count > 0 or checkable != [],
         key,
         origin,
-        f"gives loss={config.loss['name']} no example: {_dropped(examples)}{advice(loaded.groups)}; and "
-        + (
-            "it has no verifier that could check answers"
-            if data.verifier is None
-            else "no prompt has a reference answer to check answers by"
-        ),
+        f"gives loss={config.loss['name']} no example: {dropped or 'no group'}{advice(loaded.groups)}; and "
+        f"no prompt has a reference answer to check answers by (verifier={data.verifier})",
     )
     shared = len(np.intersect1d(prompt_ids(loaded.groups), seen))
     facts = [
         f"{examples.count} {trainer.counts}" if examples.count else "no row that the loss can use",
         *([f"{len(prompts_of(checkable))} prompts whose answers are checked"] if checkable else []),
         *([f"{len(loaded.dropped)} of {loaded.read} rows dropped"] if loaded.dropped else []),
-        *([f"groups dropped: {_dropped(examples)}"] if examples.dropped else []),
-        *([f"{cut} completions lost their end"] if cut else []),
+        *([f"groups dropped: {dropped}"] if dropped else []),
         *([f"{shared} of its prompts are trained on"] if shared else []),
     ]
     return EvaluationSet(
@@ -113,21 +106,14 @@ def _tokenised(
     )
 
 
-def _dropped(examples: Examples) -> str:
-    return ", ".join(f"{n} x {reason}" for reason, n in examples.dropped.items()) or "no group"
-
-
 def _check_ranked(config: Config, sets: list[EvaluationSet]) -> None:
     """Raise ConfigError where ``keep_best`` names a metric that its evaluation set cannot give."""
     for one in sets:
-        measured = {
-            **dict.fromkeys(("loss", "reward_margin", "reward_accuracy"), one.held_out is not None),
-            **dict.fromkeys(("accuracy_sampled", "accuracy_greedy"), bool(one.checkable)),
-        }
-        for measure, there in measured.items():
-            require(
-                there or config.keep_best != f"eval_{one.name}_{measure}",
-                "keep_best",
-                config.keep_best,
-                f"evaluations.{one.name} has no such number: {one.about}",
-            )
+        absent = ["loss", "reward_margin", "reward_accuracy"] if one.held_out is None else []
+        absent += [] if one.checkable else ["accuracy_sampled", "accuracy_greedy"]
+        require(
+            config.keep_best not in [f"eval_{one.name}_{measure}" for measure in absent],
+            "keep_best",
+            config.keep_best,
+            f"evaluations.{one.name} has no such number: {one.about}",
+        )

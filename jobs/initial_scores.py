@@ -136,7 +136,7 @@ class Lazy(Seq[list[Example]]):
         return len(self.items)
 
     def __getitem__(self, at: Any) -> Any:
-        return Lazy(self.items[at], self.make) if isinstance(at, slice) else self.make(self.items[at])
+        return self.make(self.items[at])
 
 
 def _wanted(batches: Seq[list[Example]], reference: Reference) -> tuple[np.ndarray, np.ndarray]:

@@ -26,8 +26,7 @@ from jobs.observers import Observers
 from jobs.plan import Plan
 from jobs.prepare import Prepared
 from jobs.ranking import EnoughError
-from jobs.run_folder import RunFolder, run_id
-from jobs.run_folder import note as note_in_run
+from jobs.run_folder import RunFolder, note, run_id
 from jobs.same_data import WEIGHTS, check_inputs, check_names, check_origin, inputs_of
 from jobs.signals import Signals
 from jobs.watch import RunWatch
@@ -62,11 +61,18 @@ class Job:
             print(text, flush=True)
 
     def start(self) -> None:
-        """Plan the memory, and start the processes that rounds need. Raises ConfigError."""
-        if not self.prepared.config.dry_run:
-            self.memory = self.planned()
-        if self.prepared.online is not None:
-            self.prepared.online.start()
+        """Plan the memory, and start the processes that rounds need. Raises ConfigError, also for a run that
+        no cut makes fit."""
+        prepared = self.prepared
+        if not prepared.config.dry_run:
+            arguments = prepared.config, prepared.plan.train, prepared.held_out, self.world.size
+            with phase("plan the memory", "model.microbatch_tokens"):
+                self.memory: MemoryPlan = on_main(lambda: plan_run(*arguments))
+            if self.memory.refusal is not None:
+                raise self.memory.refusal
+            self.say(f"memory: {self.memory.text}")
+        if prepared.online is not None:
+            prepared.online.start()
 
     def run(self, signals: Signals) -> dict[str, Any]:
         """Train, export and report; return the summary. What fails on one of several ranks ends all of them;
@@ -87,11 +93,11 @@ class Job:
         inputs |= {WEIGHTS: fingerprint, "run": on_main(lambda: run_id(folder))}
         if prepared.config.resume and not exists:
             self.say(f"resume=true: there is no run in {folder} to go on with, so a new one begins")
-        on_main(lambda: self.folder.note("memory", self.memory.record))
+        on_main(lambda: note(folder, "memory", self.memory.record))
         trainer = prepared.trainer_class(decided, policy, prepared.loss, world)
         parts = scored_with(decided.model, fingerprint, prepared.renderer.fingerprint, world)
         judged = (prepared.evaluation_sets, prepared.renderer, prepared.stops)
-        evaluator = make_evaluator(trainer, prepared.plan, *judged, folder)
+        evaluator = make_evaluator(trainer, prepared.plan, *judged)
         evaluator.prepare(parts | {"ends": str(prepared.renderer.stop_token_ids)})
         likelihoods = [] if evaluator.initial_kl is None else evaluator.initial_kl.likelihoods
         ready = ready_rows(prepared.plan, prepared.report, trainer, parts, self.folder, likelihoods, self.say)
@@ -103,18 +109,6 @@ class Job:
         self.begin(watch, exists)
         self.train(trainer, policy, ready, watch)
         return self.finish(watch, policy)
-
-    def planned(self) -> MemoryPlan:
-        """Return what is decided of the run's memory, by its shapes. Raises ConfigError for a run that no cut
-        makes fit."""
-        prepared = self.prepared
-        arguments = prepared.config, prepared.plan.train, prepared.held_out, self.world.size
-        with phase("plan the memory", "model.microbatch_tokens"):
-            memory = on_main(lambda: plan_run(*arguments))
-        if memory.refusal is not None:
-            raise memory.refusal
-        self.say(f"memory: {memory.text}")
-        return memory
 
     def check_data(self) -> dict[str, Any]:
         """Return the fingerprints of what the run reads besides its weights; called on rank 0 alone. Raises
@@ -147,9 +141,9 @@ class Job:
 
         Raises StoppedError if training ended with too few steps."""
         online = self.prepared.online
-        rounds = None if online is None else online.source(trainer, policy, watch)
+        source = Offline(plan.train) if online is None else online.source(trainer, policy, watch)
         try:
-            trainer.train(rounds or Offline(plan.train), watch)
+            trainer.train(source, watch)
         except EnoughError as why:
             watch.stop_early(str(why))
             return
@@ -158,10 +152,9 @@ class Job:
             raise
         step = trainer.progress.step
         if step == 0 or (online is None and step != plan.steps):
-            done = f"{step} of {plan.steps} planned steps were done"
             if online is None:
-                raise StoppedError(done)
-            raise UserError(done + online.why_nothing())  # the same command would do no better
+                raise StoppedError(f"{step} of {plan.steps} planned steps were done")
+            raise UserError(online.why_nothing())  # the same command would do no better
 
     def finish(self, watch: RunWatch, policy: Policy) -> dict[str, Any]:
         """Write the export, summary, model card and report, print the final table; return the summary."""
@@ -198,7 +191,7 @@ class Job:
         folder, settings, prepared = self.folder.path, watch.trainer.config, self.prepared
         try:
             watch.log.tracker.settle()
-            note_in_run(folder, "memory", summary["memory"])
+            note(folder, "memory", summary["memory"])
             export_arguments = (export_dtype(settings.model), prepared.renderer.stop_token_ids)
             export(state, policy, prepared.tokenizer, folder / "model", *export_arguments)
             write_model_card(folder / "model", asdict(settings), summary)

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from common.errors import ConfigError
 from common.files import read_sealed, sealed, write_whole
 from common.secrets import scrub, scrub_text
 from data.examples import ExampleGroups, Examples, columns_of, picked_groups, row_keys
-from data.quality import DataReport, Selection, Spread, select
+from data.quality import DataReport, Selection, select
 from data.types import Example
 from jobs.initial_scores import Lazy, initial_scores
 from jobs.plan import Plan, training_segment
@@ -89,31 +89,23 @@ def _of_each_row(keys: np.ndarray, scores: Scores, what: Callable[[Tensor], Any]
 
 
 def kept_before(path: Path, fresh: Selection) -> Selection:
-    """Return the selection that the file ``path`` recorded when the run started.
+    """Return ``fresh`` with the groups that the file ``path`` recorded when the run started.
 
-    If there is no file, ``fresh`` is written to it and returned. A resumed run trains on the groups it
+    If there is no file, they are written to it. A resumed run trains on the groups it
     started with, even if the last bits of a score have changed since (another number of ranks, another GPU).
     Raises ConfigError for a damaged file.
     """
     if not path.exists():
-        write_whole(path, sealed({"selection": asdict(fresh)}))
+        write_whole(path, sealed({"kept": list(fresh.kept)}))
         return fresh
     try:
-        return _selection(read_sealed(path)["selection"])
+        return replace(fresh, kept=tuple(read_sealed(path)["kept"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = (
             f"is damaged ({type(error).__name__}: {error}): it says which groups this run trains on; "
             "put it back, or start another run (exp_name)"
         )
         raise ConfigError("data.logprob_range", list(fresh.range), f"{path} {why}") from error
-
-
-def _selection(saved: dict[str, Any]) -> Selection:
-    """Return the selection that ``kept_before`` wrote. Raises KeyError or TypeError for anything else."""
-    return Selection(
-        **saved
-        | {"range": tuple(saved["range"]), "kept": tuple(saved["kept"]), "all": Spread(**saved["all"])}
-    )
 
 
 def completion_means(groups: ExampleGroups, scores: Scores) -> dict[str, np.ndarray]:

@@ -52,12 +52,10 @@ class Observers:
     def of(cls, callbacks: Mapping[str, Any], further: Sequence[Any], world: World) -> Observers:
         """Return the observers that the settings name, which rank 0 creates, and the ``further`` ones.
         Raises ConfigError on every rank."""
-        objects = {f"observers[{i}]": observer for i, observer in enumerate(further)}
-        created: dict[str, Any] = {}
-        on_main(
-            lambda: created.update({f"callbacks.{name}": _create(name, t) for name, t in callbacks.items()})
-        )
-        return cls(created | (objects if world.is_main else {}), bool(callbacks) or len(further) > 0)
+        members = {f"observers[{i}]": one for i, one in enumerate(further) if world.is_main}
+        created = {f"callbacks.{name}": tree for name, tree in callbacks.items()}
+        on_main(lambda: members.update({key: _create(key, tree) for key, tree in created.items()}))
+        return cls(members, bool(callbacks) or len(further) > 0)
 
     def stops(self, step: int) -> str | None:
         """Return the reason why the run is to end before ``step``; None where it continues.
@@ -85,13 +83,11 @@ class Observers:
                 with _keeping_random_states():
                     answer = getattr(observer, method, lambda *_: None)(*copy.deepcopy(arguments))
                 if not isinstance(answer, str | bool | np.bool_ | None):
-                    raise TypeError(
-                        f"it returned {answer!r}, which is neither the reason for a stop nor True"
-                    )
+                    raise TypeError(f"it returned {answer!r}: neither the reason for a stop nor True")
             except Exception as error:
                 del self._members[name]
-                message = f"{name}: {method} failed, {_where(error)}; the run goes on without it"
-                print(f"warning: {message}", file=sys.stderr, flush=True)
+                failed = f"{name}: {method} failed, {_where(error)}; the run goes on without it"
+                print(f"warning: {failed}", file=sys.stderr, flush=True)
                 continue
             if answer and stop_at is not None and self._stop is None:
                 why = f": {answer}" if isinstance(answer, str) else ""
@@ -103,9 +99,8 @@ def check_callback(name: str, tree: Any) -> None:
     it does not accept or lacks, or no method of an observer."""
     key = f"callbacks.{name}"
     cls = import_function(f"{key}._target_", target_of(name, tree))
-    named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    kinds = (*named, inspect.Parameter.VAR_KEYWORD)
-    check_keys(key, tree, {w: p for w, p in inspect.signature(cls).parameters.items() if p.kind in kinds})
+    parameters = inspect.signature(cls).parameters
+    check_keys(key, tree, {w: p for w, p in parameters.items() if p.kind is not p.VAR_POSITIONAL})
     if inspect.isclass(cls):
         check_observer(f"{key}._target_", cls)
 
@@ -119,18 +114,14 @@ def check_observer(key: str, observer: Any) -> None:
     require(hooks != [], key, value, f"is no observer: {hint}")
     for word in hooks:
         require(word in METHODS, key, value, f"nothing calls its {word}; {hint}")
-        method, wanted = getattr(observer, word), METHODS[word]
-        require(callable(method), key, value, f"its {word} is not a method; {hint}")
-        bound = isinstance(inspect.getattr_static(observer, word), staticmethod | classmethod)
-        unbound = inspect.isclass(observer) and not bound  # such a method still takes ``self``
-        try:
-            inspect.signature(method).bind(*wanted, *["self"] * unbound)
+        wanted = METHODS[word]
+        try:  # the method of a class still takes ``self``
+            inspect.signature(getattr(observer, word)).bind(*wanted, *["self"] * inspect.isclass(observer))
         except TypeError as error:
             raise ConfigError(key, value, f"its {word} takes ({', '.join(wanted)}): {error}") from error
 
 
-def _create(name: str, tree: Mapping[str, Any]) -> Any:
-    key = f"callbacks.{name}"
+def _create(key: str, tree: Mapping[str, Any]) -> Any:
     make: Callable[..., Any] = import_function(f"{key}._target_", tree["_target_"])
     try:
         with _keeping_random_states():

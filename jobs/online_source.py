@@ -52,7 +52,6 @@ class OnlineSource:
         self.sampler, self.builder, self.watch = sampler, builder, watch
         self.records = RoundRecords(folder, config)
         self.view = view_of_rounds(config, trainer.view_of(config))
-        self._entered: float | None = None
         self._kept: dict[int, list[str]] = {}
         self.records.check(watch.log.state.rounds, trainer.progress)
 
@@ -62,7 +61,7 @@ class OnlineSource:
         Raises StoppedError when sampling or scoring cannot continue, and DataError for a round whose files
         are missing.
         """
-        with stopping(index, self.config):
+        with stopping(index):
             return self._segment(index)
 
     def _segment(self, index: int) -> Segment | None:
@@ -70,8 +69,7 @@ class OnlineSource:
         if not inside:
             self.watch.before_round()
         if index > 0 and not inside:
-            wall = None if self._entered is None else time.monotonic() - self._entered
-            seal = self.records.close(index - 1, self.watch.log.trained_seconds(), wall)
+            seal = self.records.close(index - 1, self.watch.log.trained_seconds())
             self.watch.log.state.rounds[str(index - 1)] = seal
         if self.records.first(index) >= self.contexts.planned or self._left(index) == 0:
             return None
@@ -80,12 +78,11 @@ class OnlineSource:
             for due in range(0 if index == 0 else ahead, ahead + 1):  # those that come from these weights
                 if self.records.first(due) < self.contexts.planned:
                     self._make(due)
-        self._entered = None if inside else time.monotonic()
         return self._enter(index, inside)
 
     def _make(self, index: int) -> None:
         first, wanted = self.records.first(index), self.config.rounds.sampled(index)
-        with stopping(index, self.config):
+        with stopping(index):
             weights = self._publish(index, first)
             with phase(f"round {index}", "rounds.contexts_per_round"):
                 arguments = (self.records.round(index), first, wanted, weights)

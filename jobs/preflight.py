@@ -4,7 +4,6 @@ comes next, with the tokenizer. Nothing is written or started here."""
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import ConfigError, DataError, require
+from common.errors import ConfigError, DataError
 from common.files import check_writable
 from common.progress import phase
 from config.schema import Config
@@ -45,11 +44,6 @@ def check_without_torch(config: Config, name: str) -> LoadedData:
         RunFolder(config, name).check()
         for key, at in (("runs_dir", Path(config.runs_dir)), ("cache_dir", Path(config.cache_dir))):
             check_writable(key, at, at)
-    cache = Path(config.cache_dir)
-    for folder in (cache, cache / "hub"):
-        of_hub = next(itertools.chain(folder.glob("models--*"), folder.glob("datasets--*")), None)
-        why = "is the hub's cache, which HF_HOME names; here cache_dir is for scores and token ids"
-        require(of_hub is None, "cache_dir", cache, f"{why}: give another")
     if config.push_to_hub is not None:
         from jobs.hub import check_push  # the hub's client takes a quarter of a second
 

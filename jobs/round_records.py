@@ -14,7 +14,6 @@ from common.progress import phase
 from common.worker_process import WorkerError
 from config.schema import Config
 from jobs.run_folder import run_id
-from jobs.same_data import reward_code
 from models.distributed import ShareError, on_main
 from reports.metrics import read_metrics
 from rollouts.ledger import RoundFolder
@@ -58,11 +57,11 @@ class RoundRecords:
         """Add ``facts`` to the round's record."""
         on_main(lambda: self.round(index).note(facts))
 
-    def close(self, index: int, trained: float, wall: float | None) -> str:
-        """Record the outcome of training on the round: time, KL, staleness, and the devices' idle shares.
-        ``trained``: the seconds of all steps so far. ``wall``: those since the round was entered. Return the
-        seal of the record, which stays as it is from now on."""
-        self.note(index, on_main(lambda: self._outcome(index, trained)) | {"train_wall_seconds": wall})
+    def close(self, index: int, trained: float) -> str:
+        """Record the outcome of training on the round: time, KL and staleness.
+        ``trained``: the seconds of all steps so far. Return the seal of the record, which stays as it is from
+        now on."""
+        self.note(index, on_main(lambda: self._outcome(index, trained)))
         return on_main(lambda: self.round(index).seal)
 
     def _outcome(self, index: int, trained: float) -> dict[str, Any]:
@@ -78,30 +77,22 @@ class RoundRecords:
             "score": metrics.get("score_seconds", 0.0),
             "train": trained - own.record["trained_seconds"],
         }
-        # The seconds follow each other; an embedded sampler counts as the trainer.
-        total, train, sample = max(sum(seconds.values()), 1e-9), seconds["train"], seconds["sample"]
-        idle = {"trainer": 1 - (train + sample) / total}
-        if self.config.sampler.separate:
-            idle = {"trainer": 1 - train / total, "sampler": 1 - sample / total}
         kl = [line["kl"] for line in lines if line.get("kl") is not None]
         return {
             "steps": len(lines),
             "kl": fmean(kl) if kl else None,
             "staleness": fmean(line["staleness"] for line in lines) if lines else None,
             "seconds": seconds,
-            "idle": idle,
         }
 
 
 @contextmanager
-def stopping(index: int, config: Config) -> Iterator[None]:
+def stopping(index: int) -> Iterator[None]:
     """Raise StoppedError, which says what to do, where round ``index`` cannot be sampled or scored."""
     try:
         yield
     except (WorkerError, RewardError, ShareError) as error:
         goes_on = "the same command with resume=true goes on with this round"
         if isinstance(error, RewardError):
-            code = ",".join(reward_code(config))
-            goes_on += f", once the reward's code is changed with 'resume_with_other=[{code}]'" * bool(code)
-            goes_on += "; changed settings need a new run (exp_name)"
+            goes_on += ", and says what accepts changed code; changed settings need a new run (exp_name)"
         raise StoppedError(f"round {index}: {error}\n{goes_on}") from error

@@ -29,7 +29,6 @@ from config.load import (
     LOCK,
     MARKER,
     RECORD,
-    Change,
     changes,
     dump,
     marked,
@@ -113,24 +112,13 @@ class RunFolder:
                 exists = False
             if not exists:  # a failed start with other settings may have left the file
                 (self.path / SELECTION).unlink(missing_ok=True)
-        try:
-            self.write(RECORD, dump(self.config))
-        except ConfigError as error:
-            if not exists:
-                raise
-            # The settings that differ do not change any result.
-            print(f"{self.path / RECORD} keeps the settings of an earlier start: {error.remedy}", flush=True)
+        self.write(RECORD, dump(self.config))
         return exists
 
     def write(self, name: str, text: str) -> None:
         """Write a file of the run atomically, unless it already has this text."""
         with self._refusals():
             write_if_changed(self.path / name, text)
-
-    def note(self, key: str, value: Any) -> None:
-        """Add ``value`` to the list ``key`` of run.json. Raises ConfigError where it cannot be written."""
-        with self._refusals():
-            note(self.path, key, value)
 
     def release(self) -> None:
         """Release the lock. A new folder in which no run was started is removed."""
@@ -183,14 +171,16 @@ class RunFolder:
         if not refused:
             return
         first, *others = refused
-        further = f"; to train further, start another run from its model (model.name_or_path={path})"
-        why = further if first.key in ("n_epochs", "n_examples") else ""
         also = "".join(f"; {other.key}={other.now} was {other.before}" for other in others)
+        typed = " ".join(f"{change.key}={change.before}" for change in refused)
+        goes_on = "" if any(ABSENT in change for change in refused) else f"{typed} goes on, "
+        further = f"; to train further, start another run from its model (model.name_or_path={path})"
+        further = further if first.key in ("n_epochs", "n_examples") else ""
         raise ConfigError(
             first.key,
             first.now,
             f"was {first.before} when the run in {path} was started{also}, and a run goes on with its "
-            f"settings{why}: {_goes_on(refused)}exp_name=… starts another run",
+            f"settings{further}: {goes_on}exp_name=… starts another run",
         )
 
     def _check_deletion(self) -> None:
@@ -303,9 +293,3 @@ def note(folder: Path, key: str, value: Any) -> None:
     noted = about.get(key, [])
     if noted[-1:] != [value]:
         write_whole(path, sealed(about | {key: [*noted, value]}))
-
-
-def _goes_on(refused: list[Change]) -> str:
-    """Return the words that restore the old settings and resume; "" if one of them has no value."""
-    typed = [f"{change.key}={change.before}" for change in refused]
-    return "" if any(ABSENT in change for change in refused) else f"{' '.join(typed)} goes on, "

@@ -16,7 +16,7 @@ from huggingface_hub.file_download import repo_folder_name
 
 from common.errors import ConfigError, require
 from common.files import FileDigests, resolve_model_path
-from common.imports import module_and_name, module_file, modules_beside
+from common.imports import module_and_name, modules_beside
 from config.load import MARKER, flat, texts
 from config.schema import Config
 from config.schema_data import evaluation_sets
@@ -34,18 +34,22 @@ from rollouts.ledger import RoundFolder
 Inputs = dict[str, Any]
 """Name of an input -> its fingerprint; of a model's folder or of code: file -> its digest."""
 DATA, WEIGHTS, COMMIT = "data", "weights", "commit"
-_REWARDS = "rollouts.rewards."
 _TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf")
 """Endings of files that are not compared in the policy's own folder: its tensors are (``weights``)."""
+_MODEL = "model.name_or_path"
 _WHY = {
-    "renderer": "texts become other tokens (by the tokenizer, the chat template or a library's version)",
-    "seed": "its checkpoints are of a run with another seed",
-    "architecture": "the model's configuration, as transformers reads it, is another",
-    "evaluation": "the held-out rows are others, so its evaluations, keep_best and patience would compare "
-    "two different sets",
-    WEIGHTS: "the initial weights are others, which are its reference (and, with LoRA, its frozen base)",
+    "renderer": (_MODEL, "texts become other tokens (by tokenizer, chat template or a library's version)"),
+    "architecture": (_MODEL, "the model's configuration, as transformers reads it, is another"),
+    WEIGHTS: (_MODEL, "the initial weights are others, which are its reference (and LoRA's frozen base)"),
+    "seed": ("seed", "its checkpoints are of a run with another seed"),
+    DATA: ("data.path", "the training data are others: it would go on with other prompts or rows"),
+    "token_values": ("data.path", "the behavior_logprobs of its rows are others (compared bit by bit)"),
+    "evaluation": (
+        "data.eval_path",
+        "the held-out rows are others: keep_best would compare two different sets",
+    ),
 }
-_OF_MODEL = ("renderer", "architecture", WEIGHTS)
+"""Input that is no file's -> the setting that it is of, and what another one means."""
 
 
 def inputs_of(config: Config, plan: Plan, renderer: Renderer, sets: Sequence[EvaluationSet]) -> Inputs:
@@ -128,16 +132,6 @@ def _of_place(key: str, folder: Path, digests: FileDigests) -> dict[str, str]:
     return files | ({COMMIT: folder.name} if folder.parent.name == "snapshots" else {})
 
 
-def reward_code(config: Config) -> list[str]:
-    """Return the settings that name code which gives rewards and is not the project's."""
-    code = {key: name for key, name in _code(config).items() if module_file(module_and_name(name)[0])}
-    custom = [
-        key for key, name in code.items() if key.startswith("reward.") and not name.startswith(_REWARDS)
-    ]
-    verifies = any(name.startswith(f"{_REWARDS}verifier.") for name in code.values())
-    return custom + [key for key in ("data.verifier",) if verifies and key in code]
-
-
 def _code(config: Config) -> dict[str, str]:
     """Return setting -> the import path of the function or class that it names: the loss and its trainer, the
     optimizer, what clips, corrects and verifies, and, online, what samples and rewards."""
@@ -169,27 +163,16 @@ def _same(before: Any, now: Any) -> bool:
 
 def _refused(folder: Path, config: Config, names: list[str], before: Any, now: Any) -> ConfigError:
     """Return the error for inputs that are others; ``before`` and ``now``: fingerprints of the first."""
-    key, why = names[0], _WHY.get(names[0], "is another")
-    if key in (DATA, "token_values"):
-        what = "prompts" if config.online else "rows" if key == DATA else "behavior_logprobs"
-        compared = "bit by bit" if key != DATA else "with the columns that rewards get" * config.online
-        compared = f" (compared {compared or 'as token ids'})"
-        why = f"the training data are others, so it would go on with other {what}{compared}"
-        key = "data.path" if config.data.path else "data"
-    elif key == "evaluation":
-        key = "data.eval_path"
-    elif key.startswith("evaluations.") and key.count(".") == 1:
-        key, why = f"{key}.path", _WHY["evaluation"]
-    elif key in _OF_MODEL:
-        key = "model.name_or_path"
+    key, why = _WHY.get(names[0], (names[0], "is another"))
+    if key.startswith("evaluations.") and key.count(".") == 1:
+        key, why = f"{key}.path", _WHY["evaluation"][1]
     elif isinstance(before, dict) and isinstance(now, dict):
         files = sorted(file for file in before.keys() | now.keys() if before.get(file) != now.get(file))
         named = [one for one in files if one != COMMIT][:3] or files
         why = f"its {' and '.join(named)}{' and more' * (len(files) > 3)} changed, or came or went"
-    settings = flat(asdict(config))
     return ConfigError(
         key,
-        settings.get(key, settings.get(f"{key}.name")),
+        flat(asdict(config)).get(key),
         f"is not what the run in {folder} was started with: {why}; bring the old one back, or start another "
         f"run (exp_name); 'resume_with_other=[{','.join(names)}]' goes on with what is there now",
     )

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
@@ -123,29 +122,18 @@ def _label(config: Config, stage: LabelStage, reward: Reward | None) -> None:
 def check_leaves_something(
     stage: LabelStage, rounds: RoundsConfig, samples: Sequence[SampledPrompt], scores: Scores, seed: int
 ) -> None:
-    """Raise ConfigError if the feedback of all samples would be an empty file, with the reasons and the
-    settings that leave something."""
-
+    """Raise ConfigError if the feedback of all samples would be an empty file, with the reasons."""
+    settings = with_threshold(replace(rounds, zero_variance=None), scores)
+    outcomes = [feedback(one, values, settings, seed) for one, values in zip(samples, scores, strict=True)]
     n_scored = sum(score is not None for values in scores for score in values)
-    if stage.format in ("binary", "scalar"):
-        require(n_scored > 0, "out", stage.out, "would be empty: no sample has a score")
+    single = stage.format in ("binary", "scalar")
+    if n_scored and (single or any(isinstance(one, list) for one in outcomes)):
         return
-
-    def outcomes(kind: Any) -> list[object]:
-        settings = with_threshold(replace(rounds, feedback=kind, zero_variance=None), scores)
-        return [feedback(one, values, settings, seed) for one, values in zip(samples, scores, strict=True)]
-
-    def leaves(kind: Any) -> bool:
-        return any(isinstance(one, list) for one in outcomes(kind))
-
-    if leaves(rounds.feedback):
-        return
-    counts = Counter(map(str, outcomes(rounds.feedback))).most_common()
+    counts = Counter(str(one) for one in outcomes if not isinstance(one, list)).most_common()
     why = "; ".join(f"{count} prompts: {reason}" for reason, count in counts)
-    others = [f"rounds.feedback={kind}" for kind in ("pair", "group", "threshold") if leaves(kind)]
-    remedy = f"use {' or '.join(others)}, or format=binary or scalar" if n_scored else "look at the reward"
     raise ConfigError(
         "rounds.feedback",
         rounds.feedback,
-        f"leaves nothing of {n_scored} scored samples of {len(samples)} prompts ({why}): {remedy}",
+        f"leaves nothing of {n_scored} scored samples of {len(samples)} prompts ({why}): look at the reward; "
+        "format=scalar keeps every score",
     )

@@ -140,17 +140,13 @@ class StepLog:
         if in_a_row >= self.trainer.config.max_skipped_steps:
             raise StoppedError(
                 f"{in_a_row} updates in a row had gradients that were not finite (max_skipped_steps); their "
-                "batches are "
-                f"in {self.folder / 'skipped'}: try a lower lr, or look at these rows"
+                f"batches are in {self.folder / 'skipped'}: try a lower lr, or look at these rows"
             )
 
     def close(self) -> None:
-        """Write the last line and close the bar, on which the speed stays."""
+        """Write the last line and close the bar."""
         self.flush()
         self.state.wall, self._began = self.wall(), time.perf_counter()
-        if self.state.seconds:
-            speed = self.state.tokens_timed / self.state.seconds
-            self.bar.set_postfix_str(f"{speed:,.0f} tokens/s in steps", refresh=False)
         self.bar.close()
 
     # -- rounds ------------------------------------------------------------------------------------

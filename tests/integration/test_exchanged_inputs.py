@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from common.errors import ConfigError, StoppedError
-from jobs.same_data import check_inputs, file_inputs, reward_code
+from jobs.same_data import check_inputs, file_inputs
 from tests.integration.online import cut_off
 from tests.tiny import ROOT, make_config
 from tests.tiny_files import everything
@@ -180,13 +180,13 @@ def test_a_round_whose_reward_was_repaired_goes_on_as_the_message_says(tmp_path:
     inputs(tmp_path)
     text("return [", "raise RuntimeError('out of order')\n    return [")(tmp_path / "own_rewards.py")
     online = words(tmp_path, "online")
-    with pytest.raises(StoppedError, match=r"out of order(.|\n)*'(resume_with_other=\S+)'") as stopped:
+    with pytest.raises(StoppedError, match=r"out of order(.|\n)*says what accepts changed code"):
         train(make_config(*online), "run")
     text("    raise RuntimeError('out of order')\n", "")(tmp_path / "own_rewards.py")
-    with pytest.raises(ConfigError, match=OF_FUNCTION):
+    with pytest.raises(ConfigError, match=OF_FUNCTION) as refused:
         train(make_config(*online), "run")
     samples = (tmp_path / "run" / "rounds" / "000" / "samples.jsonl").read_bytes()
-    added = re.findall(r"'(resume_with_other=\S+)'", str(stopped.value))
+    added = re.findall(r"'(resume_with_other=\S+)'", str(refused.value))
     assert train(make_config(*online, *added), "run")["steps"] > 0
     assert (tmp_path / "run" / "rounds" / "000" / "samples.jsonl").read_bytes() == samples
 
@@ -239,12 +239,3 @@ def test_a_commit_of_the_hub_says_its_files_and_an_unread_file_has_its_digest(
     (hub / "snapshots" / "a1").rename(hub / "snapshots" / "b2")
     with pytest.raises(ConfigError, match=r"^reward\.classifier\.name_or_path=org/reward: .*further.json"):
         check_inputs(tmp_path, config, {key: file_inputs(config)[key] for key in reward})
-
-
-def test_the_users_code_alone_counts_as_the_rewards() -> None:
-    online = ("online=true", "loss=dpo")
-    function = ("reward=function", "reward.function.path=data.adder.rewards")
-    assert reward_code(make_config(*online, *function)) == ["reward.function.path"]
-    assert reward_code(make_config(*online, "reward=adder")) == []
-    assert reward_code(make_config(*online, "reward=verifier")) == ["data.verifier"]
-    assert reward_code(make_config(*online, "reward=armorm")) == []

@@ -289,7 +289,6 @@ def test_a_round_comes_from_the_weights_that_two_rounds_before_began_with(
     assert len({record["weights"] for record in records}) == 3
     for line in lines(run):
         assert line["staleness"] == line["step"] - records[line["round"]]["sampled_step"]
-    assert all(0 <= share <= 1 for record in records for share in record["idle"].values())
     saved = sorted(path.name for path in (run / "checkpoints").glob("step_*"))
     assert saved == ["step_00000000", f"step_{lines(run)[-1]['step'] + 1:08d}"]
 

@@ -244,7 +244,7 @@ def test_rewards_without_spread_teach_nothing_and_everybody_is_told(tmp_path, ca
     few = ("rounds.contexts=24", "rounds.contexts_per_round=12")
     words = ("online=true", f"loss={loss}", *function("nothing"), *few)
     if loss == "dpo":
-        why = r"24 prompts: the scores differ by less than rounds\.tau"
+        why = r"24 × the scores differ by less than rounds\.tau"
         with pytest.raises(UserError, match=why) as error:
             run_online(tmp_path, "r", *words)
         assert not isinstance(error.value, StoppedError), "which is tried again"

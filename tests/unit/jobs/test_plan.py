@@ -67,19 +67,9 @@ ADDER = ["reward=function", "reward.function.path=rollouts.rewards.function.adde
     ("with_reference", "of", "reward", "told"),
     [
         *((0, 4, f"reward={name}", f"reward={name}: ") for name in ("constraints", "adder", "verifier")),
-        (
-            3,
-            4,
-            "reward=constraints",
-            "1 of 4 prompts of data=local have none, more than reward.max_missing=0:",
-        ),
+        (3, 4, "reward=constraints", "1 of 4 prompts of data=local have none (reward.max_missing=0):"),
         (9, 10, "reward=verifier", None),
-        (
-            17,
-            20,
-            "reward=adder",
-            "3 of 20 prompts of data=local have none, more than reward.max_missing=0.1:",
-        ),
+        (17, 20, "reward=adder", "3 of 20 prompts of data=local have none (reward.max_missing=0.1):"),
         (1, 1, "reward=adder", "has 1 prompts to sample, and none comes twice"),
         (1, 4, " ".join(ADDER), None),  # a function may score a prompt without one
     ],
@@ -96,6 +86,5 @@ def test_a_round_has_prompts_whose_answers_can_be_compared(tmp_path, run, with_r
     if told is None:
         assert len(make_online_plan(config, GRPOTrainer, run[0], data).prompts) == of
         return
-    with pytest.raises(ConfigError, match=re.escape(told)) as error:
+    with pytest.raises(ConfigError, match=re.escape(told)):
         make_online_plan(config, GRPOTrainer, run[0], data)
-    assert with_reference or "data=local has none" in str(error.value)

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from jobs.tally import BINS, EDGES, SIDES
+from jobs.diagnostics import BINS, EDGES, SIDES
 from reports.charts import diagnostic_charts
 
 FIRST = {
