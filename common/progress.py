@@ -187,8 +187,7 @@ class Bar(tqdm):
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        with self.external_write_mode():
-            print(text, flush=True)
+        print(text, flush=True)
 
     def beat(self) -> bool:
         """Draw the bar again, if it was not drawn a short while ago. Return whether it has lasted long enough

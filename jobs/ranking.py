@@ -23,10 +23,6 @@ class Ranking:
         value = evaluated.get(self.metric or "")
         return None if value is None else self._sign * value
 
-    def value(self, score: float) -> float:
-        """Return the metric's value that has this score."""
-        return self._sign * score
-
     def is_of(self, state: Mapping[str, Any], shown: bool) -> bool:
         """Return whether a checkpoint with this state was written with the same ``keep_best``; if not, and
         if ``shown``, print what follows."""

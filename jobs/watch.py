@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,6 @@ class RunWatch:
         self.state = self.log.state
         self.after: Metrics = {}
         self.stopped_why: str | None = None
-        self._undo: Callable[[], None] = lambda: None
 
     # -- steps (trainers.basic.Watch) --------------------------------------------------------------
 
@@ -93,12 +92,10 @@ class RunWatch:
         if self.patience.spent:
             raise EnoughError(
                 f"the last {self.patience.limit} evaluations of {self.config.keep_best} were no better than "
-                f"the best before them ({self.ranking.value(self.patience.best or 0.0):.4f})"
+                "the best before them"
             )
         if (why := self.log.observers.stops(step)) is not None:
             raise EnoughError(why)
-        if self.diagnostics is not None:
-            self._undo = self.diagnostics.mark()
         self.log.step_begins()
 
     def observe(self, batch: DealtBatch, index: int, scores: TokenScores) -> None:
@@ -109,7 +106,6 @@ class RunWatch:
             if n_microbatches > 1:
                 pause_together()
         except Requeue:
-            self._undo()
             self.saver.stop_if_requested()
             raise
         if n_microbatches > 1:
@@ -120,6 +116,8 @@ class RunWatch:
             self.diagnostics.observe(batch.microbatches[index], scores)
 
     def after_step(self, record: StepRecord) -> None:
+        if self.diagnostics is not None:
+            self.diagnostics.step_ends()
         self.log.step_ends(record)
 
     def costs(self, segment: Segment) -> list[float]:

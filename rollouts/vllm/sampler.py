@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from common.errors import ConfigError, require
-from common.versions import refusal, warning
+from common.versions import refusal
 from common.worker_process import WorkerError
 from config.schema import Config
 from data.chat import Renderer
@@ -66,8 +66,6 @@ class VllmSampler:
     def from_config(cls, config: Config, renderer: Renderer, world: World, log_dir: Path) -> VllmSampler:
         refuse_options(config)
         check_logprobs(config)
-        if world.is_main and (untested := warning("vllm")) is not None:
-            print(f"warning: {untested}; the probe compares what it computes", flush=True)
         return cls(config, renderer, world, log_dir)
 
     def __init__(self, config: Config, renderer: Renderer, world: World, log_dir: Path) -> None:

@@ -47,19 +47,7 @@ def scribble() -> None:
 
 
 if __name__ == "__main__":
-    serve(
-        {
-            "echo": lambda value: value,
-            "environment": os.environ.get,
-            "fail": fail,
-            "say": say,
-            "hang": hang,
-            "spawn": spawn,
-            "spawn_holder": spawn_holder,
-            "fork_and_return": fork_and_return,
-            "forge": forge,
-            "scribble": scribble,
-            "unsendable": lambda: (lambda: 1),
-        }
-    )
+    own = (fail, say, hang, spawn, spawn_holder, fork_and_return, forge, scribble)
+    others = {"echo": lambda value: value, "environment": os.environ.get, "unsendable": lambda: (lambda: 1)}
+    serve({handler.__name__: handler for handler in own} | others)
     print("left")

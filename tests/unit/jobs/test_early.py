@@ -74,20 +74,14 @@ ROW = {"prompt": "a", "chosen": "b", "rejected": "c"}
 FILES = {
     "lfs.jsonl": ("version https://git-lfs.github.com/spec/v1\noid sha256:1", "git lfs pull"),
     "page.jsonl": ("<!DOCTYPE html><html>", "is a web page"),
-    "list.jsonl": ("[\n {\n", "is a JSON list, which a name in .json says"),
-    "object.jsonl": ('{\n "prompt": "a"\n}', "jq -c . OLD > NEW"),
     "python.jsonl": ("{'prompt': 'a'}\n", "json.dumps turns into JSON"),
     "latin.csv": ("prompt,chosen,rejected\no\xf9?,l\xe0,\xe7a\n", "iconv -f LATIN1"),
     "same.jsonl": (json.dumps(ROW | {"chosen": "c"}), "none of the 1 rows can be used"),
     "margin.jsonl": ("\n".join([json.dumps(ROW | {"margin": 1})] * 99), "data.numbers=[margin]"),
-    "empty.jsonl": ("", "holds no row"),
 }
 KINDS = {
     "dpo-single": ({"completion": "b"}, "no example; rows are single answers without", "loss=sft"),
-    "dpo-label": ({"completion": "b", "label": 0}, "no example; rows are single", "loss=kto"),
-    "kto-label": ({"completion": "b", "label": True}, "loss=kto desirable answers alone", "loss=sft"),
     "kto-thumbs": ({"completion": "b", "thumbs_up": 1}, "desirable", "{label: thumbs_up}"),
-    "sft-prompts": ({}, "no example; rows are prompts without answers", "online=true"),
     "dpo-jk": ({"response_j": "b", "response_k": "c"}, "nothing reads", "chosen: response_j, rejected"),
 }
 """Rows of a kind that teaches nothing, the loss that learns from them, and the column that may say more."""
@@ -130,9 +124,9 @@ def refused(here) -> dict[str, str]:
     return dict(zip(lines, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
-@pytest.mark.parametrize(("line", "said"), (ABSENT | LOSSES).items())
-def test_what_is_not_there_or_makes_no_sense_is_refused_before_torch_is_imported(here, refused, line, said):
-    assert said.format(here=here) in refused[line]
+def test_what_is_not_there_or_makes_no_sense_is_refused_before_torch_is_imported(here, refused):
+    known = {line: said.format(here=here) for line, said in (ABSENT | LOSSES).items()}
+    assert [(line, refused[line]) for line, said in known.items() if said not in refused[line]] == []
 
 
 def test_rows_that_cannot_be_read_are_refused_before_torch_is_imported(here, refused):
@@ -140,10 +134,10 @@ def test_rows_that_cannot_be_read_are_refused_before_torch_is_imported(here, ref
     assert [(name, found[name]) for name, (_, said) in FILES.items() if said not in found[name]] == []
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_rows_of_a_kind_that_teaches_nothing_are_refused_before_torch_is_imported(refused, name):
-    text = refused[f"loss={name[:3]} data=local data.path={{here}}/{name}.jsonl"]
-    assert [part for part in KINDS[name][1:] if part not in text] == [], text
+def test_rows_of_a_kind_that_teaches_nothing_are_refused_before_torch_is_imported(refused):
+    for name, (_, *parts) in KINDS.items():
+        text = refused[f"loss={name[:3]} data=local data.path={{here}}/{name}.jsonl"]
+        assert [part for part in parts if part not in text] == [], text
 
 
 def test_a_package_that_is_not_installed_is_refused_before_torch_is_imported(refused):

@@ -118,25 +118,20 @@ def test_a_run_is_deleted_only_once_it_is_prepared(at, tmp_path):
     assert not started(path) and marked(path)
 
 
-@pytest.mark.parametrize("name", ["..", "", "../precious", "/"])
-def test_a_name_is_no_path(at, tmp_path, name):
+def test_a_name_is_no_path(at, tmp_path):
     (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / "thesis.txt").write_text("mine")
     begin(at())
     for flag in ("overwrite", "resume"):
-        assert refused(at(**{flag: True}), name).key == "exp_name"
+        assert refused(at(**{flag: True}), "../precious").key == "exp_name"
 
 
-@pytest.mark.parametrize(
-    "files", [["thesis.txt"], ["run.json"], ["config.yaml", "metrics.jsonl"], ["model/a"]]
-)
-def test_a_folder_that_is_not_a_run_s_is_neither_written_nor_emptied(at, tmp_path, files):
-    for name in files:
+def test_a_folder_that_is_not_a_run_s_is_neither_written_nor_emptied(at, tmp_path):
+    for name in ("run.json", "config.yaml", "metrics.jsonl", "model/a"):
         path = tmp_path / "runs" / "a" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text('{"kind": "my own"}')
-    for flags in ({}, {"overwrite": True}, {"resume": True}):
-        assert f"no {MARKER}" in refused(at(**flags)).remedy
+        for flags in ({}, {"overwrite": True}, {"resume": True}):
+            assert f"no {MARKER}" in refused(at(**flags)).remedy
 
 
 def test_a_run_that_is_a_link_or_holds_another_is_not_deleted(at, tmp_path):
@@ -190,12 +185,12 @@ def test_a_start_that_came_to_nothing_does_not_stand_in_the_way(at):
     assert not overwritten(at(lr=0.3, resume=True)), "and resume=true starts afresh"
 
 
-@pytest.mark.parametrize("content", ["", "a: [", "7", "model:\n  name: adder\n"])
-def test_settings_that_are_damaged_are_said_to_be(at, content):
+def test_settings_that_are_damaged_are_said_to_be(at):
     path = begin(at())
-    (path / RECORD).write_text(content)
-    error = refused(at(resume=True))
-    assert "is damaged" in error.remedy and str(path / RECORD) in error.remedy
+    for content in ("", "a: [", "7", "model:\n  name: adder\n"):
+        (path / RECORD).write_text(content)
+        error = refused(at(resume=True))
+        assert "is damaged" in error.remedy and str(path / RECORD) in error.remedy
     (path / RECORD).unlink()
     assert overwritten(at(resume=True)), "the remedy helps"
 
