@@ -69,8 +69,8 @@ class OnlineSource:
         if not inside:
             self.watch.before_round()
         if index > 0 and not inside:
-            seal = self.records.close(index - 1, self.watch.log.trained_seconds())
-            self.watch.log.state.rounds[str(index - 1)] = seal
+            self.watch.log.flush()
+            self.watch.log.state.rounds[str(index - 1)] = self.records.close(index - 1)
         if self.records.first(index) >= self.contexts.planned or self._left(index) == 0:
             return None
         if not inside:
@@ -139,8 +139,6 @@ class OnlineSource:
         first, end = record["contexts"]
         count = sum(part.count for part in parts)
         noted = {"examples": count, "replayed": count - parts[-1].count, "untrainable": parts[-1].dropped}
-        if not inside:
-            noted["trained_seconds"] = self.watch.log.trained_seconds()
         self.records.note(index, noted)
         planned, units, left = self.contexts.planned, count * self.config.rounds.passes, self._left(index)
         if left is not None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from common.errors import StoppedError
@@ -57,33 +56,18 @@ class RoundRecords:
         """Add ``facts`` to the round's record."""
         on_main(lambda: self.round(index).note(facts))
 
-    def close(self, index: int, trained: float) -> str:
-        """Record the outcome of training on the round: time, KL and staleness.
-        ``trained``: the seconds of all steps so far. Return the seal of the record, which stays as it is from
-        now on."""
-        self.note(index, on_main(lambda: self._outcome(index, trained)))
-        return on_main(lambda: self.round(index).seal)
+    def close(self, index: int) -> str:
+        """Record the steps that were trained on the round. Return the seal of the record, which stays as it
+        is from now on."""
+        return on_main(lambda: self._closed(index))
 
-    def _outcome(self, index: int, trained: float) -> dict[str, Any]:
+    def _closed(self, index: int) -> str:
         own = self.round(index)
-        if "trained_seconds" not in own.record:
+        if "examples" not in own.record:
             raise own.not_as_written(own.path / "round.json", "it is gone")
-        lines = [line for line in read_metrics(self.folder / "metrics.jsonl") if line.get("round") == index]
-        before = self.round(index + self.config.rounds.lag).record  # the round that was made before it
-        metrics = before.get("metrics", {})
-        seconds = {
-            "publish": before.get("publish_seconds", 0.0),
-            "sample": metrics.get("sample_seconds", 0.0),
-            "score": metrics.get("score_seconds", 0.0),
-            "train": trained - own.record["trained_seconds"],
-        }
-        kl = [line["kl"] for line in lines if line.get("kl") is not None]
-        return {
-            "steps": len(lines),
-            "kl": fmean(kl) if kl else None,
-            "staleness": fmean(line["staleness"] for line in lines) if lines else None,
-            "seconds": seconds,
-        }
+        lines = read_metrics(self.folder / "metrics.jsonl")
+        own.note({"steps": sum(line.get("round") == index for line in lines)})
+        return own.seal
 
 
 @contextmanager

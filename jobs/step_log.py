@@ -171,10 +171,6 @@ class StepLog:
             return
         self.bar.total = round((at.step - at.position + round_.steps) / round_.end)
 
-    def trained_seconds(self) -> float:
-        self.flush()
-        return self.state.seconds
-
     def _of_round(self, record: StepRecord) -> dict[str, Any]:
         """Return the entries of a step's line about its round: its index, the mean number of steps since the
         batch's examples were sampled, and, in a round's first line, the metrics of its samples."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import StoppedError
+from common.errors import ConfigError, StoppedError
 from jobs.job import Job
 from jobs.watch import RunWatch
 from tests.full_disk import FILLER, fill, mounted, set_limit
@@ -95,7 +95,7 @@ def test_a_disk_that_is_full_when_a_run_goes_on_costs_it_nothing(folder: Path, t
             go(disk, "run", *OFFLINE)
         kept, record = everything(disk / "run" / "checkpoints"), (disk / "run" / "config.yaml").read_bytes()
         fill(disk)
-        with pytest.raises((OSError, StoppedError)):
+        with pytest.raises((OSError, ConfigError)):
             go(disk, "run", *OFFLINE, "resume=true")
         assert (disk / "run" / "config.yaml").read_bytes() == record
         assert everything(disk / "run" / "checkpoints") == kept

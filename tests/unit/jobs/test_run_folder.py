@@ -223,4 +223,4 @@ def test_a_round_that_is_gone_is_one_message(tmp_path, plain, monkeypatch):
     monkeypatch.setattr(round_records, "on_main", lambda work: work())
     (tmp_path / MARKER).write_text(sealed({"run": "a"}))
     with pytest.raises(DataError, match=r"rounds/000/round\.json is not as it was written \(it is gone\)"):
-        RoundRecords(tmp_path, plain).close(0, 1.0)
+        RoundRecords(tmp_path, plain).close(0)
