@@ -129,13 +129,10 @@ class OnlineSource:
         parts = self._examples(index)
         groups = tuple(group for part in parts for group in part.groups)
         record = folder.record
-        facts = {"round": index}
-        metrics = {
-            key: record[key] for key in ("publish_seconds", "probe_largest", "probe_mean") if key in record
-        } | record["metrics"]
-        self.watch.log.round_started(
-            facts, {} if inside else metrics, [] if inside else samples_table(folder)
-        )
+        measured = ("publish_seconds", "probe_largest", "probe_mean")
+        about = {key: record[key] for key in measured if key in record}
+        new = ({}, []) if inside else (about | record["metrics"], samples_table(folder))
+        self.watch.log.round_started(index, *new)
         first, end = record["contexts"]
         count = sum(part.count for part in parts)
         noted = {"examples": count, "replayed": count - parts[-1].count, "untrainable": parts[-1].dropped}

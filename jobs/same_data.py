@@ -11,8 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants
-from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub import snapshot_download
 
 from common.errors import ConfigError, require
 from common.files import FileDigests, resolve_model_path
@@ -102,21 +101,15 @@ def _places(config: Config) -> Iterator[tuple[str, Path]]:
         if key.endswith("name_or_path"):
             folder = Path(resolve_model_path(name))
             if not folder.is_dir():
-                folder = _snapshot(name, settings.get(key.replace("name_or_path", "revision")) or "main")
+                revision = settings.get(key.replace("name_or_path", "revision"))
+                with suppress(OSError, ValueError):  # it may not be in the hub's cache
+                    folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
             if folder.is_dir():
                 yield key, folder
         elif os.path.isfile(name) or os.path.isdir(name):  # of any text; Path raises for one that is too long
             place = Path(resolve_model_path(name))
             if place.is_file() or any(place.glob("*config.json")):  # not a folder to write to
                 yield key, place
-
-
-def _snapshot(name: str, revision: str) -> Path:
-    """Return the folder in the hub's cache of a model at a revision, which need not be there."""
-    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")
-    with suppress(OSError, ValueError):  # or else it is a commit
-        revision = (folder / "refs" / revision).read_text(encoding="utf-8").strip()
-    return folder / "snapshots" / revision
 
 
 def _of_place(key: str, folder: Path, digests: FileDigests) -> dict[str, str]:

@@ -62,7 +62,7 @@ class StepLog:
         self.peak: PeakLine | None = None
         self._unseen = trainer.world.size > 1
         """Whether the weights that the forward gathers are still to be compared with those that are kept."""
-        self._round: dict[str, Any] = {}
+        self._round: int | None = None
         self._round_metrics: dict[str, Any] = {}
         self._started = self._began = time.perf_counter()
 
@@ -151,18 +151,16 @@ class StepLog:
 
     # -- rounds ------------------------------------------------------------------------------------
 
-    def round_started(self, facts: dict[str, Any], metrics: dict[str, Any], table: list[list[Any]]) -> None:
-        self._round, self._round_metrics = facts, {f"round_{name}": value for name, value in metrics.items()}
+    def round_started(self, index: int, metrics: dict[str, Any], table: list[list[Any]]) -> None:
+        self._round, self._round_metrics = index, {f"round_{name}": value for name, value in metrics.items()}
         if table:
             self.tracker.table("round_samples", TABLE_COLUMNS, table, self.trainer.progress.step)
         if metrics and self.trainer.world.is_main:
-            self.bar.say(round_line(facts["round"], metrics))
-            if (warning := without_signal(facts["round"], metrics, self.trainer.config)) is not None:
+            self.bar.say(round_line(index, metrics))
+            if (warning := without_signal(index, metrics, self.trainer.config)) is not None:
                 self.bar.say(warning)
         if metrics:
-            self.observers.tell(
-                "on_round", facts["round"], plain(metrics), stop_at=self.trainer.progress.step
-            )
+            self.observers.tell("on_round", index, plain(metrics), stop_at=self.trainer.progress.step)
 
     def round_planned(self, round_: Segment) -> None:
         """Update the progress bar's number of steps, extrapolated from the rounds so far."""
@@ -174,10 +172,10 @@ class StepLog:
     def _of_round(self, record: StepRecord) -> dict[str, Any]:
         """Return the entries of a step's line about its round: its index, the mean number of steps since the
         batch's examples were sampled, and, in a round's first line, the metrics of its samples."""
-        if not self._round:
+        if self._round is None:
             return {}
         metrics, self._round_metrics = self._round_metrics, {}
         sampled = [e.sampled_step for e in record.batch if e.sampled_step is not None]
         behind = record.known["step"] - fmean(sampled)
         staleness = int(behind) if behind.is_integer() else behind
-        return {"round": self._round["round"], "staleness": staleness, **metrics}
+        return {"round": self._round, "staleness": staleness, **metrics}

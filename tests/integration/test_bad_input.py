@@ -37,7 +37,6 @@ REFUSED: list[tuple[str, str]] = [
     ("callbacks.a._target_=no.such", r"callbacks\.a\._target_=no\.such: cannot be imported"),
     ("callbacks.a._target_=builtins.object", r"_target_=object: is no observer: .*on_start, on_step"),
     (f"callbacks.a._target_={HERE}.Misspelt", r"nothing calls its on_evaluate; .*on_evaluation"),
-    (f"callbacks.a._target_={HERE}.TooFew", r"its on_step takes \(record\): too many"),
     (f"callbacks.a._target_={HERE}.Stops", r"callbacks\.a\.at=\?\?\?: has no default; give it"),
     (f"callbacks.a._target_={HERE}.Stops callbacks.a.att=1", r"a\.att=1: .*it takes at"),
     ("push_to_hub=org/name/more", r"push_to_hub=org/name/more: is no id of a repository"),

@@ -100,10 +100,6 @@ class Misspelt:
     def on_evaluate(self, step, values): ...
 
 
-class TooFew:
-    def on_step(self): ...
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """With a run that nobody observes."""

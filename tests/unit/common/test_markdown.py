@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.markdown import literal
@@ -19,6 +19,7 @@ def test_markup_is_shown_and_does_nothing():
     assert html.unescape(literal("a\x1b[2J\u202eb\ud800")) == "a\\u001b[2J\\u202eb\\ud800"
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.text())
 def test_any_text_is_one_printable_line_without_markup(text):
     made = literal(text)

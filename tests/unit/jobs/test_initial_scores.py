@@ -1,15 +1,19 @@
-"""Scores under the initial weights are those of the same weights in the same architecture."""
+"""Scores under the initial weights are those of the same weights in the same architecture; and before step 0
+policy and reference are the same weights: what the gate says where their log-probabilities are not."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
+from common.errors import StoppedError
 from data.batches import dealing
-from jobs.initial_scores import scored_with
+from jobs.checks import check_first_scores
+from jobs.initial_scores import initial_scores, scored_with
 from models.distributed import start
 from models.loading import load_sharded
-from tests.engine import engine_config, make_trainer
-from tests.tiny import make_config
+from tests.engine import engine_config, make_segment, make_trainer
+from tests.tiny import make_config, tiny_policy
 from tests.unit.rollouts.test_answers import edited
 
 
@@ -39,3 +43,40 @@ def test_scores_are_scored_anew_only_where_rows_are_dealt_otherwise(tmp_path, lo
     trainers = [make_trainer(engine_config(tmp_path, loss, *words)) for words in ways]
     said = [dealing(True, work=trainer.dealer.work) for trainer in trainers]
     assert said[0] == said[1] and (said[0] == said[2]) is alike
+
+
+def gated(folder, policy=None, spoil=None):
+    """A trainer with its reference scored, at its gate; ``spoil`` takes a score's place before."""
+    config = engine_config(folder, "dpo", "model.batch_size=4")
+    trainer, segment = make_trainer(config, policy), make_segment(config, 8)
+    batches = [segment.batch(i) for i in range(segment.steps)]
+    parts = {"weights": "test"}
+    trainer.reference.scores = dict(
+        initial_scores(trainer, batches, trainer.dealer.size, trainer.reference, parts, "score")
+    )
+    if spoil is not None:
+        trainer.reference.scores[trainer.reference.key(0, batches[0][1].rows[0])][0] = spoil
+    micro = trainer.dealer.microbatches(batches[0])[0]
+    check_first_scores(config, trainer.scorer.score(0, micro.sequences))
+
+
+def test_equal_weights_pass(tmp_path):
+    gated(tmp_path)
+
+
+@pytest.mark.parametrize("spoil", [-3.0, float("nan"), float("-inf")])
+def test_scores_that_are_not_the_policys_are_said_to_be_stale(tmp_path, spoil):
+    with pytest.raises(StoppedError, match=rf"a stale score cache.*Delete {tmp_path}"):
+        gated(tmp_path, spoil=spoil)
+
+
+def test_a_forward_that_overflows_is_not_blamed_on_the_cache(tmp_path):
+    """Weights that are finite, and too large to compute with."""
+    policy = tiny_policy()
+    with torch.no_grad():
+        policy.model.model.layers[0].mlp.up_proj.weight.fill_(3e38)
+    with pytest.raises(
+        StoppedError, match=r"not finite .* before step 0, though its weights are: .*float32 and"
+    ) as error:
+        gated(tmp_path, policy)
+    assert "cache" not in str(error.value)
