@@ -73,9 +73,8 @@ class RunFolder:
         says what to do with it; for a run that was started with other settings; and for a run that another
         process is working in.
         """
-        check_name("exp_name", self.name)
+        self.check()  # before anything is written into a folder that may not be a run's
         with self._refusals():
-            self._check_folder()  # before anything is written into a folder that may not be a run's
             try:
                 self._lock.acquire()
             except LockedError as holder:
@@ -94,8 +93,7 @@ class RunFolder:
         if self._lock.problem:
             print(
                 f"{self.path}: its file system has no locks ({self._lock.problem}): see to it that no other "
-                "process "
-                "trains in this folder",
+                "process trains in this folder",
                 flush=True,
             )
 
@@ -147,8 +145,7 @@ class RunFolder:
             "exp_name",
             self.name,
             f"{path} is there already and is not the folder of a run (it has no {MARKER}): nothing is "
-            "written or deleted "
-            "there; exp_name=… names another",
+            "written or deleted there; exp_name=… names another",
         )
         if not started(path):
             return
