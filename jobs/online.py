@@ -81,7 +81,8 @@ def _check_references(config: Config, prompts: list[Prompt]) -> None:
     """Raise ConfigError if the reward compares with reference answers, and no prompt has one, or more prompts
     have none than the reward may leave without a verdict."""
     reward, without = config.reward_config, sum(prompt.reference_answer is None for prompt in prompts)
-    most = reward.max_missing * len(prompts) if reward.needs_every_reference else len(prompts) - 1
+    missing = reward.max_missing if reward.needs_every_reference else 1.0
+    most = min(missing * len(prompts), len(prompts) - 1)
     require(
         not reward.needs_reference or without <= most,
         "reward",
