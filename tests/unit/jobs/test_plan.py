@@ -69,6 +69,7 @@ ADDER = ["reward=function", "reward.function.path=rollouts.rewards.function.adde
         *((0, 4, f"reward={name}", f"reward={name}: ") for name in ("constraints", "adder", "verifier")),
         (3, 4, "reward=constraints", "1 of 4 prompts of data=local have none (reward.max_missing=0):"),
         (9, 10, "reward=verifier", None),
+        (0, 4, "reward=verifier reward.max_missing=1", "4 of 4 prompts of data=local have none"),
         (17, 20, "reward=adder", "3 of 20 prompts of data=local have none (reward.max_missing=0.1):"),
         (1, 1, "reward=adder", "has 1 prompts to sample, and none comes twice"),
         (1, 4, " ".join(ADDER), None),  # a function may score a prompt without one
