@@ -56,7 +56,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return len(os.sched_getaffinity(0)) + 1
 
 
-LONG = ("test_docs_commands", "test_vllm", "test_slurm", "test_kills", "test_online", "test_equality")
+LONG = ("test_vllm", "test_docs_commands", "test_slurm", "test_kills", "test_equality", "test_stopping")
 """Files that take longest, which begin first: what ends last shall be short."""
 
 

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from markdown_it import MarkdownIt
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PROGRAMS = (
-    "python",
-    "torchrun",
-    "accelerate",
-    "make",
-    "pip",
-    "export",
-    "sbatch",
-    "srun",
-    "git",
-    "curl",
-    "hf",
-    "wandb",
-    "tensorboard",
+PROGRAMS = re.compile(
+    r"(python|torchrun|accelerate|make|pip|export|sbatch|srun|git|curl|hf|wandb|tensorboard) +\S"
 )
 """First words of what is typed: in a block, all its lines are then commands; in a sentence, the code in
 backquotes is one."""
@@ -38,6 +29,7 @@ FROZEN = "git checkout "
 """How a command begins that is of an earlier commit, named behind it: that commit's tests typed it. What made
 a page that stays as it is (docs/study/, figures that were measured) is given so, and is not typed here."""
 _SETTING = re.compile(r"^[a-zA-Z_]\w*(\.\w+)*=\S")
+_MARKDOWN = MarkdownIt().enable("table")
 
 
 @dataclass(frozen=True)
@@ -50,36 +42,12 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """Every fenced and every indented block of a page (four spaces, after an empty line or more of them)."""
-    found: list[Block] = []
-    lines: list[str] = []
-    language, inside, before = "", "", ""
-
-    def end() -> None:
-        if inside:
-            found.append(Block(page.name, language, tuple(lines)))
-            lines.clear()
-
-    for line in page.read_text().splitlines():
-        if line.startswith("```"):
-            end()
-            inside, language = ("", "") if inside == "fence" else ("fence", line.removeprefix("```").strip())
-        elif inside == "fence":
-            lines.append(line)
-        elif line.startswith("    ") and (inside or not before.strip()):
-            inside = "indent"
-            lines.append(line.removeprefix("    "))
-        elif inside and line.strip():
-            end()
-            inside = ""
-        before = line
-    end()
-    return found
+    pieces = [token for token in _MARKDOWN.parse(page.read_text()) if token.type in ("fence", "code_block")]
+    return [Block(page.name, token.info.strip(), tuple(token.content.splitlines())) for token in pieces]
 
 
 def is_command(text: str) -> bool:
-    first, _, rest = text.strip().partition(" ")
-    return first in PROGRAMS and bool(rest.strip())
+    return bool(PROGRAMS.match(text.strip()))
 
 
 def in_blocks(page: Path) -> list[str]:
@@ -87,7 +55,8 @@ def in_blocks(page: Path) -> list[str]:
     is."""
     found = []
     for block in blocks(page):
-        lines = [line for line in joined(block.lines) if line.strip() and not line.lstrip().startswith("#")]
+        joined = "\n".join(block.lines).replace("\\\n", " ").split("\n")
+        lines = [line for line in joined if line.strip() and not line.lstrip().startswith("#")]
         begins = lines[0].strip() if lines else ""
         if block.language not in ("", "bash", "sh", "console", "shell"):
             continue
@@ -96,43 +65,35 @@ def in_blocks(page: Path) -> list[str]:
         for line in lines:
             if not is_command(line):
                 raise ValueError(f"{page.name}: {line!r} is no command that is known: see tests/docs.py")
-            found.append(without_comment(line))
+            found.append(re.sub(r"\s+#.*$", "", line).strip())
     return found
 
 
-def joined(lines: tuple[str, ...]) -> list[str]:
-    """Lines, with those that end in a backslash made one with the next."""
-    return "\n".join(lines).replace("\\\n", " ").split("\n")
-
-
-def without_comment(line: str) -> str:
-    """A command without what a shell would leave out."""
-    return re.sub(r"\s+#.*$", "", line).strip()
-
-
-def sentences(page: Path) -> list[str]:
-    """The page's lines outside of blocks; of the guide's tables the last column."""
-    found, fence = [], False
-    for line in page.read_text().splitlines():
-        fence ^= line.startswith("```")
-        if not fence and not line.startswith(("    ", "```")):
-            other = line.startswith("|") and page.name == GUIDE
-            found.append(f"| {line.rstrip('| ').rpartition(' | ')[2]}" if other else line)
-    return found
-
-
-def in_sentences(page: Path) -> list[str]:
-    """What is typed according to the code in a page's sentences and tables."""
-    text = "\n".join(sentences(page))
-    code = (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text))
-    return [span for span in code if is_command(span)]
+def spans(page: Path, in_tables: bool) -> Iterator[str]:
+    """The code in a page's sentences and tables, or in its tables alone; of the guide's tables in their last
+    columns."""
+    row: list[str] | None = None
+    for token in _MARKDOWN.parse(page.read_text()):
+        if token.type == "tr_open":
+            row = []
+        elif token.type == "tr_close":
+            yield from row or []
+            row = None
+        elif token.type == "td_open" and page.name == GUIDE:
+            row = []
+        elif token.type == "inline" and (row is not None or not in_tables):
+            code = [" ".join(c.content.split()) for c in token.children or () if c.type == "code_inline"]
+            if row is None:
+                yield from code
+            else:
+                row += code
 
 
 def commands() -> dict[str, str]:
     """Every command, as it is typed -> the pages that give it."""
     found: dict[str, list[str]] = {}
     for page in PAGES:
-        for command in (*in_blocks(page), *in_sentences(page)):
+        for command in (*in_blocks(page), *filter(is_command, spans(page, in_tables=False))):
             if not command.startswith(FROZEN):
                 found.setdefault(command, []).append(page.name)
     return {command: ", ".join(dict.fromkeys(pages)) for command, pages in found.items()}
@@ -141,9 +102,8 @@ def commands() -> dict[str, str]:
 def settings(page: str) -> list[str]:
     """The settings that a page's tables name in code, such as ``loss=kto lr=1e-5``. Where something is left
     open (…), nothing."""
-    rows = "\n".join(line for line in sentences(ROOT / "docs" / page) if line.startswith("|"))
-    spans = [span for span in re.findall(r"`([^`]+)`", rows) if _SETTING.match(span) and "…" not in span]
-    return list(dict.fromkeys(spans))
+    code = spans(ROOT / "docs" / page, in_tables=True)
+    return list(dict.fromkeys(span for span in code if _SETTING.match(span) and "…" not in span))
 
 
 def write_examples(page: str) -> None:

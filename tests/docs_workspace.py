@@ -52,12 +52,9 @@ def installed(here: Path, python: Path) -> None:
 
 
 def slurm(folder: Path) -> None:
-    """A cluster that takes any script which bash can read, and has an empty queue."""
-    (folder / "sbatch").write_text('#!/bin/bash\nbash -n "${@: -1}" && echo 4242\n')
+    """A cluster with an empty queue."""
     (folder / "squeue").write_text("#!/bin/bash\n")
-    (folder / "scontrol").write_text("#!/bin/bash\necho 'MaxArraySize = 1001'\n")
-    for name in ("sbatch", "squeue", "scontrol"):
-        (folder / name).chmod(0o755)
+    (folder / "squeue").chmod(0o755)
 
 
 # -- files, written by a process that has imported what they need ----------------------------------
@@ -82,7 +79,8 @@ def train_all(listed: Path) -> None:
     for words in json.loads(listed.read_text()):
         try:
             config, name = compose(*words)
-            if not config.dry_run or any(word.startswith(("data", "evaluations", "plan")) for word in words):
+            embedded = not any(re.match(r"data(?!=adder)|evaluations|plan", word) for word in words)
+            if not config.dry_run or not embedded:
                 train(config, name)
             said.append("")
         except BaseException:
@@ -153,11 +151,6 @@ def sets(here: Path) -> None:
         json.dumps([{"instruction": f"Say {a}.", "output": str(a), "generator": "base"} for a in range(12)])
     )
     hub_set(here / "org" / "name", "default", pairs)
-    worked = [
-        {"problem": p["prompt"], "solution": p["chosen"], "answer": p["reference"], "question": p["prompt"]}
-        for p in pairs
-    ]
-    hub_set(here / "nlile" / "hendrycks-MATH-benchmark", "default", worked)
     scored = [
         pair | {"all_generated_responses": [pair["chosen"], pair["rejected"]], "all_rm_scores": [0.2, 0.1]}
         for pair in pairs

@@ -2,7 +2,7 @@
 
 A Python that imports torch and transformers costs seconds of a core, and many tests need one: to be killed, or to
 be one of several ranks. ``start`` has them forked from the server of multiprocessing, which has imported what they
-need (preloaded.py). What they start themselves is started without it.
+need. What they start themselves is started without it.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -32,20 +33,25 @@ ROOT = Path(__file__).parent.parent
 HANG = 900.0
 """Seconds that only a hang takes, however busy the machine is."""
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.preloaded"])
+HEAVY = """
+torch._dynamo torch.distributed.fsdp torch.distributed.checkpoint.state_dict
+transformers.models.auto.modeling_auto transformers.models.llama.modeling_llama hydra.core.plugins
+datasets peft wandb math_verify scipy.stats matplotlib.backends.backend_svg
+reports.report jobs.job jobs.stages evals.running evals.accuracy evals.compare
+tests.blank_charts tests.quick_start
+"""
+SERVER.set_forkserver_preload(HEAVY.split())
 
 
 class Program:
     """A started program. It writes what it prints into ``stdout`` and ``stderr``, or both into ``log``."""
 
-    def __init__(
-        self, words: Sequence[str], cwd: Path, env: Mapping[str, str], log: Path | None, drawn: bool
-    ) -> None:
+    def __init__(self, words: Sequence[str], cwd: Path, env: Mapping[str, str], log: Path | None) -> None:
         self.words = list(words)
         self.stdout, self.stderr = (log, log) if log is not None else (_scratch(".out"), _scratch(".err"))
         self.stdout.touch()  # it may be read before the program has begun
         streams = (str(self.stdout), str(self.stderr))
-        self._process = SERVER.Process(target=_be, args=(self.words, str(cwd), dict(env), streams, drawn))
+        self._process = SERVER.Process(target=_be, args=(self.words, str(cwd), dict(env), streams))
         with contextlib.chdir(ROOT):  # where the server imports from
             self._process.start()
         assert self._process.pid is not None
@@ -76,18 +82,14 @@ class Program:
 
 
 def start(
-    *words: str | Path,
-    cwd: Path = ROOT,
-    env: Mapping[str, str] | None = None,
-    log: Path | None = None,
-    drawn: bool = False,
+    *words: str | Path, cwd: Path = ROOT, env: Mapping[str, str] | None = None, log: Path | None = None
 ) -> Program:
     """``python WORDS``: a script, ``-m`` and a module, or ``-c`` and code, in a session of its own.
 
-    ``env`` goes over this process's environment. ``log`` gets, at its end, both streams. ``drawn``: its charts are
-    drawn, and not blank. In another ``cwd`` than this repository it imports what lies there.
+    ``env`` goes over this process's environment. ``log`` gets, at its end, both streams. In another ``cwd`` than this
+    repository it imports what lies there.
     """  # noqa: E501
-    return Program([str(word) for word in words], cwd, os.environ | (env or {}), log, drawn)
+    return Program([str(word) for word in words], cwd, os.environ | (env or {}), log)
 
 
 def run(*words: str | Path, timeout: float = HANG, **settings: Any) -> subprocess.CompletedProcess[str]:
@@ -180,7 +182,7 @@ def _scratch(suffix: str) -> Path:
 # -- in the process that is forked -----------------------------------------------------------------
 
 
-def _be(words: list[str], cwd: str, env: dict[str, str], streams: tuple[str, str], drawn: bool) -> None:
+def _be(words: list[str], cwd: str, env: dict[str, str], streams: tuple[str, str]) -> None:
     """Do what ``python WORDS`` does, and end as it does."""
     gc.freeze()  # what was imported stays
     os.setsid()
@@ -193,10 +195,16 @@ def _be(words: list[str], cwd: str, env: dict[str, str], streams: tuple[str, str
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
-    if not drawn:
-        from tests.blank_charts import blank_charts
+    from tqdm import tqdm
 
-        blank_charts()
+    from tests.blank_charts import blank_charts
+    from tests.quick_start import compose_quickly
+
+    tqdm.set_lock(
+        threading.RLock()
+    )  # the forks share its own: one that is killed while it holds it would stop others
+    compose_quickly()
+    blank_charts()
     try:
         _execute(words, [] if Path(cwd) == ROOT else [name for name in sys.modules if _ours(name)])
     finally:

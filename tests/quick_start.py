@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +10,10 @@ import yaml
 from hydra._internal.hydra import Hydra
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from data.chat import Renderer
-    from data.types import Prompt
 
-MANY, MOST = 2_000, 900_000
-"""The least rows whose tokens are kept, since fewer are soon tokenised, and the most bytes of them: those of
-the embedded task's pairs are two thirds of a million."""
+MOST = 900_000
+"""Bytes of tokens that are kept at most: those of the embedded task's pairs are two thirds of a million."""
 
 
 def compose_quickly() -> None:
@@ -38,7 +33,6 @@ def prepare_once() -> None:
     """From now on what every run makes of the embedded task's data is made once."""
     read_once()
     tokenise_once()
-    render_once()
 
 
 def read_once() -> None:
@@ -83,27 +77,3 @@ def tokenise_once() -> None:
             kept[key] = path.read_bytes(), cuts
 
     token_cache._write = write
-
-
-def render_once() -> None:
-    """From now on the same many prompts, which ``read_once`` gives as the same objects, are rendered once."""
-    from data.chat import Renderer
-
-    real = Renderer.prompts
-    kept: dict[tuple[str, tuple[Prompt, ...]], tuple[list[np.ndarray | str], dict[str, int]]] = {}
-
-    def prompts(self: Renderer, given: Iterable[Prompt]) -> list[np.ndarray | str]:
-        asked = tuple(given)
-        if not MANY <= len(asked) <= 2 * MANY:
-            return real(self, asked)
-        key = self.fingerprint, asked
-        if key not in kept:
-            before = dict(self.cuts)
-            found = real(self, asked)
-            kept[key] = found, {what: n - before.get(what, 0) for what, n in self.cuts.items()}
-            return list(found)
-        found, cuts = kept[key]
-        self.cuts.update(cuts)
-        return list(found)
-
-    Renderer.prompts = prompts  # type: ignore[method-assign]

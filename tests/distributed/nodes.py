@@ -26,6 +26,12 @@ from tests.tiny import make_config, tiny_policy
 
 RANKS_OF_NODE = 2
 SETTINGS = SamplingSettings(temperature=0.7, top_p=0.95, max_tokens=8)
+FAILURES = {
+    "unequal": "ConfigError: sampler.data_parallel=auto: would be 1 on ",
+    "apart": "ConfigError: runs_dir=",
+    "lost": "TransferError: weight transfer by ipc failed: node 1 (",
+}
+"""How the second node differs -> how the message of all ranks begins."""
 
 
 def join_node(rank: int, ranks: int, store: str) -> World:
@@ -33,27 +39,26 @@ def join_node(rank: int, ranks: int, store: str) -> World:
     return join(rank, ranks, store)
 
 
-def attached(world: World, folder: Path, backend: str, logs: Path, way: str = "auto") -> VllmSampler:
+def attached(world: World, folder: Path, logs: Path, patch: pytest.MonkeyPatch) -> VllmSampler:
     """A sampler with the weights of a tiny policy; an engine says of a token's log-probability what the
     trainer does."""
-    patch = pytest.MonkeyPatch()
     patch.setattr(vllm_engines, "WORKER", "tests.fake_engine")
     patch.setattr(handover, "make_transfer", FakeTransfer)
-    patch.setattr(handover, "chosen", lambda config, device: backend)
+    patch.setattr(handover, "chosen", lambda config, device: "ipc")
     scores = [-torch.from_numpy(RENDERER.prompt_ids(prompt)[1:]).double() for prompt in PROMPTS]
     patch.setattr(handover, "score", lambda policy, rows: scores)
     policy = tiny_policy()
     shard(policy, decoder_blocks(policy.model), world, torch.float32, True)
-    config = make_config("sampler=vllm", f"runs_dir={folder}", f"sampler.weight_transfer={way}")
+    config = make_config("sampler=vllm", f"runs_dir={folder}", "sampler.weight_transfer=ipc")
     sampler = VllmSampler(config, RENDERER, world, logs)
     sampler.attach(policy, PROMPTS)
     return sampler
 
 
-def live(rank: int, ranks: int, store: str, to: str, backend: str) -> None:
+def live(rank: int, ranks: int, store: str, to: str) -> None:
     """Three rounds, in which engines of the second node are killed. Rank 0 leaves what it got."""
     world, folder = join_node(rank, ranks, store), Path(to)
-    sampler, found = attached(world, folder, backend, folder / "logs"), list[Any]()
+    sampler, found = attached(world, folder, folder / "logs", pytest.MonkeyPatch()), list[Any]()
 
     def drawn() -> None:
         def work() -> list[list[int]]:
@@ -90,19 +95,19 @@ def live(rank: int, ranks: int, store: str, to: str, backend: str) -> None:
     stop()
 
 
-def fail(rank: int, ranks: int, store: str, to: str, how: str) -> None:
-    """Each rank leaves the error that it got."""
+def fail(rank: int, ranks: int, store: str, to: str) -> None:
+    """Each rank leaves the errors that it got."""
     world, folder = join_node(rank, ranks, store), Path(to)
-    message = ""
-    try:
-        if how == "unequal" and world.node == 1:
-            torch.cuda.device_count = lambda: 2  # type: ignore[assignment]
-        logs = folder / (f"logs-{world.node}" if how == "apart" else "logs")
-        sampler = attached(world, folder, "ipc", logs, way="ipc")
-        if how == "lost" and world.node == 1:
-            FakeTransfer.lost = True
-        sampler.publish(folder / "weights", 0, False)
-    except Exception as error:
-        message = f"{type(error).__name__}: {error}"
-    (folder / f"{how}-{rank}").write_text(message)
+    for how in FAILURES:
+        with pytest.MonkeyPatch.context() as patch:
+            if how == "unequal" and world.node == 1:
+                patch.setattr(torch.cuda, "device_count", lambda: 2)
+            patch.setattr(FakeTransfer, "lost", how == "lost" and world.node == 1)
+            logs = folder / (f"logs-{world.node}" if how == "apart" else "logs")
+            message = ""
+            try:
+                attached(world, folder, logs, patch).publish(folder / "weights", 0, False)
+            except Exception as error:
+                message = f"{type(error).__name__}: {error}"
+        (folder / f"{how}-{rank}").write_text(message)
     stop()

@@ -42,12 +42,7 @@ def worker(rank: int, ranks: int, store: str, folder: str) -> None:
 
     assert save(1) == ""
     for full in range(ranks):
-        for room in (
-            100,
-            20_000,
-            200_000,
-            390_000,
-        ):  # of the shards nothing, some, all; of what a rank alone knows not all
+        for room in (100, 200_000, 390_000):  # of the shards nothing, all; of what a rank alone knows not all
             with full_disk(room if rank == full else 10**9):
                 said = save(2)
             assert "step_00000002 could not be written" in said, (full, room, said)
@@ -62,16 +57,16 @@ def worker(rank: int, ranks: int, store: str, folder: str) -> None:
     dist.barrier()
     assert [path.name for path in kept.folder.iterdir()] == ["step_00000002"]
     dist.barrier()
-    for step in (3, 4, 5):  # rank 0 is done at once; rank 1's own file is still being written then
-        kept.save(step, trainer.policy, trainer.optimizer, {}, {"x": torch.zeros(50_000_000 * rank)})
-        assert kept.problem(kept.path(step)) == ""
-        files = set(json.loads((kept.path(step) / "manifest.json").read_text()))
-        assert files == {path.name for path in kept.path(step).iterdir()} - {"manifest.json"}
-        dist.barrier()
+    # rank 0 is done at once; rank 1's own file is still being written then
+    kept.save(3, trainer.policy, trainer.optimizer, {}, {"x": torch.zeros(30_000_000 * rank)})
+    assert kept.problem(kept.path(3)) == ""
+    files = set(json.loads((kept.path(3) / "manifest.json").read_text()))
+    assert files == {path.name for path in kept.path(3).iterdir()} - {"manifest.json"}
+    dist.barrier()
     slow_files(kept, trainer, rank)
     if rank == 1:
         kept.all = lambda: []  # type: ignore[method-assign]  # as a network's folder may look for a while
-    assert kept.newest_sound() == kept.path(6)
+    assert kept.newest_sound() == kept.path(4)
     dist.destroy_process_group()
 
 
@@ -89,11 +84,11 @@ def slow_files(kept: Checkpoints, trainer: BasicTrainer[Any], rank: int) -> None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FileSystemWriter, "write_data", slow(FileSystemWriter.write_data))
         patch.setattr(FileSystemReader, "read_data", slow(FileSystemReader.read_data))
-        kept.save(6, trainer.policy, trainer.optimizer, {}, {})
-        kept.load(kept.path(6), trainer.policy, trainer.optimizer)
+        kept.save(4, trainer.policy, trainer.optimizer, {}, {})
+        kept.load(kept.path(4), trainer.policy, trainer.optimizer)
     _set_pg_timeout(timedelta(seconds=HANG))
 
 
 def test_a_rank_without_room_stops_no_other(tmp_path):
     in_ranks(worker, (2, str(tmp_path / "store"), str(tmp_path)), 2)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000006"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000004"]

@@ -14,6 +14,8 @@ from tests import programs
 from tests.distributed.torture import command, disturb, lines
 from tests.tiny import save_tiny_adder
 
+RANKS, STOPS = (1, 4, 2), (6, 12)
+"""It begins on one rank, is asked to stop after so many steps, and goes on with the next number of ranks."""
 STEPS, LR = 18, 1e-4  # at ten times this rate rounding grows tenfold every few steps, resumed or not
 
 
@@ -22,39 +24,34 @@ def started(folder, name: str, ranks: int) -> list[programs.Program]:
     return programs.ranks(ranks, *command(folder, name, STEPS, *settings), log=folder / f"{name}.log")
 
 
-def stopped_and_resumed(folder, name: str, before: int, after: int) -> None:
-    """Start on ``before`` ranks, ask to stop in mid-run, go on with ``after``."""
-    processes = started(folder, name, before)
-    while processes[0].poll() is None and lines(folder / name) < 7:
-        time.sleep(0.005)
-    disturb(processes, "ask to stop", folder / name, random.Random(0))
-    assert 7 <= lines(folder / name) < STEPS, processes[0].said()[-3000:]
-    programs.finished(started(folder, name, after))
-
-
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def folder(tmp_path_factory):
+    """With a run of one rank, and one that is asked to stop twice and goes on with other numbers of ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     save_tiny_adder(folder / "model")
     programs.finished(started(folder, "whole", 1))
+    for ranks, at in zip(RANKS[:-1], STOPS, strict=True):
+        processes = started(folder, "other", ranks)
+        while processes[0].poll() is None and lines(folder / "other") < at:
+            time.sleep(0.005)
+        disturb(processes, "ask to stop", folder / "other", random.Random(0))
+        assert at <= lines(folder / "other") < STEPS, processes[0].said()[-3000:]
+    programs.finished(started(folder, "other", RANKS[-1]))
     return folder
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (4, 2)])
-def test_another_number_of_ranks_goes_on(whole, before, after):
-    name = f"{before}-{after}"
-    stopped_and_resumed(whole, name, before, after)
-    one, other = (load_file(whole / run / "model" / "model.safetensors") for run in ("whole", name))
-    begin = load_file(whole / "model" / "model.safetensors")
+def test_another_number_of_ranks_goes_on(folder):
+    one, other = (load_file(folder / run / "model" / "model.safetensors") for run in ("whole", "other"))
+    begin = load_file(folder / "model" / "model.safetensors")
     assert max(float((one[key] - begin[key]).abs().max()) for key in one) > 1e-3
     assert max(float((one[key] - other[key]).abs().max()) for key in one) < 1e-5
     records = [
-        [json.loads(line) for line in (whole / run / "metrics.jsonl").read_text().splitlines()]
-        for run in ("whole", name)
+        [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
+        for run in ("whole", "other")
     ]
     assert [r["step"] for r in records[1]] == list(range(STEPS))
     ranks = [round(r["tokens_per_second"] / r["tokens_per_second_per_rank"]) for r in records[1]]
-    assert ranks == sorted(ranks, reverse=before > after) and {ranks[0], ranks[-1]} == {before, after}
+    assert tuple(dict.fromkeys(ranks)) == RANKS
     assert all(
         r["token_balance"] == 1.0 if n == 1 else 0 < r["token_balance"] <= 1
         for r, n in zip(records[1], ranks, strict=True)

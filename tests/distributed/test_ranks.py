@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 
+from config.cli import guarded
+from jobs.evaluation import Evaluator
+from jobs.signals import Signals
 from models.distributed import Ranks, start
+from rollouts.embedded import EmbeddedSampler
 from tests import programs
 from tests.distributed import shares
 from tests.distributed.shares import TEXTS, weighted
@@ -15,6 +23,9 @@ from tests.distributed.torture import command
 from tests.programs import in_ranks
 from tests.tiny import save_tiny_adder
 from tests.tiny_armorm import save_armorm
+from train import compose, run
+from trainers.basic import BasicTrainer
+from trainers.scorer import TokenScorer
 
 
 @pytest.fixture(scope="module")
@@ -71,65 +82,66 @@ def test_a_rank_that_fails_within_a_hand_over_ends_all_with_its_message(folder, 
         assert said == f"ShareError: rank {which} failed: MemoryError: no room for the weights"
 
 
-FALLS = """
-import os
-import sys
-import torch
-from config.cli import guarded
-from jobs.signals import Signals
-from train import compose, run
-from trainers.basic import BasicTrainer
-from trainers.scorer import TokenScorer
+NO_ROOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+FALLS: dict[str, tuple[type, str, Callable[..., bool], Exception | signal.Signals]] = {
+    "step": (
+        BasicTrainer,
+        "step",
+        lambda self, *_: self.progress.step == 2,
+        MemoryError("no room for logits"),
+    ),
+    "loss": (BasicTrainer, "mean_loss", lambda self, *_: self.progress.step == 1, NO_ROOM),
+    "evaluation": (Evaluator, "evaluate", lambda *_: True, NO_ROOM),
+    "answers": (EmbeddedSampler, "share", lambda self, prompts, n, *_: n == 2, NO_ROOM),
+    "asked": (TokenScorer, "score_without_gradient", lambda *_: True, signal.SIGTERM),
+    "killed": (TokenScorer, "score_without_gradient", lambda *_: True, signal.SIGKILL),
+}
+"""Where rank 1 ends alone: class, method, when, and how. A signal comes before anything can be saved."""
+ONLINE = ("online=true", "rounds.contexts=24", "rounds.contexts_per_round=12", "rounds.samples=2")
+SHORT = "rank 1 failed: ShortOfMemoryError: out of memory (CUDA out of memory. "
 
-def falls(self, *rest):
-    if self.world.rank == 1 and self.progress.step == 2:
-        raise MemoryError("no room for the logits")
-    return step(self, *rest)
 
-def has_no_room(self, *rest):
-    if self.world.rank == 1 and self.progress.step == 1:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    return mean_loss(self, *rest)
+def falls(how: str, *words: str) -> None:
+    owner, name, when, end = FALLS[how]
+    compute = getattr(owner, name)
 
-def is_hit(self, *rest, **named):
-    if os.environ["RANK"] == "1":
-        os.kill(os.getpid(), int(sys.argv[1]))
-    return score(self, *rest, **named)
+    def fails(self: Any, *of: Any, **more: Any) -> Any:
+        if os.environ["RANK"] == "1" and when(self, *of):
+            if isinstance(end, Exception):
+                raise end
+            os.kill(os.getpid(), end)
+        return compute(self, *of, **more)
 
-step, mean_loss, score = BasicTrainer.step, BasicTrainer.mean_loss, TokenScorer.score_without_gradient
-if sys.argv[1] == "fails":
-    BasicTrainer.step = falls
-elif sys.argv[1] == "memory":
-    BasicTrainer.mean_loss = has_no_room
-else:
-    TokenScorer.score_without_gradient = is_hit
-guarded(lambda: run(*compose(*sys.argv[2:]), Signals()))
-"""
+    setattr(owner, name, fails)
+    guarded(lambda: run(*compose(*words), Signals()))
 
 
 @pytest.mark.parametrize(
     ("how", "code", "message"),
     [
-        ("fails", 1, "error: rank 1 failed: MemoryError: no room for the logits"),
-        ("memory", 1, "rank 1 failed: ShortOfMemoryError: out of memory (CUDA out of memory. "),
-        (str(int(signal.SIGTERM)), 75, "another rank was requested to stop and has ended"),
-        (str(int(signal.SIGKILL)), 1, "error: the process of another rank has ended without a message"),
+        ("step", 1, "error: rank 1 failed: MemoryError: no room for logits"),
+        *((place, 1, SHORT) for place in ("loss", "evaluation", "answers")),
+        ("asked", 75, "another rank was requested to stop and has ended"),
+        ("killed", 1, "error: the process of another rank has ended without a message"),
     ],
 )
 def test_a_rank_that_ends_alone_ends_all_with_one_message(tmp_path, how, code, message):
-    """It fails in a step, or gets a signal while there is nothing to save yet."""
+    """Where memory is short, it has the number to type."""
     save_tiny_adder(tmp_path / "model")
     words = command(tmp_path, "falls", 6, f"model.name_or_path={tmp_path / 'model'}")
-    ranks = programs.ranks(2, "-c", FALLS, how, *words[1:])
+    if how == "answers":
+        words = [*(word for word in words if not word.startswith("n_examples=")), *ONLINE]
+    program = "import sys; from tests.distributed.test_ranks import falls; falls(*sys.argv[1:])"
+    ranks = programs.ranks(2, "-c", program, how, *words[1:])
     codes = [one.wait(300) for one in ranks]
-    said = ranks[0].said()
-    assert message in said and "Traceback" not in said and codes[0] == code
-    assert said.splitlines()[-1].startswith(message) or how == "memory"
-    if how == "fails":
-        assert message in ranks[1].said()
-        assert "in falls" in ranks[1].said(), "where it failed stands in its own log"
-    if how == "memory":
-        assert all("in a step, use model.microbatch_tokens=" in one.said() for one in ranks)
+    said = [one.said() for one in ranks]
+    assert message in said[0] and "Traceback" not in said[0] and codes[0] == code
+    assert said[0].splitlines()[-1].startswith(message) or message == SHORT
+    if how == "step":
+        assert message in said[1] and "in fails" in said[1], "where it failed stands in its own log"
+    if message == SHORT:
+        assert all("in a step, use model.microbatch_tokens=" in one for one in said)
+        assert all("model.eval_batch_size=" in one for one in said)
 
 
 def test_every_item_once_and_in_order_by_one_process():

@@ -19,6 +19,7 @@ from models import distributed
 from models.reference import Reference
 from rollouts.decoding import ManyEnded
 from tests.programs import HANG, in_ranks
+from tests.quick_start import prepare_once
 from train import compose, train
 from trainers.scorer import TokenScorer
 
@@ -31,13 +32,8 @@ PARTS = {
 """Phase -> what does a part of it: a microbatch, or a token of a batch."""
 WORDS = (
     *("loss=dpo", "online=true", "humanline=true", "sync_freq=4", "retention.kl=false", "report=false"),
-    *("rounds.contexts=64", "rounds.contexts_per_round=32", "rounds.samples=2", "sampler.max_tokens=24"),
-    *(
-        "model.batch_size=8",
-        "model.microbatches=4",
-        "model.eval_batch_size=2",
-        "eval_every=32",
-    ),
+    *("rounds.contexts=32", "rounds.contexts_per_round=16", "rounds.samples=2", "sampler.max_tokens=24"),
+    *("model.batch_size=8", "model.microbatches=4", "model.eval_batch_size=2", "eval_every=16"),
     *("n_eval_examples=12", "n_eval_prompts=4", "wandb.enabled=false", "lr=1e-3", "save_every=1000"),
 )
 
@@ -61,6 +57,7 @@ def done(rank: int, ranks: int, folder: Path, name: str, *more: str) -> bool:
 
 def worker(rank: int, ranks: int, at: str, phases: str) -> None:
     torch.set_num_threads(1)
+    prepare_once()
     distributed.STOP_SECONDS = 0.0  # type: ignore[misc]
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), TORCHELASTIC_RUN_ID="test")
     os.environ["MASTER_ADDR"] = "127.0.0.1"

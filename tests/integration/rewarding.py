@@ -26,12 +26,3 @@ def silent_second_time(completions: list[str], reference: list[str | None]) -> l
 
 def nothing(completions: list[str]) -> list[float | None]:
     return [0.0] * len(completions)
-
-
-def broken(completions: list[str], reference: list[str | None]) -> list[float | None]:
-    raise RuntimeError("out of order")
-
-
-def by_length(completions: list[str]) -> list[float | None]:
-    """Longer is better, and every seventh sample has no verdict."""
-    return [None if i % 7 == 6 else float(len(text)) for i, text in enumerate(completions)]

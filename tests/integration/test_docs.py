@@ -8,7 +8,7 @@ import shlex
 
 import pytest
 
-from tests.docs import PAGES, ROOT, blocks, is_command, settings
+from tests.docs import PAGES, ROOT, settings
 from tests.tiny import compose_config
 
 TABLES = {"from-halos-and-trl.md": "", "losses.md": "loss=grpo", "syncing.md": ""}
@@ -60,13 +60,3 @@ def test_the_make_targets_are_there():
         name for page in PAGES for name in re.findall(r"(?:`|^    )make ([a-z0-9-]+)", page.read_text(), re.M)
     }
     assert named <= targets
-
-
-def test_a_block_is_read_as_a_shell_would(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(
-        "text\n\n    python a.py x=1   # why\n    make b\n\n```\npython c.py\n```\n\n- item\n  python no.py\n"
-    )
-    found = blocks(page)
-    assert [block.lines for block in found] == [("python a.py x=1   # why", "make b"), ("python c.py",)]
-    assert is_command("make b") and not is_command("python") and not is_command("pythonic ways")

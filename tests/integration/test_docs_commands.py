@@ -27,36 +27,32 @@ NOT_RUN = {
     r"pip install|make torch-oldest|make (venv|eval-tools)": "would change the environment of the tests",
     r"make smollm2|python -m tools\.gguf": "would fetch a package; test_gguf.py converts files of its kind",
     r"make real": "is half an hour of training; tests/unit/test_real_gates.py tries its parts",
-    r"make (docs|torture|test-quick)$": "test_docs_site.py, test_torture.py and all tests do what it does",
+    r"make (docs|torture|test|test-quick)$": "test_docs_site.py, test_torture.py and all tests do it",
     r"hf |wandb sync|python export\.py .*--push-to-hub": "asks a hub; tests/integration/test_hub.py is one",
     r"python -m launch\.results (\S+surface\.yaml --frontier|\S+claim\.yaml|runs/pilot)": "wants more runs; "
     "tests/unit/launch/test_frontier.py has them",
-    r"python -m launch\.sweep .*--set card=H100 --rate": "tests/unit/launch/test_sweep.py types it",
+    r"python -m launch\.sweep (sweeps/table3\.yaml --submit|.*(--rate|--memory))": "unit/launch types it",
+    r"(torchrun|accelerate launch)( .* train\.py …)?$": "is only named; tests/distributed starts ranks",
+    r"python -m launch\.results sweeps/off_policy": "tests/unit/launch/test_effects.py has such runs",
     r"export ": "is a shell's",
 }
 EVERY = "n_eval_examples=2 n_eval_prompts=1 wandb.enabled=false diagnostics=false report=false"
 OFFLINE, ONLINE = f"n_examples=4 {EVERY}", f"rounds.contexts=2 rounds.contexts_per_round=2 {EVERY}"
 TRAINED = re.compile(
-    r"loss=((dpo|hinge) humanline=true|simpo|ppo loss.*)$|.*(optimizer=|callbacks|keep_weights|keep_best"
-    r"|trackers=|trainer\._target_|exp_name=(first|further|my-|foreign))"
+    r".*(loss=(hinge|ppo loss)|optimizer=|callbacks|trackers=.csv|trainer\._target_|exp_name=foreign)"
 )
 """What follows ``python train.py`` where the run is done and not only prepared: what is added as the docs say, what
-a later command names, one with a reference, one without, one with a critic."""  # noqa: E501
+a later command names, one with a critic."""  # noqa: E501
 RULES = {  # pattern -> what is added behind the command, words -> others in their place
     r"make run$": (f"ARGS='{OFFLINE}'", {}),
-    r"make test$": ("ARGS='-n 0 tests/unit/common/test_versions.py'", {}),
     # Its server ends with a signal alone: what it would show is listed
     r"tensorboard ": ("--inspect", {"^tensorboard": "python -m tensorboard.main"}),
     # What is only named, and benchmarks, whose parts other tests try
-    r"(python label\.py|python -m launch\.results|accelerate launch|python train\.py) *$": ("--help", {}),
+    r"(python label\.py|python -m launch\.results|python train\.py) *$": ("--help", {}),
     r"python -m benchmarks\.": ("--help", {}),
     r"python -m pytest -m gpu": ("--collect-only", {}),
     r"python train\.py --cfg job$": ("", {}),
     r"python train\.py -m ": (f"{OFFLINE} dry_run=true", {"seed=1,2": "seed=1"}),
-    r"(torchrun|accelerate launch) ": (
-        f"{OFFLINE} overwrite=true",
-        {r"(--nproc-per-node|--num-processes) \d": r"\1 1"},
-    ),
     r"python export\.py ": ("", {}),
     r"python sample\.py ": ("limit=4 overwrite_out=true", {r"limit=\d+": "limit=4"}),
     # The small model's own answers are all worth 0
@@ -66,19 +62,14 @@ RULES = {  # pattern -> what is added behind the command, words -> others in the
     ),
     r"python label\.py ": ("overwrite_out=true", {}),
     # With judges, harnesses and engines: tests/unit/evals, tests/integration/test_vllm.py
-    r"python eval\.py .*(kind=(alpacaeval|lm_eval)|reward=|sampler=vllm)": ("--cfg job", {}),
+    r"python eval\.py .*(kind=(alpacaeval|lm_eval)|reward=|sampler=vllm|data=math)": ("--cfg job", {}),
     r"python eval\.py ": ("limit=4 resamples=100", {}),
+    r"python -m launch\.sweep sweeps/claim": ("--script", {r"\*-s\[1-4\]": "*-plain-s1", "--local 2": ""}),
     r"python -m launch\.sweep sweeps/off_policy": (
-        f"{OFFLINE} n_eval_samples=1 --only '*-foreign-no_humanline-none-shapeppo-s1'",
-        {},
+        "--script --only '*-foreign-*-shapeppo-s1'",
+        {"--local 2": ""},
     ),
-    r"python -m launch\.sweep sweeps/claim": (
-        f"{OFFLINE} --script",
-        {r"\*-s\[1-4\]": "*-plain-s1", "--local 2": ""},
-    ),
-    r"python -m launch\.sweep .*--rate": ("--only '*-kto-offline-s1'", {}),
     r"python -m launch\.sweep .*--local": (f"{OFFLINE} --only '*-dpo-*-s1'", {}),  # the second finds all done
-    r"python -m launch\.sweep sweeps/table3\.yaml --submit": ("--only '*-kto-offline-s1'", {}),
     r"python -m launch\.sweep .*--submit": ("", {"--submit": "--script"}),
     r"python -m tools\.prospect_figure ": ("--prompts 4", {}),
     r"python -m (launch|reports)\.": ("", {}),
@@ -143,7 +134,7 @@ class Workspace:
             config.write_text(config.read_text().replace("seed: 1", f"seed: {seed}"))
 
     def settings(self, command: str) -> list[str]:
-        own = command.partition("train.py ")[2]
+        own = re.sub(r"n_examples=\d+", "n_examples=4", command.partition("train.py ")[2])
         trained = TRAINED.match(own) and "sampler=vllm" not in own
         more = ONLINE if re.search(r"online=true|-online", own) else OFFLINE
         return small(own, more + (" overwrite=true" * ("resume=" not in own) if trained else " dry_run=true"))

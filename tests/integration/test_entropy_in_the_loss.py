@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
-from tests.engine import engine_config, make_segment, make_trainer, run
+from tests.engine import engine_config, make_segment, run
 from tests.tiny import tiny_policy
 
 
@@ -48,15 +46,3 @@ def test_the_first_step_is_that_of_whole_softmaxes(tmp_path, bonus, packing):
         assert line["grad_norm"] == pytest.approx(norm, rel=1e-4)
         assert line["grad_norm"] != plain["grad_norm"]
         assert line["entropy"] == pytest.approx(entropy, rel=1e-5)
-
-
-def test_a_bonus_of_0_changes_nothing(tmp_path):
-    found = []
-    for words in ((), ("loss.entropy_bonus=0.0",)):
-        config = config_of(tmp_path, *words)
-        trainer, lines = run(
-            config, make_segment(config, pairs=16), make_trainer(config, copy.deepcopy(tiny_policy()))
-        )
-        found.append((lines, trainer.policy.state_dict()))
-    assert [line["loss"] for line in found[0][0]] == [line["loss"] for line in found[1][0]]
-    assert all(torch.equal(found[0][1][name], w) for name, w in found[1][1].items())

@@ -27,14 +27,15 @@ from trainers.basic import BasicTrainer
 
 BARE = ("n_eval_examples=8", "wandb.enabled=false", "lr=1e-3", "retention.kl=false", "report=false")
 SMALL = (*BARE, "n_examples=48", "model.batch_size=4", "data.verifier=null", "diagnostics=false")
-EVERY = (*SMALL, "eval_every=16", "save_every=12")
+KTO = ("loss=kto", "humanline=true", "sync_freq=4", "model.use_peft=true", "model.peft.lora_r=4")
+KTO += ("optimizer=torch.optim.RMSprop", "eval_every=16", "save_every=12")
 """Evaluations and checkpoints at different steps."""
 HELD_OUT = ROOT / "assets" / "adder" / "eval_pairs.jsonl"
 ALL_FILES = (
     *BARE,
     "n_examples=80",
     "model.batch_size=4",
-    "n_eval_prompts=8",
+    "n_eval_prompts=2",
     "eval_every=16",
     "save_every=20",
 )
@@ -47,46 +48,25 @@ ALL_FILES += (
 ONLINE = (*SHORT[4:], "online=true", "loss=dpo", "humanline=true", "model.batch_size=4")
 ROUNDS = (*ONLINE, "rounds.contexts=48", "rounds.contexts_per_round=12", "rounds.samples=4", "save_every=8")
 PAIRS = 64
-SELECTED = (
-    *BARE,
-    "loss=dpo",
-    "data=adder",
-    "data.path={folder}/pairs.jsonl",
-    "model.batch_size=8",
-    "save_every=8",
-)
-SELECTED += ("data.verifier=null", "diagnostics=false")
-QUARTERS = (
-    *BARE,
-    "loss=dpo",
-    "n_examples=100",
-    "model.batch_size=8",
-    "n_eval_prompts=8",
-    "diagnostics=false",
-)
+SELECTED = (*BARE, "loss=dpo", "data=adder", "data.path={folder}/pairs.jsonl", "model.batch_size=8")
+SELECTED += ("save_every=8", "data.verifier=null", "diagnostics=false")
 ENDS = ("save_every=1000", "keep_checkpoints=9")
 """Checkpoints at the ends of a run alone."""
 When = int | tuple[int, int]
 """A step, or (a round, so many steps after its first)."""
 KILLS: dict[str, tuple[tuple[str, ...], tuple[When, ...]]] = {
-    "dpo": ((*EVERY, "loss=dpo"), (8,)),
-    "dpo-humanline": ((*EVERY, "loss=dpo", "humanline=true", "sync_freq=3"), (8,)),
-    "kto-humanline": ((*EVERY, "loss=kto", "humanline=true", "sync_freq=4"), (8,)),
-    "grpo-humanline": ((*EVERY, "loss=grpo", "humanline=true"), (8,)),
-    "LoRA": ((*EVERY, "loss=dpo", "humanline=true", "model.use_peft=true", "model.peft.lora_r=4"), (8,)),
-    "RMSprop": ((*EVERY, "loss=dpo", "humanline=true", "optimizer=torch.optim.RMSprop"), (4,)),
+    # 13 steps, the last of them short
+    "quarters": ((*SMALL, "loss=dpo", "n_examples=50", "eval_every=null"), (9,)),
+    "kto": ((*SMALL, *KTO), (8,)),
     "selected": ((*SELECTED, "data.logprob_range=[0.25,0.75]"), (3,)),
     # Asked to stop where an evaluation is due, killed when lines of diagnostics are written again
     "all-files": ((*ALL_FILES, "sync_freq=3"), (-12, 14)),
-    # 13 steps, the last of them short
-    "quarters": ((*QUARTERS, "eval_every=null"), (9,)),
     "lag-2": ((*ROUNDS, *ENDS, "rounds.contexts=60", "rounds.lag=2"), ((3, 1),)),
     "kept": ((*ROUNDS, "rounds.contexts=36", "rounds.compress=true", "rounds.keep_weights=true"), ((1, 1),)),
     "replay": ((*ROUNDS, "rounds.replay=0.4", "rounds.feedback=random", "rounds.contexts=33"), ((3, 1),)),
-    "passes": ((*ROUNDS, "rounds.passes=3", "rounds.contexts=36"), ((1, 2),)),
-    "no-new-reference": (
-        (*ROUNDS, "rounds.reset_reference=false", "sync_mode=never", "rounds.contexts=36"),
-        ((2, 0), (2, 1)),
+    "passes": (
+        (*ROUNDS, "rounds.passes=2", "rounds.contexts=36", "rounds.reset_reference=false", "sync_mode=never"),
+        ((1, 2), (2, 0)),
     ),
 }
 NUMBERS = ("step", "round", "reference_step", "loss", "grad_norm", "kl", "clipped_low", "clipped_high", "lr")
@@ -101,14 +81,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+Whole = Callable[[str], tuple[Path, list[Any]]]
+
+
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> Callable[[str], Path]:
-    """The folder of a run that nothing disturbs."""
+def whole(folder: Path) -> Whole:
+    """The folder of a run that nothing disturbs, and the examples of its every step."""
 
     @functools.cache
-    def run(kind: str) -> Path:
-        go(folder, kind, f"{kind}-whole")
-        return folder / f"{kind}-whole"
+    def run(kind: str) -> tuple[Path, list[Any]]:
+        batches: list[Any] = []
+        with cut_off(None, batches):
+            go(folder, kind, f"{kind}-whole")
+        return folder / f"{kind}-whole", batches
 
     return run
 
@@ -163,10 +148,8 @@ def same(run: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KILLS)
-def test_a_killed_run_ends_as_the_undisturbed_one(
-    folder: Path, whole: Callable[[str], Path], kind: str
-) -> None:
-    run, other = folder / kind, whole(kind)
+def test_a_killed_run_ends_as_the_undisturbed_one(folder: Path, whole: Whole, kind: str) -> None:
+    run, (other, _) = folder / kind, whole(kind)
     for when in KILLS[kind][1]:
         at = step_of(when, other)
         if at < 0:
@@ -188,11 +171,9 @@ def test_a_killed_run_ends_as_the_undisturbed_one(
 # -- the programs ----------------------------------------------------------------------------------
 
 
-def test_a_process_that_is_asked_to_stop_says_so_by_its_code_and_goes_on(
-    folder: Path, whole: Callable[[str], Path]
-) -> None:
+def test_a_process_that_is_asked_to_stop_says_so_by_its_code_and_goes_on(folder: Path, whole: Whole) -> None:
     """The real program, started again with the same command. While it runs, no other may."""
-    words = (*KILLS["dpo-humanline"][0], f"runs_dir={folder}", f"cache_dir={folder}/cache", "resume=true")
+    words = (*KILLS["kto"][0], f"runs_dir={folder}", f"cache_dir={folder}/cache", "resume=true")
     command = ["train.py", *words, "exp_name=process"]
     process, metrics = programs.start(*command), folder / "process" / "metrics.jsonl"
     programs.until(
@@ -209,7 +190,7 @@ def test_a_process_that_is_asked_to_stop_says_so_by_its_code_and_goes_on(
     assert process.wait() == REQUEUE, process.said()
     done = programs.run(*command)
     assert done.returncode == 0 and "resumed before step" in done.stdout, done.stdout + done.stderr
-    same(folder / "process", whole("dpo-humanline"))
+    same(folder / "process", whole("kto")[0])
 
 
 def test_rounds_killed_in_every_stage(tmp_path: Path) -> None:
@@ -247,10 +228,8 @@ def test_rounds_killed_in_every_stage(tmp_path: Path) -> None:
 # -- what the undisturbed ones are -----------------------------------------------------------------
 
 
-def test_a_range_of_log_probabilities_trains_on_its_share_and_says_so(
-    folder: Path, whole: Callable[[str], Path]
-) -> None:
-    run = whole("selected")
+def test_a_range_of_log_probabilities_trains_on_its_share_and_says_so(folder: Path, whole: Whole) -> None:
+    run, _ = whole("selected")
     report = json.loads((run / "data_report.json").read_text())
     selection = report["selection"]
     assert (selection["below"], selection["kept"], selection["above"]) == (16, 32, 16)
@@ -267,11 +246,9 @@ def test_a_range_of_log_probabilities_trains_on_its_share_and_says_so(
     assert kept[0] != kept[1], "it reads the chosen one alone, and orders by that"
 
 
-def test_a_run_evaluates_at_its_quarters_and_no_weight_is_another(
-    folder: Path, whole: Callable[[str], Path]
-) -> None:
-    run = whole("quarters")
-    # 100 examples of 8 a step: the first steps with 25, 50 and 75 behind them are 4 (32), 7 (56) and 10 (80).
+def test_a_run_evaluates_at_its_quarters_and_no_weight_is_another(folder: Path, whole: Whole) -> None:
+    run, _ = whole("quarters")
+    # 50 examples of 4 a step: the first with 12.5, 25 and 37.5 behind them are 4 (16), 7 (28), 10 (40).
     assert [line["step"] for line in lines(run) if "eval_loss" in line] == [0, 4, 7, 10]
     assert "step_00000010" in {path.name for path in (run / "checkpoints").iterdir()}
     go(folder, "quarters", "at-the-ends", "eval_every=0")
@@ -279,10 +256,8 @@ def test_a_run_evaluates_at_its_quarters_and_no_weight_is_another(
     assert all((one[name] == other[name]).all() for name in one)
 
 
-def test_a_round_comes_from_the_weights_that_two_rounds_before_began_with(
-    whole: Callable[[str], Path],
-) -> None:
-    run = whole("lag-2")
+def test_a_round_comes_from_the_weights_that_two_rounds_before_began_with(whole: Whole) -> None:
+    run, _ = whole("lag-2")
     records = [folder.record for folder in rounds(run)]
     begins = [step_of((i, 0), run) for i in range(5)]
     assert [record["sampled_step"] for record in records] == [0, 0, 0, begins[1], begins[2]]
@@ -293,43 +268,33 @@ def test_a_round_comes_from_the_weights_that_two_rounds_before_began_with(
     assert saved == ["step_00000000", f"step_{lines(run)[-1]['step'] + 1:08d}"]
 
 
-def test_the_kept_weights_say_of_the_samples_what_the_sampler_did(whole: Callable[[str], Path]) -> None:
-    run = whole("kept")
+def test_the_kept_weights_say_of_the_samples_what_the_sampler_did(whole: Whole) -> None:
+    run, _ = whole("kept")
     for found, folder in zip(scored_again(run), rounds(run), strict=True):
         own = sum(len(c["token_ids"]) for line in folder.read("samples") for c in line["completions"])
         assert len(found) == own and found.max() < 1e-4
         assert folder.file("samples").name == "samples.jsonl.gz"
 
 
-def test_a_run_goes_on_with_rounds_that_are_kept_otherwise(
-    folder: Path, whole: Callable[[str], Path]
-) -> None:
+def test_a_run_goes_on_with_rounds_that_are_kept_otherwise(folder: Path, whole: Whole) -> None:
     """Round 0 is found as it is; those after it are written the other way."""
+    undisturbed, _ = whole("kept")
     with cut_off(0):
         go(folder, "kept", "other", "rounds.compress=false", "rounds.keep_weights=false")
     run = folder / "other"
     files = {path: path.read_bytes() for path in (run / "rounds" / "000").glob("*.jsonl")}
     go(folder, "kept", "other", "resume=true")
     assert len(files) == 3 and all(path.read_bytes() == content for path, content in files.items())
-    assert numbers(run) == numbers(whole("kept"))
-    for one, other, on in zip(rounds(run), rounds(whole("kept")), (False, True, True), strict=True):
+    assert numbers(run) == numbers(undisturbed)
+    for one, other, on in zip(rounds(run), rounds(undisturbed), (False, True, True), strict=True):
         for stage in ("samples", "scores", "groups"):
             assert one.file(stage).suffix == (".gz" if on else ".jsonl")
             assert one.read(stage) == other.read(stage)
         assert one.weights.is_dir() is on
 
 
-def trained(folder: Path, kind: str) -> list[list[Any]]:
-    """The examples of every step of such a run."""
-    batches: list[Any] = []
-    with cut_off(None, batches):
-        go(folder, kind, f"{kind}-watched")
-    return batches
-
-
-def test_passes_train_on_every_example_as_often(folder: Path) -> None:
-    batches = trained(folder, "passes")
-    run = folder / "passes-watched"
+def test_passes_train_on_every_example_as_often_and_a_reference_may_outlive_rounds(whole: Whole) -> None:
+    run, batches = whole("passes")
     for index, of_round in enumerate(rounds(run)):
         here = Counter(
             row.key
@@ -338,13 +303,13 @@ def test_passes_train_on_every_example_as_often(folder: Path) -> None:
             for row in example.rows
             if line["round"] == index
         )
-        assert set(here.values()) == {3} and here.total() == 3 * 2 * of_round.record["examples"]
-    assert lines(run)[-1]["examples"] == 3 * sum(one.record["examples"] for one in rounds(run))
+        assert set(here.values()) == {2} and here.total() == 2 * 2 * of_round.record["examples"]
+    assert lines(run)[-1]["examples"] == 2 * sum(one.record["examples"] for one in rounds(run))
+    assert {line["reference_step"] for line in lines(run)} == {0}
 
 
-def test_replayed_contexts_are_of_earlier_rounds(folder: Path) -> None:
-    batches = trained(folder, "replay")
-    run = folder / "replay-watched"
+def test_replayed_contexts_are_of_earlier_rounds(whole: Whole) -> None:
+    run, batches = whole("replay")
     records, per_round = [one.record for one in rounds(run)], Counter[tuple[int, bool]]()
     assert [r["contexts"] for r in records] == [[0, 12], *([12 + 7 * i, 19 + 7 * i] for i in range(3))]
     own = [{group.prompt.id for group in one.groups()} for one in rounds(run)]
@@ -359,9 +324,3 @@ def test_replayed_contexts_are_of_earlier_rounds(folder: Path) -> None:
     for index, record in enumerate(records[1:], 1):
         assert per_round[index, False] == record["replayed"] == min(5, sum(map(len, own[:index])))
         assert per_round[index, True] == len(own[index])
-
-
-def test_without_syncing_a_reference_that_outlives_rounds_stays_the_first(
-    whole: Callable[[str], Path],
-) -> None:
-    assert {line["reference_step"] for line in lines(whole("no-new-reference"))} == {0}

@@ -8,21 +8,19 @@ import re
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 
 from config.schema import Config
 from jobs.initial_scores import initial_scores
 from jobs.memory import plan_run
 from models.policy import Policy
 from models.reference import Reference
-from models.soft_reference import SoftReference
 from tests.engine import Log, engine_config, make_segment, make_trainer, weights
+from tests.integration.test_reference_choices import live
 from tests.integration.test_sync_modes import Rounds
 from tests.integration.test_two_models import make_policy
 from tests.tiny import tiny_llama
-from trainers.assembly import Offline, make_loss
+from trainers.assembly import Offline
 from trainers.basic import BasicTrainer
-from trainers.losses.base import TokenScores
 
 LOW, HIGH = -0.02, 0.05
 
@@ -36,35 +34,6 @@ def config_of(folder, online: bool, humanline: bool, *more: str) -> Config:
         else []
     )
     return engine_config(folder, "grpo", "model.microbatches=2", *words)
-
-
-def live(trainer: BasicTrainer, policy: Policy, segments, humanline: bool) -> list[float]:
-    """Losses of plain training: the reference moves by the listing (C.2.1) and at every round's start, the
-    anchor never. ``trainer`` only cuts the batches."""
-    config, loss = trainer.config, make_loss(trainer.config)
-    anchor, reference, losses, t = copy.deepcopy(policy), copy.deepcopy(policy), [], 0
-    params = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(params, lr=config.lr, eps=config.eps, weight_decay=0.01, fused=True)
-    for segment in segments:
-        reference.load_state_dict(policy.state_dict())
-        for batch in map(segment.batch, range(segment.steps)):
-            total, tokens = 0.0, sum(len(r.completion_ids) for e in batch for r in e.rows)
-            for m in trainer.dealer.microbatches(batch):
-                p = policy(m.sequences)
-                with torch.no_grad():
-                    r, a = reference(m.sequences), anchor(m.sequences)
-                ratio = (p - r).clamp(LOW, HIGH) if humanline else p - r
-                result = loss(TokenScores(p, r, ratio, m.sequences.mask, anchor=a), m.labels)
-                (result.total * (1 / tokens)).backward()
-                total += float(result.total.detach().double())
-            torch.nn.utils.clip_grad_norm_(params, config.model.max_grad_norm)
-            if humanline and t % 2 == 0:
-                reference.load_state_dict(policy.state_dict())
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(total / tokens)
-            t += 1
-    return losses
 
 
 def trained(config: Config, start: Policy, segments) -> tuple[BasicTrainer, list[dict]]:
@@ -87,7 +56,9 @@ def test_bit_identical_to_live_models(tmp_path, online, humanline, lora):
     segments = [make_segment(config, pairs=4 * 4, seed=seed) for seed in ((3, 4) if online else (3,))]
     plain = copy.deepcopy(start)
     trainer, lines = trained(config, start, segments)
-    assert [line["loss"] for line in lines] == live(trainer, plain, segments, humanline)
+    behind = lambda t: max(0, t - 1) // 2 * 2 if humanline else 0  # noqa: E731
+    bounds = (LOW, HIGH) if humanline else None
+    assert [line["loss"] for line in lines] == live(trainer, plain, segments, behind, bounds, "initial")
     final = weights(trainer)
     assert all(torch.equal(final[name], p.detach()) for name, p in plain.named_parameters())
     assert (trainer.reference.anchor is None) == (not online and not humanline), (
@@ -102,24 +73,6 @@ def test_bit_identical_to_live_models(tmp_path, online, humanline, lora):
             sum(b.numel() for b in trainer.reference.initial.buffers())
             < sum(p.numel() for p in plain.parameters()) / 2
         )
-
-
-def test_fresh_adapters_are_the_base_model_to_the_bit():
-    policy = Policy(get_peft_model(tiny_llama(), LoraConfig(r=4, target_modules="all-linear"))).eval()
-    config = engine_config("/nowhere", "grpo")
-    rows = (
-        make_trainer(config, policy).dealer.microbatches(make_segment(config, pairs=4).batch(0))[0].sequences
-    )
-    held = SoftReference(policy)
-    with torch.no_grad():
-        for p in (p for p in policy.parameters() if p.requires_grad):
-            p.add_(0.1)
-        moved = policy(rows)
-        with held.in_place_of(policy):
-            anchored = policy(rows)
-        with policy.model.disable_adapter():
-            off = policy(rows)
-    assert torch.equal(anchored, off) and not torch.equal(moved, off)
 
 
 def test_a_round_goes_on_with_its_anchors_scores(tmp_path):

@@ -18,15 +18,8 @@ NEW = (
     f'model.new_tokens=["{GOOD}","{BAD}"]',
     f'model.control_tokens={{chosen: "{GOOD}", rejected: "{BAD}"}}',
 )
-SHORT = (
-    "loss=csft",
-    "n_examples=32",
-    "model.batch_size=8",
-    "save_every=16",
-    "n_eval_examples=4",
-    "data.verifier=null",
-    "wandb.enabled=false",
-)
+SHORT = ("loss=csft", "n_examples=16", "model.batch_size=4", "save_every=8", "n_eval_examples=4")
+SHORT += ("data.verifier=null", "wandb.enabled=false", "report=false", "diagnostics=false")
 MODEL = ROOT / "assets" / "adder" / "model"
 
 

@@ -91,7 +91,6 @@ class Terminal:
     [
         (None, "", "", 0),
         (signal.SIGTERM, "import", "SIGTERM, in: import", 75),
-        (signal.SIGINT, r"train: +[1-9]\d?%", "resume=true goes on", 75),
     ],
 )
 def test_no_three_seconds_pass_without_output_and_a_request_to_stop_is_answered_in_one(

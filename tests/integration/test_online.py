@@ -15,7 +15,8 @@ from common.errors import StoppedError, UserError
 from data.groups import read_groups
 from launch.state import ending_of_folder
 from tests import programs
-from tests.integration.online import SHORT, function, lines, rounds, run_online
+from tests.integration.online import SHORT, function, lines, rounds, run_online, scored_again
+from tests.tiny_armorm import save_armorm
 from trainers.basic import BasicTrainer
 
 
@@ -34,7 +35,8 @@ def batches(monkeypatch):
 
 
 def test_the_tokens_that_were_sampled_are_the_tokens_that_are_trained(tmp_path, batches):
-    run = run_online(tmp_path, "r", "online=true", "loss=dpo")
+    """And the clock of the schedule is contexts consumed."""
+    run = run_online(tmp_path, "r", "online=true", "loss=dpo", "warmup=1.0", "lr=1e-3")
     wanted, order = set(), []
     for folder in rounds(run):
         for sampled, scored in zip(folder.read("samples"), folder.read("scores"), strict=True):
@@ -57,6 +59,10 @@ def test_the_tokens_that_were_sampled_are_the_tokens_that_are_trained(tmp_path, 
     assert sum(folder.record["kept"] for folder in rounds(run)) == len(wanted)
     assert len(lines(run)) == len(batches)
     assert not (run / "rounds" / "000" / "weights").exists()
+    for index, done in ((0, 0.5), (1, 1.0)):
+        last = [line for line in lines(run) if line["round"] == index][-1]
+        assert last["lr"] == pytest.approx(1e-3 * done)
+    assert next(line["staleness"] for line in lines(run) if line["round"] == 1) == 0
 
 
 def test_a_round_replayed_offline_trains_the_same(tmp_path):
@@ -76,14 +82,6 @@ def test_a_round_replayed_offline_trains_the_same(tmp_path):
     assert len(first) > 2
     for key in ("loss", "grad_norm", "kl", "reward_margin"):
         assert [line[key] for line in lines(replayed)] == [line[key] for line in first]
-
-
-def test_the_clock_is_contexts_consumed(tmp_path):
-    run = run_online(tmp_path, "r", "online=true", "loss=dpo", "warmup=1.0", "lr=1e-3")
-    for index, done in ((0, 0.5), (1, 1.0)):
-        last = [line for line in lines(run) if line["round"] == index][-1]
-        assert last["lr"] == pytest.approx(1e-3 * done)
-    assert next(line["staleness"] for line in lines(run) if line["round"] == 1) == 0
 
 
 def test_whole_groups_with_equal_scores_take_the_same_steps(tmp_path, batches):
@@ -148,41 +146,6 @@ def test_filling_up_samples_on_until_enough_are_kept(tmp_path):
     assert len(ids) == 80 == len(set(ids))
 
 
-def test_samples_without_a_verdict_are_left_out(tmp_path):
-    run = run_online(
-        tmp_path, "r", "online=true", "loss=dpo", "reward.max_missing=0.5", *function("by_length")
-    )
-    for folder in rounds(run):
-        for sampled, scored in zip(folder.read("samples"), folder.read("scores"), strict=True):
-            assert len(sampled["completions"]) == len(scored["scores"])
-        assert folder.record["metrics"]["no_verdict"] == pytest.approx(1 / 7, abs=0.02)
-
-
-def test_a_reward_that_fails_stops_the_run_and_a_mended_one_goes_on(tmp_path):
-    with pytest.raises(StoppedError, match=r"out of order \(tests/integration/rewarding\.py:\d+\)"):
-        run_online(tmp_path, "r", "online=true", "loss=dpo", *function("broken"))
-    assert "in broken\n" in (tmp_path / "r" / "logs" / "reward.log").read_text()
-    assert not (tmp_path / "r" / "rounds" / "000" / "scores.jsonl").exists()
-    samples = (tmp_path / "r" / "rounds" / "000" / "samples.jsonl").read_bytes()
-    with pytest.raises(StoppedError, match="out of order"):
-        run_online(tmp_path, "r", "online=true", "loss=dpo", "resume=true", *function("broken"))
-    assert (tmp_path / "r" / "rounds" / "000" / "samples.jsonl").read_bytes() == samples
-
-
-def test_thresholds_make_single_examples(tmp_path, batches):
-    run_online(
-        tmp_path,
-        "r",
-        "online=true",
-        "loss=kto",
-        "rounds.feedback=threshold",
-        "rounds.threshold=8",
-        "rounds.contexts=24",
-    )
-    assert sum(len(batch) for batch in batches) == 24 * 4
-    assert {example.label for batch in batches for example in batch} == {1.0, -1.0}
-
-
 def apart(path):
     """Return (a file's text without its samples' log-probabilities, these log-probabilities)."""
     field, text = r'"behavior_logprobs": \[[^\]]*\]', path.read_text()
@@ -190,14 +153,19 @@ def apart(path):
     return re.sub(field, "", text), logprobs
 
 
-def test_several_ranks_and_one_sample_and_train_alike(tmp_path):
-    """Two gloo ranks share sampling. The files of the first round are the same to the byte but for the
-    samples' log-probabilities: these and the weights are the same to rounding, for a processor may sum a
-    smaller batch in another order."""
-    one = run_online(tmp_path, "one", "online=true", "humanline=true", "loss=kto", "model.batch_size=16")
-    words = ("train.py", *SHORT, "online=true", "humanline=true", "loss=kto", "model.batch_size=16")
+def test_several_ranks_and_one_sample_score_and_train_alike(tmp_path):
+    """Two gloo ranks share sampling and a reward model. The files of the first round are the same to the byte but for
+    the samples' log-probabilities: these and the weights are the same to rounding, for a processor may sum a
+    smaller batch in another order."""  # noqa: E501
+    save_armorm(tmp_path / "armorm")
+    model = "max_length:400,max_prompt_length:200,dtype:float32,batch_tokens:600"
+    parts = f"model:{{reward:armorm,weight:1,name_or_path:{tmp_path}/armorm,{model}}}"
+    parts += ",short:{reward:function,weight:-0.05,path:tests.unit.rollouts.reward_functions.lengths}"
+    words = ("online=true", "humanline=true", "loss=kto", "model.batch_size=16", "reward=weighted")
+    words += (f"reward.weighted.parts={{{parts}}}", "rounds.keep_weights=true")
+    one = run_online(tmp_path, "one", *words)
     places = (f"runs_dir={tmp_path}", f"cache_dir={tmp_path}/c", "exp_name=two")
-    programs.finished(programs.ranks(2, *words, *places))
+    programs.finished(programs.ranks(2, "train.py", *SHORT, *words, *places))
     for stage in ("samples", "scores", "groups"):
         (text, logprobs), (other, others) = (
             apart(run / f"rounds/000/{stage}.jsonl") for run in (one, tmp_path / "two")
@@ -210,6 +178,10 @@ def test_several_ranks_and_one_sample_and_train_alike(tmp_path):
     )
     first, second = (load_file(run / "model" / "model.safetensors") for run in (one, tmp_path / "two"))
     assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-3
+    for means in (folder.record["metrics"] for folder in rounds(one)):
+        assert means["reward"] == pytest.approx(means["reward_model"] - 0.05 * means["reward_short"])
+    assert any("round_reward_short" in line for line in lines(one))
+    assert all(len(found) > 100 and found.max() < 1e-4 for found in scored_again(tmp_path / "two"))
 
 
 def test_a_run_may_be_as_long_as_an_offline_one_of_so_many_examples(tmp_path, batches):

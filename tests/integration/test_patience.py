@@ -11,16 +11,9 @@ from reports.report import final_table
 from tests.tiny import make_config
 from train import train
 
-FAST = (
-    "loss=dpo",
-    "lr=1e-3",
-    "model.batch_size=8",
-    "n_examples=240",
-    "eval_every=16",
-    "n_eval_examples=8",
-    "n_eval_prompts=16",
-)
-EARLY = (*FAST, "keep_best=eval_accuracy_sampled", "patience=2", "wandb.enabled=false", "diagnostics=false")
+EARLY = ("loss=dpo", "lr=1e-3", "model.batch_size=8", "n_examples=240", "eval_every=16", "n_eval_examples=8")
+EARLY += ("n_eval_prompts=16", "keep_best=eval_accuracy_sampled", "patience=2", "wandb.enabled=false")
+EARLY += ("diagnostics=false", "report=false")
 
 
 def test_patience_counts_from_the_best():
@@ -37,27 +30,21 @@ def test_patience_counts_from_the_best():
     assert not endless.spent
 
 
-def evaluations(run) -> list[tuple[int, float]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line[k]) for line in lines if (k := "eval_accuracy_sampled") in line]
-
-
 def test_a_run_stops_and_stops_there_again_when_it_is_resumed(tmp_path):
-    config = make_config(*EARLY, f"runs_dir={tmp_path}", f"cache_dir={tmp_path}/cache")
-    summary = train(config, "run")
+    places = (f"runs_dir={tmp_path}", f"cache_dir={tmp_path}/cache")
+    summary = train(make_config(*EARLY, *places), "run")
     run = tmp_path / "run"
-    best = max(seen := evaluations(run), key=lambda one: one[1])
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    seen = [(line["step"], line[k]) for line in lines if (k := "eval_accuracy_sampled") in line]
+    best = max(seen, key=lambda one: one[1])
     assert summary["stopped_early"] and summary["steps"] < 30
     assert f"stopped early: {summary['stopped_why']}" in final_table(summary)
     assert "were no better than the best before them" in summary["stopped_why"]
     assert len([one for one in seen if one[0] > best[0]]) + 1 == 2, "the last one stands in the summary"
     weights = (run / "model" / "model.safetensors").read_bytes()
-    for last in (None, f"step_{summary['steps']:08d}"):
-        if last is not None:
-            shutil.rmtree(run / "checkpoints" / last)
-        (run / "summary.json").unlink()
-        shutil.rmtree(run / "model")
-        resumed = make_config(*EARLY, "resume=true", f"runs_dir={tmp_path}", f"cache_dir={tmp_path}/cache")
-        again = train(resumed, "run")
-        assert again["steps"] == summary["steps"] and again["after"] == summary["after"]
-        assert (run / "model" / "model.safetensors").read_bytes() == weights
+    shutil.rmtree(run / "checkpoints" / f"step_{summary['steps']:08d}")
+    (run / "summary.json").unlink()
+    shutil.rmtree(run / "model")
+    again = train(make_config(*EARLY, "resume=true", *places), "run")
+    assert again["steps"] == summary["steps"] and again["after"] == summary["after"]
+    assert (run / "model" / "model.safetensors").read_bytes() == weights

@@ -4,6 +4,7 @@ training that keeps every earlier policy."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,7 @@ from data.batches import Segment
 from tests.engine import Log, engine_config, make_segment, make_trainer, run, weights
 from tests.integration.test_sync_modes import Rounds
 from tests.tiny import tiny_policy
-from trainers.assembly import Offline, make_loss
+from trainers.assembly import make_loss
 from trainers.basic import BasicTrainer
 from trainers.corrections import check_correction
 from trainers.losses.base import TokenScores
@@ -30,33 +31,38 @@ def config_of(folder, *words: str):
 
 
 def live(
-    trainer: BasicTrainer, policy, segments, k: int, clipped: bool, behavior: bool = False
+    trainer: BasicTrainer,
+    policy,
+    segments,
+    behind: Callable[[int], int],
+    bounds: tuple[float, float] | None = None,
+    anchor: str = "",
 ) -> list[float]:
-    """Losses of plain training in which the reference of step t is the policy of step t - k, or of the
-    segment's start. With ``behavior`` ratios are against log mu where it is known, the KL against the
-    reference."""
-    config, loss, losses = trainer.config, make_loss(trainer.config), []
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), lr=config.lr, eps=config.eps, weight_decay=0.01, fused=True
-    )
+    """Losses of plain training in which the reference of a segment's step t is the policy of its step ``behind(t)``.
+    ``trainer`` only cuts the batches. ``anchor``: the KL term's is the ``initial`` policy, or the reference where
+    ratios are against log mu if it is known (``behavior``)."""  # noqa: E501
+    config, loss, losses, initial = trainer.config, make_loss(trainer.config), [], copy.deepcopy(policy)
+    params = [p for p in policy.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(params, lr=config.lr, eps=config.eps, weight_decay=0.01, fused=True)
     for segment in segments:
         earlier = []
-        for batch in map(segment.batch, range(segment.steps)):
+        for t, batch in enumerate(map(segment.batch, range(segment.steps))):
             earlier.append(copy.deepcopy(policy))
             total, tokens = 0.0, sum(len(r.completion_ids) for e in batch for r in e.rows)
             for m in trainer.dealer.microbatches(batch):
                 p = policy(m.sequences)
                 with torch.no_grad():
-                    r = earlier[max(0, len(earlier) - 1 - k)](m.sequences)
+                    r = earlier[behind(t)](m.sequences)
+                    anchored = {"": None, "behavior": r, "initial": initial(m.sequences)}[anchor]
                 old, mu = r, m.sequences.behavior_logprobs
-                if behavior and mu is not None:
+                if anchor == "behavior" and mu is not None:
                     old = torch.where(mu.isnan(), r, mu)
-                ratio = (p - old).clamp(LOW, HIGH) if clipped else p - old
-                scores = TokenScores(p, old, ratio, m.sequences.mask, anchor=r if behavior else None)
+                ratio = p - old if bounds is None else (p - old).clamp(*bounds)
+                scores = TokenScores(p, old, ratio, m.sequences.mask, anchor=anchored)
                 result = loss(scores, m.labels)
                 (result.total * (1 / tokens)).backward()
                 total += float(result.total.detach().double())
-            torch.nn.utils.clip_grad_norm_(policy.parameters(), config.model.max_grad_norm)
+            torch.nn.utils.clip_grad_norm_(params, config.model.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(total / tokens)
@@ -71,7 +77,10 @@ def test_delayed_is_bit_identical_to_keeping_every_policy(tmp_path, k, steps, cl
     segments, plain = [make_segment(config, pairs=4 * steps, seed=s) for s in (3, 4)], tiny_policy()
     trainer, log = make_trainer(config, copy.deepcopy(plain)), Log()
     trainer.train(Rounds(*segments), log)
-    assert [line["loss"] for line in log.lines] == live(trainer, plain, segments, k, clipped)
+    behind = lambda t: max(0, t - k)  # noqa: E731
+    assert [line["loss"] for line in log.lines] == live(
+        trainer, plain, segments, behind, (LOW, HIGH) if clipped else None
+    )
     final = weights(trainer)
     assert all(torch.equal(final[name], p.detach()) for name, p in plain.named_parameters())
     ages = [t - max(0, t - k) for t in range(steps)]
@@ -97,30 +106,6 @@ def test_one_step_behind_is_humanline_to_the_bit_and_three_are_not(tmp_path):
     assert len(set(losses)) == 3
 
 
-def test_delayed_goes_on_where_it_was(tmp_path):
-    config = config_of(tmp_path, "sync_mode=delayed", "sync_freq=3")
-    segment, found = make_segment(config, pairs=4 * 7), {}
-    trainer, log = make_trainer(config), Log()
-
-    def keep() -> None:
-        if trainer.progress.step == 4:
-            found.update(
-                policy=copy.deepcopy(trainer.policy.state_dict()), own=copy.deepcopy(trainer.state_dict())
-            )
-            found.update(
-                optimizer=copy.deepcopy(trainer.optimizer.state_dict()), scores=trainer.reference.state()
-            )
-
-    log.each = keep
-    trainer.train(Offline(segment), log)
-    resumed, rest = make_trainer(config), Log()
-    resumed.policy.load_state_dict(found["policy"])
-    resumed.optimizer.load_state_dict(found["optimizer"])
-    resumed.load_state_dict(found["own"], found["scores"])
-    resumed.train(Offline(segment), rest)
-    assert [line["loss"] for line in rest.lines] == [line["loss"] for line in log.lines[4:]]
-
-
 def with_behavior(segment: Segment) -> Segment:
     """The segment with log mu of two tokens in three of every second row, far from the policy's."""
     rng = np.random.default_rng(7)
@@ -143,7 +128,9 @@ def test_a_ratio_to_the_behaviour_policy_is_bit_identical_to_plain_training(tmp_
     config = config_of(tmp_path, "ratio_reference=behavior", *words)
     segment, plain = with_behavior(make_segment(config, pairs=4 * 5)), tiny_policy()
     trainer, lines = run(config, segment, make_trainer(config, copy.deepcopy(plain)))
-    assert [line["loss"] for line in lines] == live(trainer, plain, [segment], 1, clipped, behavior=True)
+    bounds = (LOW, HIGH) if clipped else None
+    expected = live(trainer, plain, [segment], lambda t: max(0, t - 1), bounds, "behavior")
+    assert [line["loss"] for line in lines] == expected
     other = run(config_of(tmp_path, *words), segment)[1]
     assert other[0]["kl"] == 0 != lines[0]["kl"], "the ratio's reference is another"
     assert other[0]["kl_penalty"] == 0 == lines[0]["kl_penalty"], "the KL term's is not"

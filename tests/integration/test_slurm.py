@@ -61,13 +61,13 @@ def queue() -> str:
 
 
 def set_limit(job: str, minutes: int) -> None:
-    """The job's time limit: so many minutes from now, rounded up; of less than 40 seconds one more, since its
-    last 20 are for saving."""
+    """The job's time limit: so many minutes from now, rounded up; of less than 45 seconds one more, since its
+    last 40 are for saving."""
     elapsed = subprocess.run(
         ["squeue", "--noheader", f"--job={job}", "--format=%M"], capture_output=True, text=True, check=True
     ).stdout
     whole, seconds = map(int, elapsed.strip().split(":"))
-    limit = whole + minutes + (seconds > 20)
+    limit = whole + minutes + (seconds > 15)
     subprocess.run(["scontrol", "update", f"JobId={job}", f"TimeLimit={limit}"], check=True)
 
 
@@ -152,7 +152,7 @@ def test_a_cancelled_run_and_one_that_meets_its_time_limit_finish(tmp_path: Path
         "model.batch_size": 8,
         "cache_dir": str(tmp_path / "c"),
     }
-    job = {"gpus_per_node": 0, "cpus_per_rank": 1, "time": "20", "signal_lead": 20, "python": sys.executable}
+    job = {"gpus_per_node": 0, "cpus_per_rank": 1, "time": "20", "signal_lead": 40, "python": sys.executable}
     file = write(
         tmp_path / "adder.yaml", {"base": base, "cells": {"long": {"n_examples": 320}}, "slurm": job}
     )

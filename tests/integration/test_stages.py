@@ -12,60 +12,49 @@ from tests.integration.online import SHORT, lines, rounds, run_online
 from tests.tiny_armorm import save_armorm
 
 COMMON = [s for s in SHORT if s.startswith(("data.", "rounds.samples"))]
-REWARD = "reward=adder"
 
 
 def command(program, *arguments):
     return programs.run(f"{program}.py", *arguments)
 
 
-def test_stages_on_files_make_the_data_of_a_run(tmp_path):
-    samples, feedback = tmp_path / "samples.jsonl", tmp_path / "feedback.jsonl"
-    done = command("sample", *COMMON, f"out={samples}", "limit=24", f"cache_dir={tmp_path}/cache")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """With samples of the policy, labelled as pairs and as whole groups."""
+    folder = tmp_path_factory.mktemp("stages")
+    done = command("sample", *COMMON, f"out={folder}/samples.jsonl", "limit=24", f"cache_dir={folder}/cache")
     assert done.returncode == 0, done.stderr
-    done = command("label", *COMMON, REWARD, f"in={samples}", f"out={feedback}")
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in samples.read_text().splitlines()]
+    for name, words in (("pairs", ()), ("groups", ("rounds.feedback=group",))):
+        files = (f"in={folder}/samples.jsonl", f"out={folder}/{name}.jsonl")
+        done = command("label", *COMMON, "reward=adder", *files, *words)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+def trained_on(file, folder, *words):
+    where = ("data=local", f"data.path={file}", "data.eval_fraction=0", "~reward")
+    return run_online(folder, "offline", *words, *where)
+
+
+def test_stages_on_files_make_the_data_of_a_run(folder, tmp_path):
+    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert [len(row["completions"]) for row in rows] == [4] * 24
     sampled = {(row["id"], tuple(c["token_ids"])) for row in rows for c in row["completions"]}
-    groups = read_groups(feedback)
+    groups = read_groups(folder / "pairs.jsonl")
     assert groups
     assert all((g.prompt.id, c.token_ids) in sampled for g in groups for c in g.completions)
     assert all(group.rewards[0] - group.rewards[1] >= 0.01 for group in groups)
-    run = run_online(
-        tmp_path,
-        "offline",
-        "loss=dpo",
-        "data=local",
-        f"data.path={feedback}",
-        "data.eval_fraction=0",
-        "~reward",
-    )
+    run = trained_on(folder / "pairs.jsonl", tmp_path, "loss=dpo")
     assert lines(run)[-1]["examples"] == len(groups)
     assert not rounds(run)
 
 
-def test_samples_bring_the_log_probabilities_that_corrections_need(tmp_path):
+def test_samples_bring_the_log_probabilities_that_corrections_need(folder, tmp_path):
     """Drawn from the policy that is then trained: every ratio is 1 until it moves."""
-    samples, feedback = tmp_path / "samples.jsonl", tmp_path / "feedback.jsonl"
-    common = [*COMMON, f"cache_dir={tmp_path}/cache", "rounds.feedback=group"]
-    assert (
-        command("sample", *COMMON, f"out={samples}", "limit=24", f"cache_dir={tmp_path}/cache").returncode
-        == 0
-    )
-    done = command("label", *common, REWARD, f"in={samples}", f"out={feedback}")
-    assert done.returncode == 0, done.stderr
-    completions = [c for group in read_groups(feedback) for c in group.completions]
+    completions = [c for group in read_groups(folder / "groups.jsonl") for c in group.completions]
     assert all(len(c.behavior_logprobs or ()) == len(c.token_ids or ()) for c in completions)
-    words = (
-        "loss=grpo",
-        "humanline=true",
-        "correction=masked",
-        "correction.low=0.97",
-        "correction.high=1.02",
-    )
-    where = ("data=local", f"data.path={feedback}", "data.eval_fraction=0", "~reward")
-    steps = lines(run_online(tmp_path, "offline", *words, *where))
+    words = ("humanline=true", "correction=masked", "correction.low=0.97", "correction.high=1.02")
+    steps = lines(trained_on(folder / "groups.jsonl", tmp_path, "loss=grpo", *words))
     assert steps[0]["correction_weight"] == pytest.approx(1, abs=1e-5) and steps[0]["correction_masked"] == 0
     assert steps[-1]["correction_masked"] > 0 == steps[-1]["correction_unknown"]
     assert steps[0]["behavior_kl"] < 1e-9 < steps[-1]["behavior_kl"]

@@ -21,7 +21,6 @@ from trainers.basic import BasicTrainer
 from trainers.losses.base import TokenScores
 
 STEPS = 7
-TRUST = {"hard-1": (1, 1.0), "hard-3": (3, 1.0), "soft-1": (1, 0.3), "soft-2": (2, 0.6)}
 
 
 def config_of(folder, *overrides):
@@ -89,20 +88,32 @@ def live(
     return losses
 
 
-@pytest.mark.parametrize("humanline", [False, True], ids=["plain", "clipped"])
-@pytest.mark.parametrize(("mode", "k", "alpha"), [("ema", 1, 0.2), ("ema", 2, 0.6), ("reset", 3, 1.0)])
-def test_a_running_mean_and_a_reset_are_bit_identical_to_a_second_model(tmp_path, mode, k, alpha, humanline):
-    words = (f"sync_mode={mode}", f"sync_freq={k}", f"sync_alpha={alpha}", f"humanline={humanline}")
-    config = config_of(tmp_path, *words)
-    segment, plain = make_segment(config, pairs=4 * STEPS), tiny_policy()
+def compared(config, pairs: int, k: int, alpha: float, mode: str, bound: float = math.inf) -> list[dict]:
+    """The lines of a run whose losses and last weights are those of plain training, bit for bit."""
+    segment, plain = make_segment(config, pairs=pairs), tiny_policy()
     trainer, lines = run(config, segment, make_trainer(config, copy.deepcopy(plain)))
-    bounds = (config.log_epsilon_P, config.log_epsilon_R) if humanline else (-math.inf, math.inf)
-    assert [line["loss"] for line in lines] == live(trainer, plain, segment, k, alpha, *bounds, mode)
+    bounds = (config.log_epsilon_P, config.log_epsilon_R) if config.humanline else (-math.inf, math.inf)
+    assert [line["loss"] for line in lines] == live(trainer, plain, segment, k, alpha, *bounds, mode, bound)
     final = weights(trainer)
     assert all(torch.equal(final[name], p.detach()) for name, p in plain.named_parameters())
+    return lines
 
 
-@pytest.mark.parametrize("humanline", [False, True], ids=["plain", "clipped"])
+on_and_off = pytest.mark.parametrize("humanline", [False, True], ids=["plain", "clipped"])
+MODES = [("ema", 1, 0.2), ("ema", 2, 0.6), ("reset", 3, 1.0)]
+MODES += [("trust_region", k, alpha) for k, alpha in ((1, 1.0), (3, 1.0), (1, 0.3), (2, 0.6))]
+
+
+@on_and_off
+@pytest.mark.parametrize(("mode", "k", "alpha"), MODES)
+def test_a_mode_is_bit_identical_to_a_second_model(tmp_path, mode, k, alpha, humanline):
+    words = (f"sync_mode={mode}", f"sync_freq={k}", f"sync_alpha={alpha}", f"humanline={humanline}")
+    lines = compared(config_of(tmp_path, *words), 4 * STEPS, k, alpha, mode)
+    if mode == "trust_region":
+        assert [line["reference_step"] for line in lines] == [t // k * k for t in range(STEPS)]
+
+
+@on_and_off
 @pytest.mark.parametrize("bound", [0.01, 0.05])
 def test_a_reference_that_moves_by_its_distance_is_bit_identical_to_a_second_model(
     tmp_path, bound, humanline
@@ -110,12 +121,7 @@ def test_a_reference_that_moves_by_its_distance_is_bit_identical_to_a_second_mod
     """Of its distance, not of the clipped one: the narrow range would keep that below either bound."""
     words = ("sync_mode=kl", "sync_freq=4", f"sync_kl={bound}", f"humanline={humanline}")
     config = config_of(tmp_path, *words, "log_epsilon_P=-0.1", "log_epsilon_R=0.1")
-    segment, plain = make_segment(config, pairs=4 * 12), tiny_policy()
-    trainer, lines = run(config, segment, make_trainer(config, copy.deepcopy(plain)))
-    bounds = (config.log_epsilon_P, config.log_epsilon_R) if humanline else (-math.inf, math.inf)
-    assert [line["loss"] for line in lines] == live(trainer, plain, segment, 4, 1.0, *bounds, "kl", bound)
-    final = weights(trainer)
-    assert all(torch.equal(final[name], p.detach()) for name, p in plain.named_parameters())
+    lines = compared(config, 4 * 12, 4, 1.0, "kl", bound)
     steps = [line["reference_step"] for line in lines]
     moves = [b > a for a, b in pairwise(steps)]
     far = [line["reference_kl"] > bound for line in lines[:-1]]
@@ -135,22 +141,6 @@ def test_its_limits_are_humanlines(tmp_path):
         config = config_of(tmp_path, "humanline=true", *words)
         found[name] = [line["loss"] for line in run(config, make_segment(config, pairs=4 * STEPS))[1]]
     assert found["kl, far"] == found["k=3"] != found["k=1"] == found["kl, near"]
-
-
-@pytest.mark.parametrize("humanline", [False, True], ids=["plain", "clipped"])
-@pytest.mark.parametrize("mode", TRUST)
-def test_trust_region_is_bit_identical_to_a_second_model(tmp_path, mode, humanline):
-    k, alpha = TRUST[mode]
-    config = config_of(
-        tmp_path, "sync_mode=trust_region", f"sync_freq={k}", f"sync_alpha={alpha}", f"humanline={humanline}"
-    )
-    segment, plain = make_segment(config, pairs=4 * STEPS), tiny_policy()
-    trainer, lines = run(config, segment, make_trainer(config, copy.deepcopy(plain)))
-    bounds = (config.log_epsilon_P, config.log_epsilon_R) if humanline else (-math.inf, math.inf)
-    assert [line["loss"] for line in lines] == live(trainer, plain, segment, k, alpha, *bounds)
-    final = weights(trainer)
-    assert all(torch.equal(final[name], p.detach()) for name, p in plain.named_parameters())
-    assert [line["reference_step"] for line in lines] == [t // k * k for t in range(STEPS)]
 
 
 @pytest.mark.parametrize("humanline", [False, True])
@@ -202,10 +192,10 @@ class StopHereError(Exception):
         ["humanline=true", "sync_mode=never"],
         ["humanline=true", "humanline_mode=sample"],
         ["sync_mode=kl", "sync_freq=4", "sync_kl=0.02"],
-        ["humanline=true", "sync_freq=3", "optimizer=torch.optim.RMSprop"],
+        ["sync_mode=delayed", "sync_freq=3"],
         ["sync_mode=reset", "sync_freq=3", "optimizer=torch.optim.RMSprop"],
     ],
-    ids=["humanline", "hard", "soft", "never", "sample", "kl", "RMSprop", "RMSprop, reset"],
+    ids=["humanline", "hard", "soft", "never", "sample", "kl", "delayed", "RMSprop, reset"],
 )
 def test_resuming_changes_nothing(tmp_path, overrides):
     """Stopped before step 4, inside a horizon, and gone on with from the checkpoint by a trainer that starts

@@ -96,17 +96,9 @@ def test_the_variants_of_a_loss_are_four_different_runs(cache):
 
 
 def test_from_the_command_line(tmp_path):
-    """With a report that is drawn."""
     loss, online, humanline = "dpo", True, True
-    words = (
-        *SHORT,
-        *settings(loss, online, humanline),
-        f"runs_dir={tmp_path}",
-        "exp_name=r",
-        "report=true",
-        "idle_settings=note",
-    )
-    done = programs.run("train.py", *words, f"cache_dir={tmp_path}/cache", drawn=True)
+    words = (*SHORT, *settings(loss, online, humanline), f"runs_dir={tmp_path}", "exp_name=r", "report=true")
+    done = programs.run("train.py", *words, f"cache_dir={tmp_path}/cache", "idle_settings=note")
     assert done.returncode == 0, done.stderr
     prove(tmp_path / "r", loss, online, humanline)
     assert json.loads((tmp_path / "r" / "summary.json").read_text())["steps"] == len(lines(tmp_path / "r"))
