@@ -9,7 +9,7 @@ the peak of memory beside the estimate.
 The words after the options are those of train.py. The model's shape is read without a network where a recipe
 names it. A row has about a fifth of model.max_length tokens on average. Rounds are not sampled: an online
 recipe trains on such rows too. Batches are cut, and layers computed again, as a run with these settings does.
-MFU counts neither padding nor what is computed again, but for the head.
+MFU counts neither padding nor what is computed again.
 """
 
 from __future__ import annotations

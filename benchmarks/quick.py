@@ -34,8 +34,6 @@ from benchmarks.steps import (
 )
 from common.markdown import table
 from common.options import options_of
-from data.batches import Segment
-from models.logprobs import keeps_logits
 from models.policy import Policy
 
 BASELINE = Path(__file__).with_name("baseline.json")
@@ -68,20 +66,13 @@ def prepare(variant: str, settings: Settings, pairs: list[Pair], steps: int, bas
     return [first, *[step] * (plan.steps - 1)]
 
 
-def products_of(loss: str, plan: Segment, base: Policy) -> float:
-    """Return the operations that the steps of ``plan`` cannot do without where reference scores are known."""
-    config, batch = base.model.config, [row for example in plan.batch(0) for row in example.rows]
-    tokens = sum(len(row.completion_ids) for row in batch) // 2  # settings_of halves a batch
-    return operations(config, plan, loss, 10**6, False, keeps_logits(tokens, config.vocab_size))
-
-
 def humanline_cost(loss: str, base: Policy) -> dict[str, float]:
     """Return the cost of humanline at k = 1 relative to the same forwards offline, and of offline steps
     relative to bare matrix products with the same number of operations."""
     pairs = drawn_pairs(STEPS * BATCH_PAIRS, base.model.config.vocab_size)
     plan = segment_of(settings_of("cached", loss), pairs, STEPS)
     a, b = torch.randn(2, PRODUCT, PRODUCT)
-    repeats = round(products_of(loss, plan, base) / STEPS / (2.0 * PRODUCT**3))
+    repeats = round(operations(base.model.config, plan, loss, 10**6, False) / STEPS / (2.0 * PRODUCT**3))
     variants: dict[str, Variant] = {
         name: partial(prepare, name, settings_of(name, loss), pairs, STEPS, base)
         for name in ("cached", "scored", "k=1")

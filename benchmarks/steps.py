@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from config.schema import Config
 from data.batches import Segment
 from data.types import Example, Sequence
 from data.views import mismatched
-from models.distributed import World, start
+from models.distributed import start
 from models.policy import Policy, decoder_blocks, set_up_layers
 from models.shapes import known_shapes, without_weights
 from models.sharding import shard
@@ -43,7 +44,7 @@ def llama(
     )
 
 
-def shape(name: str, vocabulary: int | None = None) -> PretrainedConfig:
+def shape(name: str) -> PretrainedConfig:
     """Return the architecture of that name: ``tiny``, ``small`` (4.8 M weights), or a published one."""
     shapes = {
         "tiny": llama(512, 64, 2, 4, 2, 128),
@@ -51,14 +52,12 @@ def shape(name: str, vocabulary: int | None = None) -> PretrainedConfig:
         "smollm2-135m": llama(49152, 576, 30, 9, 3, 1536, tied=True),
         "qwen2.5-1.5b": AutoConfig.for_model(**known_shapes()["Qwen/Qwen2.5-1.5B-Instruct"]),
     }
-    hf_config = shapes[name]
-    hf_config.vocab_size = vocabulary or hf_config.vocab_size
-    return hf_config
+    return shapes[name]
 
 
-def random_policy(config: PretrainedConfig, device: torch.device, seed: int = 0) -> Policy:
+def random_policy(config: PretrainedConfig, device: torch.device) -> Policy:
     """Return a policy with random float32 weights of this architecture, made on the device."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     with device:
         return Policy(
             AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
@@ -98,10 +97,10 @@ class Settings:
         return compose_config([*words, *(f"model.{key}={value}" for key, value in model.items())])
 
 
-def make_trainer(settings: Settings, policy: Policy, world: World | None = None) -> BasicTrainer:
+def make_trainer(settings: Settings, policy: Policy) -> BasicTrainer:
     """Return a trainer on ``policy`` itself, which is sharded here; copy the policy first to train it
     again."""
-    world, config = world or start(), settings.config()
+    world, config = start(), settings.config()
     policy.use_packed_attention()
     set_up_layers(policy, settings.checkpointing, False)
     shard(policy, decoder_blocks(policy), world, getattr(torch, settings.dtype))
@@ -164,11 +163,10 @@ def drawn_pairs(
     prompt: float = 110.0,
     completion: float = 60.0,
     longest: int = 512,
-    seed: int = 0,
 ) -> list[Pair]:
     """Return pairs of random tokens with log-normal lengths (medians in tokens; about those of the preference
     data)."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
 
     def some(median: float, most: int) -> np.ndarray:
         n = int(np.clip(median * np.exp(0.7 * rng.standard_normal()), 1, most))
@@ -185,33 +183,14 @@ def drawn_pairs(
 # -- operations ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Forward:
+class Forward(NamedTuple):
     """Floating-point operations of one forward over some rows, none of them padding."""
 
-    body: float
-    """The blocks' matrix products: 2 per weight and token."""
+    products: float
+    """Of the blocks, 2 per weight and token; and the logits of the completion tokens alone."""
     attention: float
     """Scores and weighted values under a causal mask: 2 x layers x heads x head size x n^2 for a row of n
     tokens."""
-    head: float
-    """Logits of the completion tokens alone: 2 x vocabulary x width each."""
-
-    @property
-    def scoring(self) -> float:
-        """Operations without gradient: one unit of everything."""
-        return self.body + self.attention + self.head
-
-    @property
-    def training_on_kept(self) -> float:
-        """Operations of forward and backward: three units of everything, where logits stay until the backward
-        (``models.logprobs.keeps_logits``)."""
-        return 3 * self.scoring
-
-    @property
-    def training(self) -> float:
-        """The same where the head's logits are computed again instead of stored: four units of it."""
-        return self.training_on_kept + self.head
 
 
 def forward(config: PretrainedConfig, rows: Iterable[Sequence]) -> Forward:
@@ -222,23 +201,19 @@ def forward(config: PretrainedConfig, rows: Iterable[Sequence]) -> Forward:
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
     blocks = decoder_blocks(without_weights(config))
     weights = sum(p.numel() for block in blocks for p in block.parameters() if p.ndim > 1)
-    return Forward(
-        body=2.0 * weights * sum(n for n, _ in lengths),
-        attention=2.0 * text.num_hidden_layers * heads * size * sum(n * n for n, _ in lengths),
-        head=2.0 * text.vocab_size * text.hidden_size * sum(c for _, c in lengths),
-    )
+    head = 2.0 * text.vocab_size * text.hidden_size * sum(c for _, c in lengths)
+    attention = 2.0 * text.num_hidden_layers * heads * size * sum(n * n for n, _ in lengths)
+    return Forward(2.0 * weights * sum(n for n, _ in lengths) + head, attention)
 
 
-def operations(
-    config: PretrainedConfig, plan: Segment, loss: str, longest: int, scored: bool, kept: bool = False
-) -> float:
+def operations(config: PretrainedConfig, plan: Segment, loss: str, longest: int, scored: bool) -> float:
     """Return the operations that the steps of ``plan`` cannot do without: the policy's forward and backward
-    (``kept``: on kept logits), and the forward over KTO's mismatched rows, which are cut at ``longest``
-    tokens. ``scored``: with the reference's forward over all of these."""
-    rows = forward(config, rows_of(plan))
-    needed = (rows.training_on_kept if kept else rows.training) + scored * rows.scoring
+    (three forwards), and the forward over KTO's mismatched rows, which are cut at ``longest`` tokens.
+    ``scored``: with the reference's forward over all of these."""
+    needed = (3 + scored) * sum(forward(config, rows_of(plan)))
     if loss == "kto":
         examples = (e for i in range(plan.steps) for e in mismatched(plan.batch(i), longest))
-        other = forward(config, [e.mismatched for e in examples if e.mismatched is not None])
-        needed += (1 + scored) * other.scoring
+        needed += (1 + scored) * sum(
+            forward(config, [e.mismatched for e in examples if e.mismatched is not None])
+        )
     return needed

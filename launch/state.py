@@ -72,8 +72,8 @@ class Composer:
 
 
 def _is_value(key: str, value: Any) -> bool:
-    """Return whether a setting is a plain value of a key: it chooses no file, and refers to no other."""
-    plain = re.fullmatch(r"[A-Za-z][\w.]*", key) is not None and "$" not in str(value)
+    """Return whether a setting is a plain value of a key, and chooses no file."""
+    plain = re.fullmatch(r"[A-Za-z][\w.]*", key) is not None
     return plain and not isinstance(value, dict) and not (FOLDER / key.replace(".", "/")).is_dir()
 
 

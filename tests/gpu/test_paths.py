@@ -32,7 +32,6 @@ from config.schema_model import SELECTIVE
 from data.batches import microbatch
 from data.types import Example, Sequence
 from models.attention import flash_fails, heads_of
-from models.distributed import start
 from models.fingerprint import weights_fingerprint
 from models.logprobs import chunked_logprobs
 from models.policy import Policy, decoder_blocks, set_up_layers
@@ -282,7 +281,7 @@ def stepper(loss: str, device: str, steps: int) -> Stepper:
     units = pairs if loss == "dpo" else 2 * pairs
     settings = Settings(loss, units, units // 2, humanline=True, dtype=computed_in(device), max_length=160)
     plan = segment_of(settings, drawn_pairs(pairs * steps, SMALL.vocab_size, 40, 30, 160), steps)
-    trainer = make_trainer(settings, random_policy(SMALL, torch.device(device)), start())
+    trainer = make_trainer(settings, random_policy(SMALL, torch.device(device)))
     score_all(trainer, plan)
     return Stepper(trainer, plan)
 

@@ -56,7 +56,7 @@ BUDGETS = {
     "jobs": 4_632,
     "evals": 1_656,
     "launch": 2_988,
-    "benchmarks": 1_098,
+    "benchmarks": 1_064,
     "tools": 778,
     "tests": 31_228,
 }

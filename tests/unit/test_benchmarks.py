@@ -21,7 +21,6 @@ from benchmarks.measure import Sample, Spread, alternate, ratio
 from benchmarks.quick import settings_of
 from benchmarks.real import BAND, PAIRS, PROMPTS, Suite, engine, memory, sanity_pairs
 from benchmarks.steps import (
-    Forward,
     forward,
     make_trainer,
     random_policy,
@@ -56,7 +55,7 @@ def fixed_pairs(count, vocabulary, length, completion, seed=0):
 def whole_squares(config, rows):
     """As torch counts plain attention: over whole squares, not the causal half."""
     of = forward(config, rows)
-    return Forward(of.body, 2 * of.attention, of.head)
+    return of.products + 2 * of.attention
 
 
 @pytest.mark.parametrize(("variant", "loss"), [("cached", "dpo"), ("k=1", "kto"), ("k=1", "grpo")])
@@ -68,17 +67,16 @@ def test_the_floor_of_a_step_is_what_a_real_step_multiplies(base, loss, variant)
     trainer = make_trainer(settings, copy.deepcopy(base))
     score_all(trainer, plan)
 
-    def of_batch(i: int) -> tuple[Forward, Forward]:
+    def of_batch(i: int) -> tuple[float, float]:
         batch = mismatched(plan.batch(i), 10**6) if loss == "kto" else plan.batch(i)
         other = [e.mismatched for e in batch if e.mismatched is not None]
         return whole_squares(config, [row for e in batch for row in e.rows]), whole_squares(config, other)
 
     (rows, other), following = of_batch(0), of_batch(1)
-    expected = rows.training_on_kept + other.scoring
-    expected += sum(f.scoring for f in following) if variant == "k=1" else 0
+    expected = 3 * rows + other + (sum(following) if variant == "k=1" else 0)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         trainer.step(trainer.dealer.dealt(plan, trainer.progress.position))
-    assert float(counter.get_total_flops()) == expected and bool(other.scoring) == (loss == "kto")
+    assert float(counter.get_total_flops()) == expected and bool(other) == (loss == "kto")
 
 
 def test_pieces_of_variants_alternate_and_a_ratio_is_of_neighbours():
@@ -98,7 +96,7 @@ def test_pieces_of_variants_alternate_and_a_ratio_is_of_neighbours():
 def test_the_guard_measures_what_the_baseline_has_and_sees_a_real_slowdown(base, monkeypatch):
     """Every sync scores what is coming four times more than it must."""
     monkeypatch.setattr(quick, "ROUNDS", 1)
-    monkeypatch.setattr(quick, "shape", lambda name, vocabulary=None: shape("tiny", vocabulary))
+    monkeypatch.setattr(quick, "shape", lambda name: shape("tiny"))
     assert set(quick.measure()) == set(json.loads(quick.BASELINE.read_text()))
     monkeypatch.setattr(quick, "ROUNDS", 2)
     before, sync = quick.humanline_cost("dpo", base), SyncedReference.sync

@@ -61,15 +61,3 @@ def test_what_the_readme_says_of_scores():
     pairs = ((f"main-{loss}-offline-hl", f"main-{loss}-offline") for loss in LOSSES)
     gains = [apart("constraints", [one], [other]).value for one, other in pairs]
     assert f"meets all constraints {min(gains):.1f} to {max(gains):.1f} points more often than plain" in text
-
-
-def test_what_the_readme_says_of_costs_on_gpus():
-    text = " ".join(page("README.md").split())
-    ratios = []
-    for name in ("h100", "h200"):
-        checks = json.loads(page(f"docs/gpus/{name}.json"))["checks"]
-        parts = ((check["name"], check["text"].partition(" tokens/s")) for check in checks)
-        rates = {step: float(rate.replace(",", "")) for step, (rate, unit, _) in parts if unit}
-        hl = {step: rates[f"{step} humanline"] for step in rates if f"{step} humanline" in rates}
-        ratios += [rates[step] / rate for step, rate in hl.items()]
-    assert len(ratios) == 7 and f"{min(ratios):.2f} to {max(ratios):.2f} of a plain one" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -70,11 +71,12 @@ def test_what_cannot_be_counted_stops(renderer, verdict, says):
     assert paths == VERIFIERS, "a data set says what checks its answers"
 
 
-def evaluation(items: dict[str, float]) -> Evaluation:
+def evaluation(items: dict[str, float], tie: float = 0.0) -> Evaluation:
     """A comparison whose differences these are."""
+    stage = replace(STAGE, compare=replace(STAGE.compare, tie=tie))
     runs = {"reward": items, "reward_against": dict.fromkeys(items, 0.0), "mean_difference": items}
     about = {"rows": [], "settings": {}, "digests": {}}
-    return compare.result(runs, STAGE, "t", {"prompts": len(items)}, **about)
+    return compare.result(runs, stage, "t", {"prompts": len(items)}, **about)
 
 
 def test_the_other_way_round_wins_are_losses():
@@ -89,6 +91,8 @@ def test_the_other_way_round_wins_are_losses():
     assert ours["mean_difference"] == pytest.approx(-theirs["mean_difference"])
     for p in ("p_t", "p_wilcoxon", "p_sign"):
         assert ours[p] == pytest.approx(theirs[p])
+    near = evaluation({"a": 1.0, "b": 0.4, "c": -0.4, "d": -1.0}, tie=0.5).values
+    assert (near["win"], near["tie"], near["loss"]) == (0.25, 0.5, 0.25)
     high, low = theirs["mean_difference_ci"]
     assert ours["mean_difference_ci"] == pytest.approx([-low, -high])
 

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from data.types import Prompt, Turn
-from reports.answers import FILE, before_and_after, example_lines, keep_answers, read_answers
+from reports.answers import FILE, before_and_after, keep_answers, read_answers
 from reports.report import write_report
 from rollouts.verify import COLUMNS, conversation
 
@@ -49,7 +49,7 @@ def test_what_a_killed_run_left_of_later_steps_goes_and_no_line_separator_erases
 def test_a_file_that_is_not_there_or_damaged_shows_nothing(tmp_path, text):
     if text is not None:
         (tmp_path / FILE).write_text(text)
-    assert before_and_after(tmp_path) == [] and example_lines(tmp_path) == []
+    assert before_and_after(tmp_path) == []
     kept(tmp_path, 0, "only the beginning")
     found = before_and_after(tmp_path)
     assert [(one.before, one.after) for one in found[:1]] == [("only the beginning 1+1= (1)", "–")]
@@ -62,16 +62,6 @@ def test_a_damaged_line_costs_no_other_and_is_said(tmp_path, capsys):
     kept(tmp_path, 10, "new")
     assert (steps(tmp_path).count(0), steps(tmp_path).count(10)) == (14, 15)
     assert f"{tmp_path / FILE}: 1 of its lines are damaged" in capsys.readouterr().out
-
-
-def test_the_terminal_gets_one_line_each_with_the_verdict_at_its_end(tmp_path):
-    long = "step\n" * 200
-    for step, verdict in ((0, 0.0), (9, None)):
-        keep_answers(tmp_path, step, COLUMNS, [("greedy", "why?", long, None, verdict)])
-    said = example_lines(tmp_path)
-    assert said[0] == "greedy answer to 'why?', with its verdict"
-    assert said[1].endswith("step (0)") and said[2].endswith("step (no verdict)")
-    assert all("\n" not in line and len(line) < 180 for line in said)
 
 
 def test_the_report_shows_texts_as_texts_and_a_conversation_from_first_turn_to_last(tmp_path):
