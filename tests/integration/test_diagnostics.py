@@ -82,13 +82,37 @@ def check(run: Path) -> None:
     )  # step 0: policy and reference are the same weights, scored in the same shapes
 
 
+@pytest.fixture
+def told(monkeypatch) -> list[tuple[int, str]]:
+    """(step, method) of every call of the tracker from now on."""
+    calls: list[tuple[int, str]] = []
+    for name, step_of in (
+        ("log", lambda args: args[0]["step"]),
+        ("diagnostics", lambda args: args[0]["step"]),
+        ("table", lambda args: args[3]),
+    ):
+        real = getattr(Tracker, name)
+
+        def tell(self, *args, name=name, step_of=step_of, real=real):
+            calls.append((step_of(args), name))
+            return real(self, *args)
+
+        monkeypatch.setattr(Tracker, name, tell)
+    return calls
+
+
 @pytest.mark.parametrize("loss", ["kto", "grpo"])
-def test_the_file_agrees_with_the_metrics(folder, loss):
-    run = folder / loss
-    train(make_config(*overrides(folder, f"loss={loss}", "n_examples=96", "model.batch_size=8")), loss)
+def test_the_file_agrees_with_the_metrics_and_trackers_are_told_in_the_order_of_steps(folder, told, loss):
+    """wandb drops what comes with an earlier step than the last."""
+    run, sizes = folder / loss, (f"loss={loss}", "n_examples=96", "model.batch_size=8", "eval_every=48")
+    answered = ("data.verifier=data.adder.accuracy", "n_eval_prompts=4")
+    train(make_config(*overrides(folder, *sizes, *answered)), loss)
     check(run)
     assert all(0 < line["rejected"]["rows"] == line["chosen"]["rows"] for line in lines(run)[1:])
     assert "Spread of the log-ratios" in (run / "report.html").read_text()
+    assert (steps := [step for step, _ in told]) == sorted(steps)
+    for name, wanted in (("log", range(12)), ("table", (0, 6, 12)), ("diagnostics", range(-1, 12))):
+        assert [step for step, called in told if called == name] == list(wanted)
 
 
 def test_two_ranks_change_neither_it_nor_the_groups_of_a_range(folder):
@@ -113,27 +137,3 @@ def test_two_ranks_change_neither_it_nor_the_groups_of_a_range(folder):
             assert [place[0] for place in mine["positions"]] == [place[0] for place in theirs["positions"]]
             assert mine["spread"] == pytest.approx(theirs["spread"], rel=1e-2, abs=1e-5)
             assert mine["drift"] == pytest.approx(theirs["drift"], abs=1e-4)
-
-
-def test_the_tracker_is_told_of_steps_in_their_order(folder, monkeypatch):
-    """wandb drops what comes with an earlier step than the last."""
-    told: list[tuple[int, str]] = []
-    for name, step_of in (
-        ("log", lambda args: args[0]["step"]),
-        ("diagnostics", lambda args: args[0]["step"]),
-        ("table", lambda args: args[3]),
-    ):
-        real = getattr(Tracker, name)
-
-        def tell(self, *args, name=name, step_of=step_of, real=real):
-            told.append((step_of(args), name))
-            return real(self, *args)
-
-        monkeypatch.setattr(Tracker, name, tell)
-    answered = ("data.verifier=data.adder.accuracy", "n_eval_prompts=4")
-    train(make_config(*overrides(folder, "n_examples=32", "eval_every=8", *answered)), "told")
-    steps = [step for step, _ in told]
-    assert steps == sorted(steps)
-    assert [step for step, name in told if name == "log"] == list(range(8))
-    assert [step for step, name in told if name == "table"] == [0, 2, 4, 6, 8]
-    assert [step for step, name in told if name == "diagnostics"] == list(range(-1, 8))
