@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -121,7 +123,9 @@ class Decoder:
                 done = ids.shape[1] - width
                 steps: list[LogitsProcessor] = []
                 if numbers is not None:
-                    steps = processors(temperature, top_p, numbers[torch.from_numpy(rows)], width)
+                    draw = InverseCdfProcessor(numbers[torch.from_numpy(rows)], width)
+                    truncation = [TopP(top_p)] if top_p < 1 else []
+                    steps = [TemperatureLogitsWarper(temperature), *truncation, draw]
                 chosen = ChosenLogprobs(steps, self.policy.temperature, self.tick)
                 ids = self.policy.generate(
                     ids,
@@ -244,22 +248,9 @@ def left_padded(rows: Sequence[np.ndarray], pad: int) -> tuple[Tensor, Tensor]:
     """Return ([B, P] int64 token ids, [B, P] int64 mask) with every row at the right edge, where generation
     continues. Transformers counts positions from the mask, so a row's positions begin at its own first
     token."""
-    width = max(len(row) for row in rows)
-    ids = np.full((len(rows), width), pad, np.int64)
-    mask = np.zeros((len(rows), width), np.int64)
-    for r, row in enumerate(rows):
-        ids[r, width - len(row) :], mask[r, width - len(row) :] = row, 1
-    return torch.from_numpy(ids), torch.from_numpy(mask)
-
-
-def processors(temperature: float, top_p: float, numbers: Tensor, width: int) -> list[LogitsProcessor]:
-    """Return the processors that turn logits into scores, of which generate takes the highest: temperature,
-    top-p and the draw. ``numbers``: [R, T] in [0, 1). ``width``: the prompts' padded length."""
-    steps: list[LogitsProcessor] = [TemperatureLogitsWarper(temperature)]
-    if top_p < 1:
-        steps.append(TopP(top_p))
-    steps.append(InverseCdfProcessor(numbers, width))
-    return steps
+    ids = [torch.tensor(row, dtype=torch.int64) for row in rows]
+    left = partial(pad_sequence, batch_first=True, padding_side="left")
+    return left(ids, padding_value=pad), left([torch.ones_like(row) for row in ids])
 
 
 def cumulated(probabilities: Tensor) -> Tensor:

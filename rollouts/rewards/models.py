@@ -16,6 +16,7 @@ import torch
 from accelerate import init_empty_weights
 from huggingface_hub import try_to_load_from_cache
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -273,12 +274,10 @@ def tensor_names(path: str, revision: str | None) -> set[str] | None:
 
 def padded(rows: Sequence[Row], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return [R, L] int64 ids, right padded with ``pad``, and the [R, L] int64 attention mask."""
-    lengths = torch.tensor([len(row) for row in rows])
-    ids = torch.full((len(rows), int(lengths.max())), pad, dtype=torch.int64)
-    for i, row in enumerate(rows):
-        ids[i, : len(row)] = torch.from_numpy(np.concatenate([row.prompt_ids, row.completion_ids]))
-    mask = torch.arange(ids.shape[1]) < lengths[:, None]
-    return ids.to(device), mask.long().to(device)
+    whole = [torch.from_numpy(np.concatenate([row.prompt_ids, row.completion_ids])).long() for row in rows]
+    ids = pad_sequence(whole, batch_first=True, padding_value=pad)
+    mask = pad_sequence([torch.ones_like(row) for row in whole], batch_first=True)
+    return ids.to(device), mask.to(device)
 
 
 def by_length(rows: Sequence[tuple[int, Row]], batch_tokens: int) -> Iterator[list[tuple[int, Row]]]:

@@ -85,13 +85,6 @@ class VllmSampler:
     def attach(self, policy: Policy, prompts: list[Prompt]) -> None:
         self.nodes.renew(trains=True)
         self.handover = HandOver(self.nodes, policy, self.renderer, prompts)
-        engines = self.nodes.engines
-        if self.world.is_main and self.world.device.type == "cuda" and engines.config.shares_devices:
-            workers = sum(engines.sizes) * len(self.nodes.every)
-            print(
-                f"{workers} of {self.world.size} GPUs sample, by {self.nodes.engines_of_all} engine(s)",
-                flush=True,
-            )
 
     def load(self) -> None:
         refuse_other_weights(self.config)

@@ -52,7 +52,7 @@ BUDGETS = {
     "models": 4_879,
     "trainers": 2_686,
     "reports": 2_027,
-    "rollouts": 6_173,
+    "rollouts": 6_154,
     "jobs": 4_632,
     "evals": 1_656,
     "launch": 2_988,

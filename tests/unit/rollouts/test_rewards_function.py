@@ -159,16 +159,6 @@ def test_misbehaviour_is_no_verdict_with_its_reason_and_the_next_batch_is_scored
     assert "reward.max_missing=0.24" in str(error.value)
 
 
-def test_a_worker_that_dies_while_it_loads_gives_its_log_back(tmp_path):
-    marker = tmp_path / "loads"
-    dying = pool.Pool(f"{HERE}.dying_once", marker, workers=1, timeout=5.0, log_dir=tmp_path / "logs")
-    with pytest.raises(RewardError, match="did not start"):
-        dying.map([1])
-    assert dying.map([1, 2]) == [1, 2]
-    dying.close()
-    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["reward.log"]
-
-
 def test_what_a_function_raises_names_its_line_and_is_in_the_log_whole_with_what_it_printed(
     tmp_path, monkeypatch
 ):
