@@ -52,7 +52,8 @@ def recipes() -> dict[tuple[str, int, str], Config]:
         sweep = read_sweep(path, {})
         job = make_job(sweep.slurm)
         assert not job.gpus_per_node or job.card is not None, f"{path.name} names no card"
-        for config in map(composer.config, sweep.runs() if job.gpus_per_node else ()):
+        runs = [run for run in sweep.runs() if job.gpus_per_node and run.seed == 1]
+        for config in map(composer.config, runs):
             key = (config.model.name, job.world_size, str(job.card))
             found[key] = max(found.get(key, config), config, key=rank)
     return found
