@@ -62,23 +62,20 @@ class OnlineSource:
         are missing.
         """
         with stopping(index):
-            return self._segment(index)
-
-    def _segment(self, index: int) -> Segment | None:
-        inside = self.trainer.progress.position > 0
-        if not inside:
-            self.watch.before_round()
-        if index > 0 and not inside:
-            self.watch.log.flush()
-            self.watch.log.state.rounds[str(index - 1)] = self.records.close(index - 1)
-        if self.records.first(index) >= self.contexts.planned or self._left(index) == 0:
-            return None
-        if not inside:
-            ahead = index + self.config.rounds.lag
-            for due in range(0 if index == 0 else ahead, ahead + 1):  # those that come from these weights
-                if self.records.first(due) < self.contexts.planned:
-                    self._make(due)
-        return self._enter(index, inside)
+            inside = self.trainer.progress.position > 0
+            if not inside:
+                self.watch.before_round()
+            if index > 0 and not inside:
+                self.watch.log.flush()
+                self.watch.log.state.rounds[str(index - 1)] = self.records.close(index - 1)
+            if self.records.first(index) >= self.contexts.planned or self._left(index) == 0:
+                return None
+            if not inside:
+                ahead = index + self.config.rounds.lag
+                for due in range(0 if index == 0 else ahead, ahead + 1):  # those that come from these weights
+                    if self.records.first(due) < self.contexts.planned:
+                        self._make(due)
+            return self._enter(index, inside)
 
     def _make(self, index: int) -> None:
         first, wanted = self.records.first(index), self.config.rounds.sampled(index)
