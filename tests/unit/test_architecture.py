@@ -53,7 +53,7 @@ BUDGETS = {
     "trainers": 2_686,
     "reports": 2_027,
     "rollouts": 6_154,
-    "jobs": 4_632,
+    "jobs": 4_629,
     "evals": 1_656,
     "launch": 2_988,
     "benchmarks": 1_064,
