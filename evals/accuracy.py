@@ -108,16 +108,9 @@ def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
     }
     settings = described(target, stage) | {"samples": options.samples, "k": options.k, "verifier": path}
     title = f"{target.config.data.name}, {stage.split}, {len(prompts)} prompts"
-    return result(
-        [items],
-        summaries,
-        stage,
-        title,
-        counts=counts,
-        rows=list(rows_of(by_kind)),
-        settings=settings,
-        fingerprints=fingerprints(target, prompts, text=renderer.fingerprint) if world.is_main else {},
-    )
+    values, table = measured([items], summaries, stage, title, counts)
+    digests = fingerprints(target, prompts, text=renderer.fingerprint) if world.is_main else {}
+    return Evaluation(values, table, list(rows_of(by_kind)), settings, digests, items)
 
 
 def verified(
@@ -218,30 +211,20 @@ def pool(parts: list[Evaluation], stage: EvalStage) -> Evaluation:
         for kind in sorted(kinds)
     }
     counts = {"runs": len(parts), "prompts": parts[0].values["counts"]["prompts"]}
-    return result(
-        [part.items for part in parts],
-        summaries,
-        stage,
-        f"mean of {len(parts)} runs",
-        counts=counts,
-        rows=[],
-        settings={"runs": [part.settings for part in parts]},
-        fingerprints={"runs": [part.fingerprints for part in parts]},
-    )
+    title = f"mean of {len(parts)} runs"
+    values, table = measured([part.items for part in parts], summaries, stage, title, counts)
+    settings, digests = ([getattr(part, name) for part in parts] for name in ("settings", "fingerprints"))
+    return Evaluation(values, table, [], {"runs": settings}, {"runs": digests})
 
 
-def result(
+def measured(
     runs: list[Items],
     summaries: dict[str, dict[str, float]],
     stage: EvalStage,
     title: str,
-    *,
     counts: dict[str, Any],
-    rows: list[dict[str, Any]],
-    settings: dict[str, Any],
-    fingerprints: dict[str, Any],
-) -> Evaluation:
-    """Return the record and the printed table from the items of one or several runs.
+) -> tuple[dict[str, Any], list[list[str]]]:
+    """Return the numbers and the printed table from the items of one or several runs.
 
     Raises StoppedError where no answer got a verdict."""
     tables = {metric: statistics.table_of([run[metric] for run in runs]) for metric in runs[0]}
@@ -270,9 +253,7 @@ def result(
             for key, words, form in SHOWN
             if key in numbers and (key != "no_verdict" or numbers[key])
         ]
-    return Evaluation(
-        values | {"counts": counts}, printed, rows, settings, fingerprints, runs[0] if len(runs) == 1 else {}
-    )
+    return values | {"counts": counts}, printed
 
 
 SHOWN = (

@@ -162,16 +162,12 @@ def judge(
         "ours": fingerprints(target, [pair[0].prompt for pair in pairs]),
         "against": fingerprints(target.other),
     }
-    return result(
-        items,
-        stage,
-        f"against {target.other.name}, by {target.config.reward_config.name}",
-        counts,
-        rows=[row_of(j) for j in judged],
-        settings=settings,
-        digests=digests,
-        lengths=(_length([ours for ours, _ in pairs]), _length([theirs for _, theirs in pairs])),
-    )
+    title = f"against {target.other.name}, by {target.config.reward_config.name}"
+    values = measured(items, stage) | {"counts": counts}
+    values |= {"length": _length([ours for ours, _ in pairs])}
+    values |= {"length_against": _length([theirs for _, theirs in pairs])}
+    table = printed(values, title, counts, stage.confidence)
+    return Evaluation(values, table, [row_of(one) for one in judged], settings, digests)
 
 
 def _answers(side: Target, target: Target, stage: EvalStage, world: World) -> list[SampledPrompt]:
@@ -223,18 +219,8 @@ def row_of(one: Judged) -> dict[str, Any]:
     }
 
 
-def result(
-    items: dict[str, dict[str, float]],
-    stage: EvalStage,
-    title: str,
-    counts: dict[str, Any],
-    *,
-    rows: list[dict[str, Any]],
-    settings: dict[str, Any],
-    digests: dict[str, Any],
-    lengths: tuple[float | None, float | None] = (None, None),
-) -> Evaluation:
-    """Return the record and the printed table. ``win_rate`` counts a tie as half a win."""
+def measured(items: dict[str, dict[str, float]], stage: EvalStage) -> dict[str, Any]:
+    """Return the numbers of a comparison. ``win_rate`` counts a tie as half a win."""
     tie = stage.compare.tie
     tables = {metric: statistics.table_of([values]) for metric, values in items.items()}
     difference = tables["mean_difference"]
@@ -247,14 +233,7 @@ def result(
         interval = spread[name]
         values |= {name: statistics.mean_of(tables[name]), f"{name}_ci": list(interval) if interval else None}
     values |= statistics.paired_tests(difference[0].tolist(), tie)
-    values |= {"length": lengths[0], "length_against": lengths[1]}
-    return Evaluation(
-        values | {"counts": counts},
-        printed(values, title, counts, stage.confidence),
-        rows,
-        settings,
-        digests,
-    )
+    return values
 
 
 def printed(values: dict[str, Any], title: str, counts: dict[str, Any], confidence: float) -> list[list[str]]:

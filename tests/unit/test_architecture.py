@@ -54,7 +54,7 @@ BUDGETS = {
     "reports": 2_027,
     "rollouts": 6_154,
     "jobs": 4_629,
-    "evals": 1_656,
+    "evals": 1_616,
     "launch": 2_988,
     "benchmarks": 1_064,
     "tools": 778,

@@ -58,12 +58,11 @@ def test_no_verdict_is_not_wrong_and_pass_at_k_needs_k_of_them(renderer):
 @pytest.mark.parametrize(("verdict", "says"), [(0.3, "0.3"), (None, "no verdict on any")])
 def test_what_cannot_be_counted_stops(renderer, verdict, says):
     drawn = answers(renderer, [["1"]] * 6)
-    about = {name: {} for name in ("counts", "rows", "settings", "fingerprints")}
 
     def measure() -> None:
         found = accuracy.verified(PROMPTS, drawn, lambda texts, _: [verdict] * len(texts), renderer)
         items, summaries = accuracy.items_of({"greedy": found}, []), {"greedy": accuracy.summary(found)}
-        accuracy.result([items], summaries, STAGE, "t", **about)
+        accuracy.measured([items], summaries, STAGE, "t", {})
 
     with pytest.raises(StoppedError, match=says):
         measure()
@@ -71,19 +70,16 @@ def test_what_cannot_be_counted_stops(renderer, verdict, says):
     assert paths == VERIFIERS, "a data set says what checks its answers"
 
 
-def evaluation(items: dict[str, float], tie: float = 0.0) -> Evaluation:
-    """A comparison whose differences these are."""
+def compared(items: dict[str, float], tie: float = 0.0) -> dict[str, float]:
+    """The numbers of a comparison whose differences these are."""
     stage = replace(STAGE, compare=replace(STAGE.compare, tie=tie))
-    runs = {"reward": items, "reward_against": dict.fromkeys(items, 0.0), "mean_difference": items}
-    about = {"rows": [], "settings": {}, "digests": {}}
-    return compare.result(runs, stage, "t", {"prompts": len(items)}, **about)
+    rewards = {"reward": items, "reward_against": dict.fromkeys(items, 0.0), "mean_difference": items}
+    return compare.measured(rewards, stage)
 
 
 def test_the_other_way_round_wins_are_losses():
     differences = dict(enumerate(np.random.default_rng(0).normal(0.3, 1, 40).round(1)))
-    ours, theirs = (
-        evaluation({str(i): sign * float(d) for i, d in differences.items()}).values for sign in (1, -1)
-    )
+    ours, theirs = (compared({str(i): sign * float(d) for i, d in differences.items()}) for sign in (1, -1))
     assert (ours["win"], ours["loss"]) == (theirs["loss"], theirs["win"])
     assert ours["win"] + ours["tie"] + ours["loss"] == pytest.approx(1)
     assert ours["win_rate"] == pytest.approx(1 - theirs["win_rate"])
@@ -91,7 +87,7 @@ def test_the_other_way_round_wins_are_losses():
     assert ours["mean_difference"] == pytest.approx(-theirs["mean_difference"])
     for p in ("p_t", "p_wilcoxon", "p_sign"):
         assert ours[p] == pytest.approx(theirs[p])
-    near = evaluation({"a": 1.0, "b": 0.4, "c": -0.4, "d": -1.0}, tie=0.5).values
+    near = compared({"a": 1.0, "b": 0.4, "c": -0.4, "d": -1.0}, tie=0.5)
     assert (near["win"], near["tie"], near["loss"]) == (0.25, 0.5, 0.25)
     high, low = theirs["mean_difference_ci"]
     assert ours["mean_difference_ci"] == pytest.approx([-low, -high])

@@ -1,4 +1,5 @@
-"""Prospect theory: the paper's own example, the objective limit, and the shapes that the theory promises."""
+"""Prospect theory: the paper's own example, the objective limit, the shapes that the theory promises, and the
+curves of Figure 2."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reports.prospect import capacity, decision_weights, value
+from common.errors import ConfigError
+from reports.prospect import GAINS, capacity, decision_weights, value
+from tools.prospect_figure import cumulative, draw, of_run, perceived
 
 objective = partial(capacity, gamma=1.0)
 
@@ -55,3 +58,41 @@ def test_each_side_has_its_own_gamma_and_what_is_no_prospect_is_refused():
             decision_weights(outcomes, p)
     with pytest.raises(ValueError, match="gamma"):
         capacity(0.5, 0.0)
+
+
+RANDOM = np.random.default_rng(0)
+OWN = RANDOM.normal(size=2000)
+
+
+def line(figure, label):
+    return next(curve for curve in figure.axes[0].lines if curve.get_label() == label).get_ydata()
+
+
+def test_the_policys_own_tokens_are_the_diagonal_and_perception_an_inverted_s():
+    """Of gains alone it is the capacity function of doing as well or better (equation 4): what is left above
+    a surprisal is the capacity of its objective share."""
+    at = np.sort(OWN)
+    across, up = cumulative(OWN, at), perceived(OWN, at)
+    np.testing.assert_allclose(across, np.arange(1, 2001) / 2000)
+    assert (np.diff(up) > 0).all() and up[-1] == pytest.approx(1)
+    assert up[100] > across[100] and up[-100] < across[-100], (
+        "extremes of either side weigh more than they are likely"
+    )
+    gains = np.abs(OWN)
+    at = np.sort(gains)[:-1]
+    np.testing.assert_allclose(1 - perceived(gains, at), GAINS(1 - cumulative(gains, at)), atol=1e-9)
+
+
+def test_worse_data_saturate_sooner_and_better_later():
+    figure = draw(OWN, {"better": OWN + 1, "worse": OWN - 1}, (-1.5, 1.5))
+    own, better, worse = (
+        line(figure, name)
+        for name in ("sampled from the policy", "training data, better", "training data, worse")
+    )
+    assert (worse >= own).all() and (better <= own).all() and worse[1000] > 0.8 > 0.2 > better[1000]
+    assert any("humanline range" in str(curve.get_label()) for curve in figure.axes[0].lines)
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="is not the folder of a run"):
+        of_run(tmp_path, 8)
