@@ -48,7 +48,7 @@ BRANCHES_OF = {"_remedy": 28, "remedy": 26, "proposal": 26}
 BUDGETS = {
     "common": 1_548,
     "config": 3_499,
-    "data": 6_927,
+    "data": 6_682,
     "models": 4_879,
     "trainers": 2_686,
     "reports": 2_027,

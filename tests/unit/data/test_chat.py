@@ -165,17 +165,6 @@ def test_a_last_user_turn_that_is_too_long_keeps_its_end(family: str) -> None:
     assert 110 <= len(make.prompt_ids(conversation(question))) <= 120
 
 
-def test_a_cut_completion_has_no_end_token_and_is_counted() -> None:
-    prompt, make = conversation("hello"), renderer("llama3", 60, 50)
-    made = row(make.sequence(prompt, Completion("y" * 500)))
-    assert len(made) == 60
-    assert TOKENIZERS["llama3"].eos_token_id not in made.completion_ids
-    assert make.cuts == {"completion end": 1}
-    room = 60 - len(made.prompt_ids)
-    fits = row(make.sequence(prompt, Completion("y" * (room - 1))))
-    assert fits.completion_ids[-1] == TOKENIZERS["llama3"].eos_token_id
-
-
 words = st.text(alphabet=st.sampled_from("ab the\n é<|>✓"), max_size=60)
 
 

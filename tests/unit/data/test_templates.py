@@ -280,15 +280,9 @@ def test_a_template_that_cannot_be_used_is_refused_in_one_message(says: str, mon
         renderer_of(SPOILT[says])
 
 
-def test_contents_may_be_parts_today_is_one_day_and_turns_that_are_left_out_are_told_of() -> None:
-    """Parts as those of models with vision have: a user's, an assistant's text."""
-    parts = PLAIN.replace("{{ m.content }}", "{{ m.content[0].text if m.role == 'user' else m.content }}")
-    made = renderer_of(parts)
-    row = made.sequence(Prompt((Turn("system", "s"), Turn("user", "one?"))), Completion("two"))
-    turns = "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n"
-    assert made.tokenizer.decode([*row.prompt_ids, *row.completion_ids]) == f"{turns}two<|im_end|>"
-    made = renderer_of(PLAIN.replace("in messages %}", "in messages[-2:] %}"))
+def test_today_is_one_day_and_turns_that_are_left_out_are_told_of() -> None:
     turns = (Turn("user", "one?"), Turn("assistant", "two"), Turn("user", "three?"))
+    made = renderer_of(PLAIN.replace("in messages %}", "in messages[-2:] %}"))
     assert isinstance(made.sequence(Prompt(turns[:1]), Completion("b")), Sequence)
     assert "leaves out what was said in earlier turns" in str(made.sequence(Prompt(turns), Completion("b")))
     for day in ("{{ strftime_now('%d %b %Y') }}", "{{ date_string }}"):
