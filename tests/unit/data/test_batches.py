@@ -218,16 +218,17 @@ def test_the_balance_is_the_share_of_time_in_which_no_rank_waits():
 
 
 def test_what_examples_cost_is_in_proportion_to_their_operations(monkeypatch):
+    """Backward costs two forwards, and makes the logits anew."""
     batch = batch_of(pairs_of("heavy", 64, 4096), "kto", 64, 4096, np.random.default_rng(0))
     model = steps.without_weights(COMPUTED)
     monkeypatch.setattr(steps, "without_weights", lambda _: model)
-    costs = [(steps.forward(COMPUTED, e.rows), steps.forward(COMPUTED, [e.mismatched])) for e in batch]
+    logits = 2.0 * COMPUTED.vocab_size * COMPUTED.hidden_size
     for scored in (False, True):
-        work = Work.of(COMPUTED, other=1 / 2 if scored else 1 / 3)
-        ratios = [
-            (rows.training + other.scoring + scored * (rows.scoring + other.scoring)) / work.part([e])
-            for e, (rows, other) in zip(batch, costs, strict=True)
-        ]
+        work, ratios = Work.of(COMPUTED, other=1 / 2 if scored else 1 / 3), []
+        for e in batch:
+            rows, other = (sum(steps.forward(COMPUTED, of)) for of in (e.rows, [e.mismatched]))
+            training = 3 * rows + logits * len(e.rows[0].completion_ids)
+            ratios.append((training + other + scored * (rows + other)) / work.part([e]))
         assert max(ratios) / min(ratios) < 1.015
 
 
