@@ -197,7 +197,10 @@ class AnswerCache:
                 raw = json.loads(line)
                 if not isinstance(raw, dict) or raw.pop("sha256") != _digest(raw):
                     continue
-                samples[raw["prompt"]] = [_sample(one) for one in raw["samples"]]
+                samples[raw["prompt"]] = [
+                    Sample(tuple(one["token_ids"]), one["finished"], tuple(one["logprobs"]), one["stopped"])
+                    for one in raw["samples"]
+                ]
             except (ValueError, KeyError, TypeError):
                 continue
         return samples
@@ -227,11 +230,6 @@ class AnswerCache:
             stream.write("".join(json.dumps(line) + "\n" for line in lines).encode())
             stream.flush()
             os.fsync(stream.fileno())
-
-
-def _sample(one: Mapping[str, Any]) -> Sample:
-    """Rebuild a sample from its ``asdict`` in JSON."""
-    return Sample(tuple(one["token_ids"]), one["finished"], tuple(one["logprobs"]), one["stopped"])
 
 
 def _digest(line: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from config.schema_rounds import RoundsConfig
 from data.formats import answered, prompt_of, text, turns, value, with_tools
 from data.groups import prompt_dict, write_groups
 from data.rows import Row, RowError, read_rows
-from data.types import Completion, Group, Turn
+from data.types import Group, Turn
 from rollouts.ledger import sampled_line, sampled_of
 from rollouts.rounds import SampledPrompt, feedback, with_scores, with_threshold
 
@@ -142,7 +142,7 @@ def _singles(
     group = with_scores(one, values)
     return [
         _prompt(i, one)
-        | {"output": _messages(c)}
+        | {"output": [c.turn.message]}
         | ({"label": int(r >= config.threshold)} if form == "binary" else {})
         | {"reward": r, "type": f"{form}_feedback"}
         for c, r in zip(group.completions, group.rewards, strict=True)
@@ -154,8 +154,8 @@ def _pairs(i: int, one: SampledPrompt, pairs: list[Group]) -> list[Line]:
     return [
         _prompt(i, one)
         | {
-            "output_A": _messages(g.completions[0]),
-            "output_B": _messages(g.completions[1]),
+            "output_A": [g.completions[0].turn.message],
+            "output_B": [g.completions[1].turn.message],
             "label": 1,
             "reward_A": g.rewards[0],
             "reward_B": g.rewards[1],
@@ -169,10 +169,6 @@ def _pairs(i: int, one: SampledPrompt, pairs: list[Group]) -> list[Line]:
 def _prompt(i: int, one: SampledPrompt) -> Line:
     line: Line = {"prompt_id": i, **prompt_dict(one.prompt)}
     return line if one.prompt.reference_answer is None else line | {"reference": one.prompt.reference_answer}
-
-
-def _messages(completion: Completion) -> list[Line]:
-    return [completion.turn.message]
 
 
 def _write_list(path: Path, entries: list[Line]) -> None:

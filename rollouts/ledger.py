@@ -145,7 +145,8 @@ class RoundFolder:
     def first(self, stage: str, count: int | None) -> list[Line]:
         """Return at most ``count`` lines of a stage that is done (None: all)."""
         path = self.file(stage)
-        with path.open("rb") as stream, _opened(stream, path) as lines:
+        with path.open("rb") as stream:
+            lines = gzip.GzipFile(fileobj=stream) if path.suffix == ".gz" else stream
             return [json.loads(line) for line in itertools.islice(lines, count)]
 
     def groups(self) -> list[Group]:
@@ -182,11 +183,6 @@ def _write_lines(lines: Iterable[Line | str], stream: _Summed, compress: bool) -
         for line in lines:
             text = line if isinstance(line, str) else json.dumps(line, ensure_ascii=False)
             into.write((text + "\n").encode())
-
-
-def _opened(stream: BinaryIO, path: Path) -> BinaryIO | gzip.GzipFile:
-    """Return a stream of a file's lines, compressed or not."""
-    return gzip.GzipFile(fileobj=stream) if path.suffix == ".gz" else stream
 
 
 def sampled_line(sampled: SampledPrompt) -> Line:

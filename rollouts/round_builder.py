@@ -86,9 +86,11 @@ class RoundBuilder:
             parts.append(suffix)
             completions += [completion for one in sampled for completion in one.completions]
             scores.append(taken)
+        settings = asdict(self.config.rounds)
         inputs = {
             "scores": [folder.checksum(f"scores{suffix}") for suffix in parts],
-            "feedback": self._feedback_settings(),
+            # how a round is kept on disk changes no group
+            "feedback": {k: v for k, v in settings.items() if k not in ("compress", "keep_weights")},
         }
         if not folder.done("groups", inputs):
             trained_on = [group for of_context in groups for group in of_context]
@@ -120,10 +122,6 @@ class RoundBuilder:
             ]
             for one, line in zip(sampled, scored, strict=True)
         ]
-
-    def _feedback_settings(self) -> Facts:
-        """Return the settings that determine the groups. How a round is kept on disk changes none of them."""
-        return {k: v for k, v in asdict(self.config.rounds).items() if k not in ("compress", "keep_weights")}
 
     def _sampled(self, folder: RoundFolder) -> None:
         """Free what is no longer needed once all samples of the round are on disk: the weights that they came

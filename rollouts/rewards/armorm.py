@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaModel, LlamaPreTrainedModel, Pretrain
 from common.errors import ConfigError
 from config.schema_rewards import RewardModelConfig
 from data.types import Sequence as Row
-from rollouts.rewards.models import DTYPES, ModelReward, Place, padded
+from rollouts.rewards.models import ModelReward, Place, padded
 
 N_OBJECTIVES, TEMPERATURE, HIDDEN, N_HIDDEN = 19, 10.0, 1024, 3
 """Values of the published checkpoint, used where its config does not give them."""
@@ -101,7 +101,7 @@ class ArmoRMHead:
         loaded: Any = ArmoRM.from_pretrained(
             path,
             revision=config.revision or "main",
-            dtype=DTYPES[config.dtype],
+            dtype=getattr(torch, config.dtype),
             output_loading_info=True,
         )
         model, info = loaded

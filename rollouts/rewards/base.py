@@ -113,7 +113,16 @@ class Reward:
         assert len(prompts) == len(completions), "one prompt a completion"
         start = time.monotonic()
         verdicts = [finite(v) for v in self.scorer.score(prompts, completions)]
-        self._account(verdicts, prompts, completions, start)
+        assert len(verdicts) == len(completions), (
+            f"{type(self.scorer).__name__} gave another number of verdicts"
+        )
+        share = sum(isinstance(v, Missing) for v in verdicts) / max(1, len(verdicts))
+        self.metrics = {**self.scorer.metrics, "missing": share, "seconds": time.monotonic() - start}
+        if share > self.max_missing:
+            message = _too_many(verdicts, prompts, completions, self.max_missing)
+            if self.scorer.log_dir is not None:
+                message += f"\nwhat it printed and raised, in full: {self.scorer.log_dir}/{LOG_NAME}"
+            raise RewardError(message)
         return [None if isinstance(v, Missing) else v for v in verdicts]
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
@@ -127,25 +136,6 @@ class Reward:
         models alone (``RewardConfig.models_alone``)."""
         if hasattr(self.scorer, "share_over"):
             self.scorer.share_over(ranks)
-
-    def _account(
-        self,
-        verdicts: Sequence[float | Missing],
-        prompts: Sequence[Prompt],
-        completions: Sequence[str],
-        start: float,
-    ) -> None:
-        """Record the metrics, and raise RewardError if too many verdicts are missing."""
-        assert len(verdicts) == len(completions), (
-            f"{type(self.scorer).__name__} gave another number of verdicts"
-        )
-        share = sum(isinstance(v, Missing) for v in verdicts) / max(1, len(verdicts))
-        self.metrics = {**self.scorer.metrics, "missing": share, "seconds": time.monotonic() - start}
-        if share > self.max_missing:
-            message = _too_many(verdicts, prompts, completions, self.max_missing)
-            if self.scorer.log_dir is not None:
-                message += f"\nwhat it printed and raised, in full: {self.scorer.log_dir}/{LOG_NAME}"
-            raise RewardError(message)
 
     def release(self) -> None:
         """Free the accelerator's memory until the next ``score``."""

@@ -8,8 +8,8 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-from common import imports, worker_process
 from common.errors import ConfigError
+from common.worker_process import ROOT
 
 LONGEST = 300
 """Most characters kept of an exception's message."""
@@ -17,16 +17,8 @@ LONGEST = 300
 _LIBRARIES = tuple(
     sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
-_HERE = Path(__file__).parent
-_CALLERS = (
-    imports.__file__,
-    worker_process.__file__,
-    importlib.__file__,
-    str(_HERE / "pool.py"),
-    str(_HERE / "function.py"),
-    str(_HERE.parent / "verify.py"),
-)
-"""Files that call the user's code. Their lines say nothing about the error."""
+_CALLERS = (importlib.__file__, *(f"{ROOT / room}{os.sep}" for room in ("common", "rollouts")))
+"""Files and folders that call the user's code. Their lines say nothing about the error."""
 
 
 def describe(error: Exception) -> str:
@@ -48,7 +40,7 @@ def _line(error: BaseException) -> str | None:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename not in _CALLERS and not frame.filename.startswith("<")
+        if not frame.filename.startswith((*_CALLERS, "<"))
     ]
     user_frames = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
     if not frames:

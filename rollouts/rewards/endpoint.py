@@ -9,7 +9,7 @@ import random
 import threading
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from typing import Any, TypeVar
 
 import aiohttp
@@ -100,7 +100,7 @@ class Endpoint:
         self._thread = threading.Thread(target=self._loop.run_forever, name="http", daemon=True)
         self._thread.start()
         self._room = asyncio.Semaphore(settings.concurrency)
-        self._lock, self._under_way, self._failures_in_a_row = threading.Lock(), 0, 0
+        self._failures_in_a_row = 0
         self._dead_after = max(50, 5 * settings.concurrency)
         self._tried = AsyncRetrying(
             retry=retry_if_exception(lambda error: isinstance(error, FailedError) and error.again),
@@ -113,20 +113,9 @@ class Endpoint:
         """Apply ``ask`` to items, at most ``concurrency`` at once. Each result is that of ``ask``, or the
         reason why there is none. ``ask`` awaits ``post`` and raises FailedError. Raises RewardError if every
         further call would fail too, because of a wrong key, address or model."""
-        return results([self._submit(ask, item) for item in items])
-
-    def _submit(self, ask: Callable[[T], Awaitable[V]], item: T) -> Future[V | Missing]:
-        with self._lock:
-            if self._under_way == 0:
-                self._failures_in_a_row = 0
-            self._under_way += 1
-        future = asyncio.run_coroutine_threadsafe(self._one(ask, item), self._loop)
-        future.add_done_callback(self._ended)
-        return future
-
-    def _ended(self, future: Future[Any]) -> None:
-        with self._lock:
-            self._under_way -= 1
+        self._failures_in_a_row = 0
+        work = [self._one(ask, item) for item in items]
+        return results([asyncio.run_coroutine_threadsafe(one, self._loop) for one in work])
 
     async def _one(self, ask: Callable[[T], Awaitable[V]], item: T) -> V | Missing:
         async with self._room:
@@ -204,12 +193,10 @@ class Endpoint:
         key = f"{self.section}.base_url"
         try:
             asyncio.run_coroutine_threadsafe(one_call(), self._loop).result()
-        except FailedError as failed:
+        except (FailedError, RewardError) as error:
             self.close()
-            raise ConfigError(key, self.base_url, f"does not answer as it must: {failed}") from None
-        except RewardError as refused:
-            self.close()
-            reason = str(refused).removeprefix(f"{key}={self.base_url} ")
+            failed = "does not answer as it must: " if isinstance(error, FailedError) else ""
+            reason = failed + str(error).removeprefix(f"{key}={self.base_url} ")
             raise ConfigError(key, self.base_url, reason) from None
 
     def close(self) -> None:

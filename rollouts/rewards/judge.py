@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +41,6 @@ class JudgeReward(Scorer):
             "reward.judge", config.base_url, "/chat/completions", config, _MAX_REPLY_BYTES
         )
         self._pattern = re.compile(config.pattern)
-        self._lock = threading.Lock()
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
         """Return one verdict for each completion. Raises RewardError if every further call would fail too,
@@ -80,15 +78,14 @@ class JudgeReward(Scorer):
     def _reserve(self, body: bytes) -> None:
         """Count one call before it is made, so that concurrent calls cannot exceed a cap together. Raises
         FailedError if the call would exceed a cap."""
-        with self._lock:
-            if self.spent.calls >= self.config.max_calls:
-                reason = f"reward.judge.max_calls={self.config.max_calls} is used up"
-                raise FailedError(reason, again=False)
-            if self.spent.tokens + self._estimate(body) > self.config.max_total_tokens:
-                reason = f"reward.judge.max_total_tokens={self.config.max_total_tokens} is used up"
-                raise FailedError(reason, again=False)
-            self.spent.calls += 1
-            self.spent.tokens += self._estimate(body)
+        if self.spent.calls >= self.config.max_calls:
+            reason = f"reward.judge.max_calls={self.config.max_calls} is used up"
+            raise FailedError(reason, again=False)
+        if self.spent.tokens + self._estimate(body) > self.config.max_total_tokens:
+            reason = f"reward.judge.max_total_tokens={self.config.max_total_tokens} is used up"
+            raise FailedError(reason, again=False)
+        self.spent.calls += 1
+        self.spent.tokens += self._estimate(body)
 
     def _estimate(self, body: bytes) -> int:
         """Estimate the most tokens that a call may cost."""
@@ -99,8 +96,7 @@ class JudgeReward(Scorer):
         usage = reply.get("usage")
         total = usage.get("total_tokens") if isinstance(usage, dict) else None
         if type(total) is int and 0 <= total <= _MOST_TOKENS:
-            with self._lock:
-                self.spent.tokens += total - self._estimate(body)
+            self.spent.tokens += total - self._estimate(body)
 
     # One call
 

@@ -36,8 +36,6 @@ from models.pretrained import not_found, reachable
 from models.weight_files import CONFIG, read_tensors, weights_are_there
 from rollouts.rewards.base import Missing, Scorer
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 
 class RewardHead(Protocol):
     """The part in which kinds of reward model differ."""
@@ -235,7 +233,7 @@ class Classifier:
 
     def load(self, path: str, config: RewardModelConfig) -> tuple[PreTrainedModel, set[str]]:
         model, info = AutoModelForSequenceClassification.from_pretrained(
-            path, revision=config.revision, dtype=DTYPES[config.dtype], output_loading_info=True
+            path, revision=config.revision, dtype=getattr(torch, config.dtype), output_loading_info=True
         )
         return model, set(info["missing_keys"])
 

@@ -11,10 +11,6 @@ from pathlib import Path
 from common.errors import ConfigError, require
 from config.schema_sampler import AUTO, SamplerConfig
 
-EXACT = {"TRITON_F32_DEFAULT": "ieee"}
-"""vLLM's attention in float32 leaves the precision of its products to Triton, whose own choice is TF32. That
-is off by 1e-3 nats and more, and the probe would refuse the engine."""
-
 KV_CACHE = "VLLM_CPU_KVCACHE_SPACE"
 """vLLM's variable for the size of the KV cache without a GPU, in whole GiB. It overrides the engine's own
 option, so the engines of a run are started without it."""
@@ -73,14 +69,13 @@ def engine_environment(
     if engines > 1 and "OMP_NUM_THREADS" not in environment:
         # Otherwise every engine would have a thread per core, and on a CPU they would wait for each other.
         threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // engines))}
-    return (
-        threads
-        | {
-            "CUDA_VISIBLE_DEVICES": ",".join(visible[d] if visible else str(d) for d in devices),
-            # the engine core runs in the worker process: it ends with the worker, and starts faster
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-            "VLLM_NO_USAGE_STATS": "1",
-        }
-        | EXACT
-    )
+    return threads | {
+        "CUDA_VISIBLE_DEVICES": ",".join(visible[d] if visible else str(d) for d in devices),
+        # the engine core runs in the worker process: it ends with the worker, and starts faster
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        # In float32 vLLM's attention leaves the precision of its products to Triton, whose own choice is
+        # TF32: off by 1e-3 nats and more, and the probe would refuse the engine.
+        "TRITON_F32_DEFAULT": "ieee",
+    }

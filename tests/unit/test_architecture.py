@@ -52,7 +52,7 @@ BUDGETS = {
     "models": 4_879,
     "trainers": 2_686,
     "reports": 2_027,
-    "rollouts": 6_154,
+    "rollouts": 6_100,
     "jobs": 4_629,
     "evals": 1_616,
     "launch": 2_988,
