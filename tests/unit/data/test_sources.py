@@ -204,20 +204,20 @@ def answers(i, name="q"):
 
 
 def test_sets_are_mixed_and_what_one_evaluates_on_none_trains_on(tmp_path):
+    """The second set holds out prompts that the first would train on."""
+    asked = sorted((f"q {i}" for i in range(40)), key=lambda text: Prompt((Turn("user", text),)).id)
     parts = []
-    for name, n, weight in (("one", 40, 1.0), ("two", 30, 3.0)):
-        prompts = [f"{name if i else 'shared'} {i}" for i in range(n)]
-        rows = [{"prompt": prompt, "chosen": "good", "rejected": "bad"} for prompt in prompts]
+    for name, weight, prompts in (("one", 1.0, asked), ("two", 3.0, asked[10:])):
+        rows = ({"prompt": prompt, "chosen": name, "rejected": "bad"} for prompt in prompts)
         path = lines(tmp_path / f"{name}.jsonl", rows)
         parts.append(MixPart(name="local", weight=weight, path=str(path)))
     train, evaluation = load_splits(
         DataConfig(name="mix", source="data.mix.mixed", eval_fraction=0, mix=parts)
     )
-    of = Counter(g.prompt.turns[0].content.split()[0] for g in train.groups)
-    assert of["two"] >= 26 and of["one"] == pytest.approx(of["two"] / 3, abs=1.5) and train.read == 70
+    assert Counter(g.completions[0].text for g in train.groups) == {"one": 9, "two": 28}
+    assert train.read == 70 and "9 of 36" in train.origin
     held_out = {g.prompt.id for g in evaluation.groups}
     assert held_out and held_out.isdisjoint(g.prompt.id for g in train.groups)
-    assert "of 2" in train.origin or "of 3" in train.origin
 
 
 def test_a_part_of_a_mix_is_typed_and_what_is_none_is_refused():
