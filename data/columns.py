@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from common.errors import ConfigError
+from common.errors import ConfigError, require
 from config.schema_data import DataConfig
+from config.unknown_keys import nearest
 from data.json_values import ALIKE, NO_TEXT, Said, choices, holds, is_empty, pieces, unpacked, words
 from data.rows import Dropped, Row
 from data.types import READ_KEYS, THOUGHT, Group
@@ -137,7 +138,12 @@ def at(values: Any, path: str) -> tuple[Any, bool]:
 
 def check_named(config: DataConfig, rows: list[Row]) -> None:
     """Raise ConfigError for a column of ``data.columns`` or ``data.ignore_columns`` that none of the first
-    rows has."""
+    rows has, and for a part of the row that is misspelt."""
+    parts = [name for part in ("prompt", "chosen", "rejected", "completion") for name in READ[part]]
+    for ours, theirs in (config.columns or {}).items():
+        near = nearest(ours, parts)
+        meant = f"did you mean {typed({str(near): theirs})}? A column of your own has a name less like it"
+        require(near in (None, ours) or ours in READ, f"data.columns.{ours}", theirs, meant)
     named = [(f"data.columns.{ours}", theirs) for ours, theirs in (config.columns or {}).items()]
     for key, theirs in [*named, *(("data.ignore_columns", name) for name in config.ignore_columns or ())]:
         if theirs != REST and not any(at(row.values, theirs)[1] for row in rows):

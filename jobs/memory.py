@@ -70,9 +70,10 @@ class MemoryPlan:
     @property
     def record(self) -> dict[str, Any]:
         """What a run's run.json has."""
-        takes = "a rank's tensors take" if self.card else "the process takes"
+        size = f"{self.predicted:.2f} GiB"
+        takes = f"a rank's tensors take {size} at most" if self.card else f"the process takes about {size}"
         return {
-            "predicted": f"{takes} {self.predicted:.2f} GiB at most (by the shapes)",
+            "predicted": f"{takes} (by the shapes)",
             "predicted_gib": self.predicted,
             "microbatch_tokens": self.load.tokens,
             "cut": self.cut,

@@ -252,6 +252,8 @@ def test_an_ignored_column_is_not_read_and_must_be_there() -> None:
     assert groups({"prompt": Q, "completion": A, "label": False}, ignore_columns=["label"])[0][2] == (1.0,)
     with pytest.raises(ConfigError, match=r"data.ignore_columns=labels: f.jsonl has no such column"):
         load({"prompt": Q, "completion": A}, ignore_columns=["labels"])
+    with pytest.raises(ConfigError, match=r'columns.promt=q: did you mean "data.columns={prompt: q}"\?'):
+        load({"q": Q, "completion": A}, columns={"promt": "q"})
 
 
 def test_columns_may_be_paths_into_columns() -> None:
