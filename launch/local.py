@@ -16,7 +16,9 @@ from types import FrameType
 from typing import IO
 
 from common.files import open_own
+from common.lock import holder
 from common.ports import free_port
+from config.load import LOCK
 from config.machine import MARK
 from launch.slurm import ROOT, command
 from launch.state import FAILED, RUNNING, WAITING, State, last_line, tail
@@ -51,9 +53,20 @@ class Task:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list, repr=False)
     first_end: float | None = None
     """When the first of the ranks had ended."""
+    other: str | None = None
+    """The process that this sweep did not start and that is at work on the run, so that it is waited for."""
+
+    @property
+    def holder(self) -> str | None:
+        """The process that holds the lock of the run's folder."""
+        return holder(self.state.folder / LOCK)
 
     def poll(self) -> int | None:
-        """Return the exit code of the first rank that ended badly, or 0, once all have ended; None before."""
+        """Return the exit code of the first rank that ended badly, or 0, once all have ended; None before.
+        Where another sweep's process has ended without finishing the run, it is to be started again."""
+        if self.other is not None:
+            self.code = 0 if (self.state.folder / "summary.json").exists() else REQUEUE
+            return None if self.holder else self.code
         ended = [code for code in (process.poll() for process in self.processes) if code is not None]
         self.code = self.code or next((code for code in ended if code), 0)
         if len(ended) == len(self.processes):
@@ -122,6 +135,10 @@ class Pool:
             task.slot, task.status, task.started = slot, RUNNING, time.monotonic()
             task.note(f"on {socket.gethostname()}")
             task.processes, task.code, task.first_end = [], None, None
+            task.other = task.holder
+            if task.other is not None:
+                task.note(f"waits for {task.other}, which is at work on it")
+                continue
             with task.opened() as log:
                 for environment in self._environments(task, slot):
                     # A session of its own: Ctrl-C reaches this process alone, which hands it on once.
@@ -154,8 +171,11 @@ class Pool:
         return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
     def _hand_on(self) -> None:
-        """Hand every run the signals that this process got, also one that was being started then."""
+        """Hand every run the signals that this process got, also one that was being started then. A run that
+        was only waited for goes on."""
         for task in self.tasks:
+            if self.asked and task.status == RUNNING and task.other is not None:
+                task.status = STOPPED
             while task.status == RUNNING and task.told < self.asked:
                 task.told += 1
                 task.send(signal.SIGTERM)
@@ -170,6 +190,8 @@ class Pool:
                 task.status = FINISHED
             elif self.asked:
                 task.status = STOPPED
+            elif task.holder is not None:  # another sweep was faster: it is waited for next
+                task.status = WAITING
             elif code == REQUEUE and task.restarts < MOST_RESTARTS:
                 task.status, task.restarts = WAITING, task.restarts + 1
             else:
@@ -186,6 +208,7 @@ def line(task: Task) -> str:
     seconds = task.seconds + (time.monotonic() - task.started if task.status == RUNNING else 0)
     parts = [f"{task.state.run.name:<40} {task.status:<9}", f"{seconds:6.0f} s"]
     parts += [f"step {last['step'] + 1}"] if last else []
+    parts += [f"by {task.other}"] if task.other is not None and task.status == RUNNING else []
     parts += [f"loss {last['loss']:.4f}"] if last.get("loss") is not None else []
     parts += [f"exit code {task.code}"] if task.code and task.status != FINISHED else []
     if task.failures and task.status != FAILED:

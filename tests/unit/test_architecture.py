@@ -48,17 +48,17 @@ BRANCHES_OF = {"_remedy": 28, "remedy": 26, "proposal": 26}
 BUDGETS = {
     "common": 1_548,
     "config": 3_499,
-    "data": 6_682,
+    "data": 6_688,
     "models": 4_879,
     "trainers": 2_686,
     "reports": 2_027,
     "rollouts": 6_100,
-    "jobs": 4_629,
+    "jobs": 4_630,
     "evals": 1_616,
-    "launch": 2_988,
+    "launch": 3_011,
     "benchmarks": 1_064,
     "tools": 778,
-    "tests": 31_228,
+    "tests": 27_853,
 }
 
 

@@ -90,6 +90,7 @@ REFUSED = [
     ({"environment": {"A=1; touch x": "1"}}, "name"),
     ({"environment": {"HF_TOKEN": "plain7"}}, r"^slurm\.environment\.HF_TOKEN=\[removed\]: has a secret"),
     ({"environment": {"PROXY": "http://me:plain7@host"}}, r"^slurm\.environment\.PROXY=\[removed\]: has a"),
+    ({"setup": ["module load x", "export HF_TOKEN=plain7"]}, r"^slurm\.setup\.1=\[removed\]: has a secret"),
     ({"sbatch": ["--export=ALL,A_KEY=plain7"]}, r"^slurm\.sbatch\.0=\[removed\]: has a secret"),
     ({"setup": ["if [ -d x ]; then"]}, "block"),
 ]

@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -223,6 +225,22 @@ def test_a_key_of_the_grid_that_no_run_reads_is_refused(tmp_path, capsys):
     assert sweep.main([made(tmp_path, base=base, grid=grid)]) == 2
     assert said in (told := capsys.readouterr()).err and not told.out
     assert sweep.main([made(tmp_path, base=base, grid=grid | {"model.use_peft": [False, True]})]) == 0
+
+
+def test_a_run_that_another_process_does_is_waited_for(pool, tmp_path: Path) -> None:
+    made = pool("fine", "crash", slots=2)
+    holds = "import sys, time; from pathlib import Path; from common.lock import FileLock; lock = FileLock("
+    holds += "Path(sys.argv[1], 'run.lock')); lock.acquire(); lock.sign(); print(flush=True); time.sleep(1)\n"
+    holds += "Path(sys.argv[1], 'summary.json').write_text('{}') if sys.argv[2] == 'done' else sys.exit(1)"
+    others = [
+        subprocess.Popen([sys.executable, "-c", holds, str(task.state.folder), how], stdout=subprocess.PIPE)
+        for task, how in zip(made.tasks, ("done", "killed"), strict=True)
+    ]
+    assert all(other.stdout and other.stdout.readline() for other in others)
+    fine, crash = made.run(out := io.StringIO())
+    assert (fine.status, fine.restarts, crash.status, crash.restarts) == (FINISHED, 0, FAILED, 1)
+    assert f"by process {others[0].pid} on" in out.getvalue()
+    assert f"waits for process {others[1].pid}" in crash.log.read_text()
 
 
 def test_a_run_that_does_not_fit_its_card_is_refused(tmp_path: Path, capsys, monkeypatch) -> None:
