@@ -13,7 +13,9 @@ import datetime
 import json
 import os.path
 import re
+import resource
 import signal
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -40,8 +42,8 @@ DATE: Mapping[str, Any] = {"date_string": f"{_DAY:%d %b %Y}", "strftime_now": _D
 """What every rendering gets as today: the day that Llama 3's own template falls back to."""
 _GIVEN = {"messages", "tools", "add_generation_prompt", "strftime_now"}
 """What a template reads that is no setting: it comes with the row, or is fixed."""
-SECONDS = 20
-"""CPU seconds beyond which a rendering is stopped."""
+SECONDS, GIB = 20, 1
+"""CPU seconds, and GiB of further memory, beyond which a rendering is stopped."""
 _THINKS = re.compile(r"<[^<>\s]*(?:think|thought|reason)[^<>\s]*>|\[/?THINK\]", re.IGNORECASE)
 """The tags between which models think."""
 
@@ -129,8 +131,9 @@ def _listed(source: str) -> str:
 
 
 @contextmanager
-def _bounded() -> Iterator[None]:
-    """Stop what runs within by a TimeoutError after ``SECONDS``, on the thread that can be interrupted."""
+def _bounded(memory: bool) -> Iterator[None]:
+    """Stop what runs within by a TimeoutError after ``SECONDS`` and, with ``memory``, by a MemoryError beyond
+    ``GIB``, on the thread that can be interrupted. The limit of memory is the whole process's."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -138,13 +141,20 @@ def _bounded() -> Iterator[None]:
     def stop(*_: object) -> None:
         raise TimeoutError(f"it does not end within {SECONDS} seconds")
 
-    before = signal.signal(signal.SIGVTALRM, stop)
+    before, limits = signal.signal(signal.SIGVTALRM, stop), resource.getrlimit(resource.RLIMIT_AS)
+    if memory and sys.platform == "linux":
+        with open("/proc/self/statm", "rb") as statm:
+            now = int(statm.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now + (GIB << 30), limits[1]))
     signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
     try:
         yield
+    except MemoryError as error:
+        raise MemoryError(f"it takes more than {GIB} GiB") from error
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 class RenderError(Exception):
@@ -159,6 +169,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
         """Raises ConfigError for a template that does not write what a user or an assistant says."""
         self.tokenizer, self.source = tokenizer, source
+        self._probing = True  # before threads work in the background, which need memory too
         self.parts: set[str] = set()
         """Roles whose contents are given as parts."""
         ask = Turn("user", "a")
@@ -170,12 +181,13 @@ class ChatTemplate:
             require(not fault, KEY, "…", fault)
         self.takes_system = not self._fault("system", [Turn("system", MARK), ask])
         self._probe_answer(ask)
+        self._probing = False
 
     def apply(self, turns: Iterable[Turn], *, add_generation_prompt: bool, tools: str = "") -> str:
         """Return the template's text of ``turns``. ``tools``: as ``Prompt.tools``. Raises
         jinja2.TemplateError."""
         try:
-            with _bounded():
+            with _bounded(self._probing):
                 text = self.tokenizer.apply_chat_template(
                     [self._message(turn) for turn in turns],
                     tools=json.loads(tools) if tools else None,

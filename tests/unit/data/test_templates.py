@@ -269,6 +269,7 @@ SPOILT = {
     "the assistant's words": PLAIN.replace("{{ m.content }}", "{{ m.content if m.role != 'assistant' }}"),
     "RecursionError": PLAIN + "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     "not end": PLAIN + "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "MemoryError: it takes more than 1 GiB": PLAIN + "{{ 'a' * 9999999999 }}",
     "cannot render": PLAIN + "{% for %}",
 }
 
