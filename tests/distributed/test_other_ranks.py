@@ -14,7 +14,7 @@ from tests import programs
 from tests.distributed.torture import command, disturb, lines
 from tests.tiny import save_tiny_adder
 
-RANKS, STOPS = (1, 4, 2), (6, 12)
+RANKS, STOPS = (1, 4, 2), (4, 8)
 """It begins on one rank, is asked to stop after so many steps, and goes on with the next number of ranks."""
 STEPS, LR = 18, 1e-4  # at ten times this rate rounding grows tenfold every few steps, resumed or not
 
