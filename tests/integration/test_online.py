@@ -162,7 +162,8 @@ def test_several_ranks_and_one_sample_score_and_train_alike(tmp_path):
     parts = f"model:{{reward:armorm,weight:1,name_or_path:{tmp_path}/armorm,{model}}}"
     parts += ",short:{reward:function,weight:-0.05,path:tests.unit.rollouts.reward_functions.lengths}"
     words = ("online=true", "humanline=true", "loss=kto", "model.batch_size=16", "reward=weighted")
-    words += (f"reward.weighted.parts={{{parts}}}", "rounds.keep_weights=true")
+    words += (f"reward.weighted.parts={{{parts}}}", "rounds.keep_weights=true", "rounds.contexts=24")
+    words += ("rounds.contexts_per_round=12",)
     one = run_online(tmp_path, "one", *words)
     places = (f"runs_dir={tmp_path}", f"cache_dir={tmp_path}/c", "exp_name=two")
     programs.finished(programs.ranks(2, "train.py", *SHORT, *words, *places))
