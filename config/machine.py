@@ -27,6 +27,8 @@ DECIDES = {
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "how a GPU rounds float32 products",
 }
 """Variables that libraries read where no setting was given: name -> what they decide."""
+NOT_READ = ("WANDB_RUN_ID", "WANDB_RESUME")
+"""Variables of wandb that would join runs."""
 
 
 def refuse_left_over(env: Mapping[str, str]) -> None:
@@ -58,5 +60,7 @@ def speaks(env: Mapping[str, str]) -> bool:
 
 
 def decided(env: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each variable in ``env`` that decides something."""
-    return [f"{name}={env[name]} decides {what}" for name, what in DECIDES.items() if env.get(name)]
+    """Return a sentence for each variable in ``env`` that decides something, or is meant to and does not."""
+    own = "is not read: a run has an id of its own in wandb, with which resume=true goes on"
+    unread = [f"{name}={env[name]} {own}" for name in NOT_READ if env.get(name)]
+    return [f"{name}={env[name]} decides {what}" for name, what in DECIDES.items() if env.get(name)] + unread

@@ -47,7 +47,7 @@ BRANCHES_OF = {"_remedy": 28, "remedy": 26, "proposal": 26}
 # Lines that a room may have; only a reviewed change raises one.
 BUDGETS = {
     "common": 1_548,
-    "config": 3_499,
+    "config": 3_503,
     "data": 6_700,
     "models": 4_879,
     "trainers": 2_686,
@@ -58,7 +58,7 @@ BUDGETS = {
     "launch": 3_011,
     "benchmarks": 1_064,
     "tools": 778,
-    "tests": 27_856,
+    "tests": 27_863,
 }
 
 

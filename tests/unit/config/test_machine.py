@@ -38,8 +38,15 @@ def test_a_launchers_variables_without_a_launcher_are_refused():
 
 
 def test_variables_that_decide_are_said():
-    env = {"WANDB_PROJECT": "theirs", "HF_ENDPOINT": "", "HOME": "/x", "NVIDIA_TF32_OVERRIDE": "1"}
+    env = {
+        "WANDB_PROJECT": "theirs",
+        "HF_ENDPOINT": "",
+        "HOME": "/x",
+        "WANDB_RUN_ID": "a",
+        "NVIDIA_TF32_OVERRIDE": "1",
+    }
     assert decided(env) == [
         "WANDB_PROJECT=theirs decides where wandb keeps the run",
         "NVIDIA_TF32_OVERRIDE=1 decides how a GPU rounds float32 products",
+        "WANDB_RUN_ID=a is not read: a run has an id of its own in wandb, with which resume=true goes on",
     ]
