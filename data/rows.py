@@ -104,15 +104,15 @@ class Loaded:
 
 
 def read_rows(path: Path, key: str = "data.path") -> Iterator[Row | Dropped]:
-    """Stream the rows of a local file.
+    """Stream the rows of a local file, which the setting ``key`` names.
 
-    ``key`` is the setting that named the file, for messages. Raises ConfigError if the file is missing or of
-    another kind, DataError if it is damaged as a whole.
+    Raises ConfigError if the file is missing or of another kind, DataError if it is damaged as a whole.
     """
     if not os.path.isfile(path):
         folder = "; of a folder every file is read: give its name" if set("*?[") & set(path.name) else ""
-        there = "is a link to no file, a folder, pipe or device" * os.path.lexists(path)
-        raise ConfigError(key, path, there or f"no such file (the working directory is {Path.cwd()}){folder}")
+        there = "is a folder, pipe or device" if os.path.exists(path) else "is a link to no file"
+        missing = f"no such file (the working directory is {Path.cwd()}){folder}"
+        raise ConfigError(key, path, there if os.path.lexists(path) else missing)
     kind = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
     why = f"is not a kind of file that can be read; use one of {', '.join(SUFFIXES)}"
     require(kind in SUFFIXES, key, path, why)
