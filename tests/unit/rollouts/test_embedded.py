@@ -10,16 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, GenerationConfig, TopPLogitsWarper
+from transformers import GenerationConfig, TopPLogitsWarper
 
-from config.schema_model import ModelConfig, PeftConfig
 from data import adder
 from data.batches import collate
-from data.chat import Renderer
+from data.chat import Renderer, make_renderer
 from data.types import Prompt, Sequence, Turn
 from models.distributed import start, stop
 from models.policy import Policy, causal_lm, decoder_blocks
-from models.pretrained import load_policy
+from models.pretrained import load_policy, load_tokenizer
 from models.sharding import shard
 from rollouts import stop_strings
 from rollouts.decoding import InverseCdfProcessor, TopP
@@ -28,36 +27,28 @@ from rollouts.samplers import SamplingSettings
 from rollouts.stop_strings import StopStrings
 from tests.distributed.joining import join
 from tests.programs import in_ranks
-from tests.tiny import ROOT
+from tests.tiny import make_config
 
-MODEL = ROOT / "assets" / "adder" / "model"
 GREEDY = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=24)
 SAMPLED = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=24)
 STOPPED = list(adder.prompts("eval")[:5])
 
 
-def shipped(use_peft: bool = False) -> Policy:
-    config = ModelConfig(
-        name="adder",
-        name_or_path=str(MODEL),
-        dtype="float32",
-        max_length=96,
-        max_prompt_length=64,
-        use_peft=use_peft,
-        peft=PeftConfig(lora_r=4, lora_alpha=8),
-    )
-    return load_policy(config, torch.device("cpu"))
+def shipped() -> tuple[Policy, Renderer]:
+    sizes = ("model.dtype=float32", "model.max_length=96", "model.max_prompt_length=64")
+    config = make_config(*sizes)
+    renderer = make_renderer(load_tokenizer(config.model), config.model, config.data)
+    return load_policy(config.model, torch.device("cpu")), renderer
 
 
 @pytest.fixture(scope="module")
 def policy() -> Policy:
-    return shipped()
+    return shipped()[0]
 
 
 @pytest.fixture(scope="module")
 def renderer() -> Renderer:
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    return Renderer(tokenizer, max_length=96, max_prompt_length=64, template=tokenizer.chat_template)
+    return shipped()[1]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,15 +62,10 @@ def make(policy: Policy, renderer: Renderer, batch_size: int = 256) -> EmbeddedS
 
 def uneven_prompts(n: int) -> list[Prompt]:
     """Prompts of 9, 31 and 53 tokens: additions with 0, 1 or 2 answered ones before them."""
-    before = (
-        Turn("user", "37+58="),
-        Turn("assistant", "7+8=15;3+5=8;85"),
-        Turn("user", "11+22="),
-        Turn("assistant", "1+2=3;1+2=3;33"),
-    )
-    return [
-        Prompt(before[: 2 * (i % 3)] + prompt.turns) for i, prompt in enumerate(adder.prompts("eval")[:n])
-    ]
+    texts = {"user": ("37+58=", "11+22="), "assistant": ("7+8=15;3+5=8;85", "1+2=3;1+2=3;33")}
+    before = tuple(Turn(role, texts[role][i]) for i in range(2) for role in texts)
+    asked = adder.prompts("eval")[:n]
+    return [Prompt(before[: 2 * (i % 3)] + prompt.turns) for i, prompt in enumerate(asked)]
 
 
 # What a sample depends on
@@ -111,21 +97,17 @@ def test_a_sample_is_its_own_whatever_is_sampled_beside_it(policy, renderer):
     assert sampler.sample(prompts, 3, SAMPLED, 8) != every and sampler.sample([], 3, SAMPLED, 7) == []
 
 
-def test_neither_global_generators_nor_published_settings_are_read(policy, renderer):
+def test_neither_global_generators_nor_published_settings_are_read(policy, renderer, monkeypatch):
     sampler, model = make(policy, renderer), causal_lm(policy.model)
     torch.manual_seed(1)
     first = sampler.sample(uneven_prompts(6), 2, SAMPLED, 0)
     torch.manual_seed(2)
     state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
-    before, own = model.generation_config, {"top_k": 1, "top_p": 0.1, "temperature": 0.1}
-    own |= {"repetition_penalty": 3.0, "suppress_tokens": [6, 7, 8], "num_return_sequences": 2}
-    own |= {"do_sample": True, "min_new_tokens": 20, "max_length": 12}
-    model.generation_config = published = GenerationConfig(**own)
-    try:
-        assert sampler.sample(uneven_prompts(6), 2, SAMPLED, 0) == first
-        assert model.generation_config is published
-    finally:
-        model.generation_config = before
+    own = {"top_k": 1, "top_p": 0.1, "temperature": 0.1, "repetition_penalty": 3.0, "max_length": 12}
+    own |= {"suppress_tokens": [6, 7, 8], "num_return_sequences": 2, "do_sample": True, "min_new_tokens": 20}
+    monkeypatch.setattr(model, "generation_config", published := GenerationConfig(**own))
+    assert sampler.sample(uneven_prompts(6), 2, SAMPLED, 0) == first
+    assert model.generation_config is published
     assert torch.equal(torch.get_rng_state(), state)
     assert np.array_equal(np.random.get_state()[1], numpy_state)
 
@@ -133,7 +115,7 @@ def test_neither_global_generators_nor_published_settings_are_read(policy, rende
 def test_a_sharded_policy_samples_from_its_newest_weights(renderer):
     """FSDP2 leaves its root whole after a forward without backward: without a reshard the embeddings would be
     those of the last round."""
-    both, prompts = (shipped(), shipped()), uneven_prompts(4)
+    both, prompts = (shipped()[0], shipped()[0]), uneven_prompts(4)
     shard(both[0], decoder_blocks(both[0].model), start(), torch.float32)
     # Taken before sampling, as an optimizer has: what named_parameters gives depends on whether the root is
     # whole.
@@ -212,10 +194,7 @@ def test_random_numbers_are_uniform_and_of_their_sample():
 
 def sample_together(rank: int, ranks: int, store: str, out: str) -> None:
     """Sample one prompt, of which rank 1 has none, and then answers in parts, one more on rank 0."""
-    world = join(rank, ranks, store)
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    renderer = Renderer(tokenizer, max_length=96, max_prompt_length=64, template=tokenizer.chat_template)
-    policy = shipped()
+    world, (policy, renderer) = join(rank, ranks, store), shipped()
     shard(policy, decoder_blocks(policy.model), world, torch.float32)
     stop_strings.FIRST = 2
     drawn = []

@@ -7,6 +7,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
@@ -30,16 +31,11 @@ from tests.unit.rollouts.test_rewards_function import InThisProcess
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "config" / "reward").glob("*.yaml"))
-UNSET = {
-    "path": "tests.unit.rollouts.reward_functions.lengths",
-    "name_or_path": "org/name",
-    "model": "m",
-    "base_url": "http://localhost:5000/score",
-    "parts": {"verifier": {"weight": 1}},
-}
-
-
+FUNCTIONS = "tests.unit.rollouts.reward_functions"
+PROMPT = Prompt((Turn("user", "12+34"),), "46")
+LENGTHS = {"reward": "function", "path": f"{FUNCTIONS}.lengths", "conversational": True}
 JUDGE = {"base_url": "http://x", "model": "m", "prompt": "{completion}", "api_key_env": None}
+UNSET = JUDGE | LENGTHS | {"name_or_path": "org/name", "parts": {"verifier": {"weight": 1}}}
 
 
 @pytest.fixture(autouse=True)
@@ -49,22 +45,17 @@ def here(monkeypatch):
 
 
 def read(file):
-    """(the file as it is, the name of its section)"""
-    raw = OmegaConf.to_container(OmegaConf.load(file))
-    return raw, next(key for key in raw if key not in OWN_KEYS)
-
-
-def load(file):
-    raw, section = read(file)
-    raw[section] = {key: UNSET[key] if value == "???" else value for key, value in raw[section].items()}
-    return RewardConfig.from_tree(raw)
+    return OmegaConf.to_container(OmegaConf.load(file))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_shipped_files(file, monkeypatch):
-    """Every key is there, with its comment."""
+    """Every key is there."""
     monkeypatch.setenv("OPENAI_API_KEY", "k")
-    config, (raw, section) = load(file), read(file)
+    raw = read(file)
+    section = next(key for key in raw if key not in OWN_KEYS)
+    raw[section] = {key: UNSET[key] if value == "???" else value for key, value in raw[section].items()}
+    config = RewardConfig.from_tree(raw)
     assert config.name == file.stem and config.kind == section
     assert set(raw[section]) == {f.name for f in fields(config.settings)}
     assert callable(import_function("reward._target_", config.target))
@@ -72,16 +63,16 @@ def test_shipped_files(file, monkeypatch):
     assert weights == [8, 1, 1] or section != "verifier", "the paper's"
 
 
-def changed(without=None, **changes):
+def changed(**changes):
     """The shipped verifier with other keys."""
-    tree = OmegaConf.to_container(OmegaConf.load(ROOT / "config" / "reward" / "verifier.yaml")) | changes
-    return RewardConfig.from_tree({key: value for key, value in tree.items() if key != without})
+    tree = read(ROOT / "config" / "reward" / "verifier.yaml") | changes
+    return RewardConfig.from_tree({key: value for key, value in tree.items() if value is not Ellipsis})
 
 
 @pytest.mark.parametrize(
     ("make", "key"),
     [
-        (lambda: changed(without="verifier"), "reward"),
+        (lambda: changed(verifier=...), "reward"),
         (lambda: changed(function={"path": "a.b"}), "reward"),
         (lambda: changed(max_missing=1.5), "reward.max_missing"),
         (lambda: changed(name=None), "reward.name"),
@@ -97,10 +88,7 @@ def changed(without=None, **changes):
         (lambda: VerifierConfig(accuracy=0, format=0, tag_count=0), "reward.verifier.accuracy"),
         (lambda: RewardModelConfig(dtype="float16"), "reward.armorm.dtype"),
         (lambda: ClassifierConfig(rendering="pair"), "reward.classifier.rendering"),
-        (
-            lambda: ClassifierConfig(name_or_path="m", max_length=10, max_prompt_length=10),
-            "reward.classifier.max_prompt_length",
-        ),
+        (lambda: RewardModelConfig(name_or_path="m", max_length=1), "reward.armorm.max_prompt_length"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make, key):
@@ -116,45 +104,31 @@ def test_a_verifier_without_its_package_is_refused_with_the_remedy(monkeypatch):
         make_reward(reward_of("verifier", VerifierConfig()))
 
 
-FUNCTIONS = "tests.unit.rollouts.reward_functions"
-PROMPT = Prompt((Turn("user", "12+34"),), "46")
-LENGTHS = {"reward": "function", "path": f"{FUNCTIONS}.lengths", "conversational": True}
-
-
 def weighted(max_missing=0.0, normalize="none", **parts):
     config = reward_of("weighted", WeightedConfig(parts=parts, normalize=normalize), max_missing)
     return make_reward(config)
 
 
-def alone(kind, **settings):
-    return make_reward(WeightedConfig(parts={kind: {"weight": 1, **settings}}).typed()[kind].reward)
-
-
-def test_the_sum_is_weighted_and_each_part_is_logged():
-    texts = ["; 46", "46", "longer than that; 46", "; 45"]
-    sums = alone("adder").score([PROMPT] * 4, texts)
-    reward = weighted(adder={"weight": 0.5}, short={"weight": -0.125, **LENGTHS})
-    found = reward.score([PROMPT] * 4, texts)
-    assert found == pytest.approx([0.5 * s - 0.125 * len(t) for s, t in zip(sums, texts, strict=True)])
-    assert reward.metrics["reward_adder"] == pytest.approx(sum(sums) / 4)
-    assert reward.metrics["reward_short"] == pytest.approx(sum(map(len, texts)) / 4)
-
-
-def test_rewards_that_are_normalised_apart_keep_their_weights_whatever_their_scales():
-    """Of each part its own (score - mean) / std among a prompt's answers, then the weighted sum (GDPO)."""
+def test_the_sum_is_weighted_and_each_part_is_logged_and_may_be_normalised_apart():
+    """Then of each part its own (score - mean) / std among a prompt's answers, and the weighted sum of these
+    (GDPO)."""
     other = Prompt((Turn("user", "1+2"),), "3")
     asked = [PROMPT, PROMPT, other, PROMPT, other]
     texts = ["; 46", "; 45 and more", "; 3", "46 of these", "; 3"]
-    reward = weighted(normalize="group", adder={"weight": 2}, short={"weight": -0.5, **LENGTHS})
+    parts = {"adder": {"weight": 2}, "short": {"weight": -0.5, **LENGTHS}}
+    right = weighted(adder={"weight": 1}).score(asked, texts)
+    lengths = [float(len(t)) for t in texts]
+    plain = weighted(**parts)
+    assert plain.score(asked, texts) == [2 * a - 0.5 * b for a, b in zip(right, lengths, strict=True)]
+    assert plain.metrics["reward_adder"] == pytest.approx(sum(right) / 5)
+    reward = weighted(normalize="group", **parts)
     found = reward.score(asked, texts)
-    right, lengths = alone("adder").score(asked, texts), [float(len(t)) for t in texts]
     for place, prompt in enumerate(asked):
         of = [i for i, one in enumerate(asked) if one is prompt]
         wanted = 0.0
-        for weight, values in ((2, right), (-0.5, lengths)):
-            mean = sum(values[i] for i in of) / len(of)
-            std = (sum((values[i] - mean) ** 2 for i in of) / len(of)) ** 0.5
-            wanted += weight * (values[place] - mean) / std if std else 0.0
+        for weight, values in ((2, np.array(right)), (-0.5, np.array(lengths))):
+            std = values[of].std()
+            wanted += weight * (values[place] - values[of].mean()) / std if std else 0.0
         assert found[place] == pytest.approx(wanted, rel=1e-12)
     assert found[2] == found[4] == 0 and len(set(found[:2])) == 2
     assert reward.metrics["reward_short"] == pytest.approx(sum(lengths) / 5), "logged as it was scored"
@@ -171,7 +145,6 @@ def test_what_one_part_does_not_know_nobody_knows():
 @pytest.mark.parametrize(
     ("parts", "key", "said"),
     [
-        ({}, "", "give rewards with weights"),
         ({"a b": {"weight": 1}}, "", "letters, digits and underscores"),
         ({"adder": 1}, ".adder", "give rewards with weights"),
         ({"adder": {"weight": float("nan")}}, ".adder.weight", "a number that is not 0"),
@@ -179,7 +152,6 @@ def test_what_one_part_does_not_know_nobody_knows():
         ({"function": {"weight": 1}}, ".function.path", "has no default"),
         ({"f": {"weight": 1, **LENGTHS, "timout": 1}}, ".f.timout", "is not a setting"),
         ({"f": {"weight": 1, **LENGTHS, "workers": 0}}, ".f.workers", "must be at least 1"),
-        ({"f": {"weight": 1, **LENGTHS, "path": "nowhere.f"}}, ".f.path", "nowhere"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_its_key(parts, key, said):

@@ -4,20 +4,18 @@ silent 0."""
 from __future__ import annotations
 
 import json
-import sys
-import tempfile
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError, Requeue
-from common.progress import stops_if
 from common.worker_process import replies_of
 from config.schema_rewards import FunctionConfig
 from data.formats import prompt_only
@@ -72,17 +70,11 @@ def by_word():
     reward.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "conversational"),
-    [
-        ("lengths", True),
-        ("plain_lengths", False),
-        ("slow_lengths", True),
-        ("plain_lengths", None),
-        ("lengths", None),  # which takes a field of what it gets
-    ],
-)
-def test_order_and_values_survive_batching(make, name, conversational):
+@pytest.mark.parametrize("name", ["lengths", "plain_lengths", "slow_lengths"])
+@pytest.mark.parametrize("typed", [True, False])
+def test_order_and_values_survive_batching(make, name, typed):
+    """Whether a function takes texts or messages is typed, or tried."""
+    conversational = name != "plain_lengths" if typed else None
     texts = ["x" * n for n in (3, 1, 4, 1, 5, 9, 2)]
     reward = make(function(name, batch_size=3, workers=2, conversational=conversational))
     assert reward.score([prompt()] * 7, texts) == [3, 1, 4, 1, 5, 9, 2]
@@ -110,19 +102,15 @@ def test_the_other_columns_of_a_row_go_by_their_names_and_the_first_call_is_show
     assert "completions=['one', …]" in said and "difficulty=[1, …]" in said and "x=[None, …]" in said
 
 
-@pytest.mark.parametrize(
-    ("name", "columns", "said"),
-    [
-        ("sees_columns", {}, r"asks for reference.*name its column"),
-        ("sees_others", {"tags": "x", "difficulty": None}, "asks for difficulty, and no row has such"),
-    ],
-)
-def test_a_column_that_no_row_has_is_refused_before_training(make, name, columns, said):
-    ask = [replace(prompt(), columns=json.dumps(columns) if columns else "")] * 2
-    with pytest.raises(ConfigError, match=said):
-        make(function(name)).check_prompts(ask)
-    if name == "sees_columns":
-        assert make(function(name)).score([prompt(reference="7")], ["a"]) == [7]
+def test_a_column_that_no_row_has_is_refused_before_training(make):
+    others = replace(prompt(), columns=json.dumps({"tags": "x", "difficulty": None}))
+    for name, row, said in (
+        ("sees_columns", prompt(), r"asks for reference.*name its column"),
+        ("sees_others", others, "asks for difficulty, and no row has such"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            make(function(name)).check_prompts([row] * 2)
+    assert make(function("sees_columns")).score([prompt(reference="7")], ["a"]) == [7]
 
 
 def test_a_reward_beyond_float32_is_no_verdict(make):
@@ -159,13 +147,8 @@ def test_misbehaviour_is_no_verdict_with_its_reason_and_the_next_batch_is_scored
     assert "reward.max_missing=0.24" in str(error.value)
 
 
-def test_what_a_function_raises_names_its_line_and_is_in_the_log_whole_with_what_it_printed(
-    tmp_path, monkeypatch
-):
-    logs, temporary = tmp_path / "run" / "logs", tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    monkeypatch.setattr(tempfile, "tempdir", None)
+def test_what_a_function_raises_names_its_line_and_is_in_the_log_whole_with_what_it_printed(tmp_path):
+    logs = tmp_path / "run" / "logs"
     reward = make_reward(function("talks", batch_size=1, conversational=True), log_dir=logs)
     assert not logs.exists()  # a run that is refused leaves nothing
     assert reward.score([prompt()] * 2, ["[1]", "[1, 2]"]) == [1, 2]
@@ -181,38 +164,25 @@ def test_what_a_function_raises_names_its_line_and_is_in_the_log_whole_with_what
     said = (logs / "reward.log").read_text()
     assert said.count("scoring 1") == 7 and f'reward_functions.py", line {number}, in talks' in said
     assert said.count("Traceback") == 3  # of one failure no more
-    assert tempfile.gettempdir() == str(temporary) and not list(temporary.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("import json\nimport no_such_thing\n", r"No module named 'no_such_thing'.*\(.*faulty\.py:2\)"),
-        ("x = 1\ndef f(:\n", r"SyntaxError: .*\(faulty\.py, line 2\)"),
-        ("g = 1\n", "has no attribute|cannot import"),
-    ],
-)
-def test_a_function_that_cannot_be_imported_is_refused_with_its_line(make, tmp_path, monkeypatch, text, told):
-    (tmp_path / "faulty.py").write_text(text)
+def test_a_function_that_cannot_be_imported_is_refused_with_its_line(make, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "faulty", raising=False)
-    config = reward_of("function", FunctionConfig(path="faulty.f"))
-    with pytest.raises(ConfigError, match=told):
-        make(config, log_dir=tmp_path / "logs")
+    for name, text, said in (
+        ("lost", "import json\nimport no_such_thing\n", r"No module named 'no_such_thing'.*lost\.py:2\)"),
+        ("broken", "x = 1\ndef f(:\n", r"SyntaxError: .*\(broken\.py, line 2\)"),
+        ("without_it", "g = 1\n", "has no attribute|cannot import"),
+    ):
+        (tmp_path / f"{name}.py").write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            make(reward_of("function", FunctionConfig(path=f"{name}.f")), log_dir=tmp_path / "logs")
     assert not (tmp_path / "logs").exists()
-
-
-class Fixed:
-    def __init__(self, values):
-        self.values, self.metrics, self.log_dir = values, {}, None
-
-    def score(self, prompts, completions):
-        return self.values
 
 
 @given(st.lists(st.one_of(st.floats(), st.just(Missing("why"))), min_size=1), st.floats(0, 1))
 def test_a_reward_never_makes_a_number_of_a_missing_verdict(values, cap):
-    reward = Reward(Fixed(values), cap)
+    fixed = SimpleNamespace(score=lambda prompts, completions: values, metrics={}, log_dir=None)
+    reward = Reward(fixed, cap)
     bad = [isinstance(v, Missing) or not abs(v) <= LARGEST for v in values]
     ask = [prompt()] * len(values), [""] * len(values)
     if sum(bad) / len(bad) > cap:
@@ -246,23 +216,9 @@ def test_a_pool_that_is_closed_at_work_leaves_no_process():
     assert worker._process.wait(10) is not None
 
 
-class Silent:
-    """An engine that does not answer."""
-
-    def ready(self, seconds, part) -> bool:
-        time.sleep(seconds)
-        return False
-
-
-@pytest.mark.parametrize(
-    "wait_for_it",
-    [lambda: results([Future()]), lambda: replies_of([Silent()], 600.0)],
-    ids=["a judge", "an engine"],
-)
-def test_a_run_that_is_asked_to_stop_does_not_wait_for_what_does_not_answer(wait_for_it):
-    stops_if(lambda: True)
-    try:
+def test_a_run_that_is_asked_to_stop_does_not_wait_for_what_does_not_answer(monkeypatch):
+    monkeypatch.setattr("common.progress._requested", lambda: True)
+    engine = SimpleNamespace(ready=lambda seconds, part: time.sleep(seconds))
+    for wait_for_it in (lambda: results([Future()]), lambda: replies_of([engine], 600.0)):
         with pytest.raises(Requeue):
             wait_for_it()
-    finally:
-        stops_if(None)

@@ -24,7 +24,6 @@ DATA = Path(__file__).parents[4] / "shared" / "data"
 
 @pytest.fixture(scope="module")
 def verifier():
-    pytest.importorskip("math_verify")
     reward = VerifierReward(VerifierConfig(workers=2))
     yield reward
     reward.close()
@@ -42,17 +41,12 @@ def verifier():
         ("72", "72 or 73", 0.0),
         ("72", "<answer>72</answer> <answer>71</answer>", 0.0),
         ("72", r"\frac{", 0.0),
-        ("1200", "#### 1,200", 1.0),
         ("1200", "<think>\n3 * 400\n</think>\n<answer>\n$1,200.00\n</answer>", 1.0),
         ("-3", "#### 3", 0.0),
-        ("0.1", "0.10000", 1.0),
-        ("2125", "The answer is 2,125.", 1.0),
         ("-2125.5", "#### -2,125.50", 1.0),
         ("1234567", r"It is $1{,}234{,}567$.", 1.0),
-        ("2125", "2,1251", 0.0),
         ("2125", r"It costs \$3, so the answer is 2,1251.", 0.0),
         ("2125", "<answer>2,125,1</answer>", 0.0),
-        ("0.125", "0,125", 1.0),
         ("12.5", "12,5", 1.0),
         ("1.2", "1,2,3", 0.0),
         ("1,2,3", "3, 1, 2", 1.0),
@@ -61,15 +55,10 @@ def verifier():
         ("5x=2*2\n26+15=41>>41 points\nA: 41", "26+15=41\n10+20+25 = <<10+20+25=55>>55 points\nA: 55", 0.0),
         ("6", "It is $4 and $2.\n**Final answer:** 6", 1.0),
         ("7", "n = 7.", 1.0),
-        ("7", "So he runs 3 + 4 = 7 meters a week.\nA: 7", 1.0),
         ("Half of that is 7\nA: 7", "He has 7 of them.\nA: 7", 1.0),
-        ("7", r"The area is 7\pi.", 0.0),
         ("7", "It is 7i.", 0.0),
         (r"30^\circ", "30", 1.0),
-        (r"\$36", "It costs $36.", 1.0),
         ("x=5", "5", 1.0),
-        ("6-5i", "The answer is 6-5i.", 1.0),
-        (r"3\sqrt{13}", r"The length is 3\sqrt{13}.", 1.0),
         (None, "72", Missing),
         ("", "72", Missing),
     ],
@@ -84,11 +73,7 @@ MATH = {
     r"6 - 5i": ("5", "6 + 5i", "6", "6 - 5"),
     r"11,\! 111,\! 111,\! 100": ("100", r"11,\! 111,\! 111"),
     "5x - 7y + 11z + 4 = 0": ("0", "4", "5x + 7y + 11z + 4 = 0", "5x - 7y + 11z = 0"),
-    r"\left( 3, \frac{\pi}{2} \right)": (
-        "2",
-        r"\left( 3, -\frac{\pi}{2} \right)",
-        r"\left( 3, \frac{1}{2} \right)",
-    ),
+    r"\left( 3, \frac{\pi}{2} \right)": (r"\left( 3, -\frac{\pi}{2} \right)", "2"),
     r"3\sqrt{13}": ("13", "3", r"-3\sqrt{13}"),
     r"\begin{pmatrix} 1/5 \\ -18/5 \end{pmatrix}": ("5", r"\begin{pmatrix} 1/5 \\ 18/5 \end{pmatrix}"),
     r"\begin{pmatrix} -7 \\ 16 \\ 5 \end{pmatrix}": ("5", r"-\begin{pmatrix} -7 \\ 16 \\ 5 \end{pmatrix}"),
@@ -184,13 +169,12 @@ def test_verdicts_on_answers_of_models_are_the_published_ones(verifier):
 @settings(max_examples=25)
 @given(st.from_regex(r"[1-9][0-9,]{0,9}[0-9]", fullmatch=True))
 def test_commas_are_thousands_separators_in_groups_of_three_alone(text):
-    pytest.importorskip("math_verify")
     without = text.replace(",", "")
     grouped = text in (without, f"{int(without):,}")
     assert check((without, text)) == check((without, f"The answer is {text}.")) == float(grouped)
 
 
-def test_what_hangs_has_no_verdict_and_the_rest_has(verifier):
+def test_what_hangs_has_no_verdict_and_the_rest_has():
     tower = r"<answer>10^{10^{10^{10}}} + 9^{9^{9^{9}}}</answer>"
     quick = VerifierReward(VerifierConfig(workers=1, timeout=1.0))
     verdicts = quick.accuracy([r"10^{9^{9^{9}}}", "5"], [tower, "#### 5"])
@@ -199,7 +183,6 @@ def test_what_hangs_has_no_verdict_and_the_rest_has(verifier):
 
 
 def test_weights_and_parts():
-    pytest.importorskip("math_verify")
     reward = make_reward(reward_of("verifier", VerifierConfig(workers=1), 0.5))
     ask = [Prompt((Turn("user", "q"),), reference) for reference in ("4", "4", "4", None)]
     texts = [think_answer("2+2", "4"), think_answer("2+2", "5"), "4", think_answer("", "4")]
@@ -220,9 +203,7 @@ GOOD = "<think>\na\nb\n</think>\n<answer>\nc\n</answer>"
         (GOOD + "\nmore", 1, 1),
         (GOOD + " more", 0, 1),
         (GOOD.replace("\n", " "), 0, 0),
-        ("", 0, 0),
         (GOOD.replace("<think>\n", ""), 0, 0.75),
-        (GOOD + GOOD, 1, 0),
         (GOOD.replace("</answer>", ""), 0, 0.75),
         (GOOD + "\n" + GOOD, 1, 0),
     ],

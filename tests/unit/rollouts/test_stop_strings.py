@@ -69,6 +69,7 @@ def test_an_answer_is_cut_behind_the_first_token_that_completes_a_string(monkeyp
 
 
 def test_a_sampler_draws_the_tokens_that_it_draws_without_strings(monkeypatch):
+    """Strings that are special tokens end the engine itself."""
     monkeypatch.setattr(stop_strings, "FIRST", 2)
     renderer = renderer_of("adder")
     policy, _ = load_sharded(make_config().model, start())
@@ -80,10 +81,6 @@ def test_a_sampler_draws_the_tokens_that_it_draws_without_strings(monkeypatch):
         size = first_with(renderer, list(whole.token_ids), stops.strings)
         assert sample.token_ids == whole.token_ids[:size] and sample.finished
         np.testing.assert_allclose(sample.logprobs, whole.logprobs[:size], atol=1e-4)
-
-
-def test_strings_that_are_special_tokens_end_the_engine_itself():
-    renderer = renderer_of("adder")
     special = next(iter(renderer.tokenizer.get_added_vocab()))
     assert StopStrings([special], renderer).longest and not StopStrings([special, "a"], renderer).longest
     assert renderer.tokenizer.get_added_vocab()[special] in StopStrings([special], renderer).ends

@@ -8,19 +8,17 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from common.errors import ConfigError
 from config.schema_data import DataConfig
 from data import adder
-from data.chat import Renderer
+from data.chat import Renderer, make_renderer
 from data.types import Group, Prompt, Turn
 from models.distributed import Ranks, start
+from models.pretrained import load_tokenizer
 from rollouts.samplers import Answered, Sample, SamplingSettings
 from rollouts.verify import MOST_FAILURES, Accuracy, make_accuracy, verdicts_of
-from tests.tiny import ROOT, make_config, tiny_policy
-
-MODEL = ROOT / "assets" / "adder" / "model"
+from tests.tiny import make_config, tiny_policy
 
 
 @dataclass
@@ -47,8 +45,8 @@ class Scripted:
 
 @pytest.fixture(scope="module")
 def renderer() -> Renderer:
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    return Renderer(tokenizer, max_length=64, max_prompt_length=16, template=tokenizer.chat_template)
+    config = make_config()
+    return make_renderer(load_tokenizer(config.model), config.model, config.data)
 
 
 PROMPTS = [adder.addition(a, 98) for a in range(1, 11)]
@@ -67,66 +65,49 @@ def test_no_verdict_is_not_a_wrong_answer(renderer):
     assert nobody() == {"accuracy_sampled": None, "accuracy_greedy": None, "length_sampled": 3.9}
 
 
-class Failing:
-    """A user's verifier that raises wherever one of its ``bad`` answers is among those it is given."""
-
-    def __init__(self, *bad: int) -> None:
-        self.bad, self.calls = {str(PROMPTS[i].reference_answer) for i in bad}, 0
-
-    def __call__(self, texts: list[str], references: list[str | None]) -> list[float | None]:
-        self.calls += 1
-        if self.bad & set(references):
-            raise KeyError("units")
-        return [1.0 if text == reference else 0.0 for text, reference in zip(texts, references, strict=True)]
-
-
 def test_a_verifier_that_raises_costs_the_verdicts_on_which_it_does(renderer, capsys):
     """A training is not ended by it, and it is not asked without end. The file and line are those of the
-    user's code."""
+    user's code. The ranks share the verdicts between them."""
     sampler = Scripted(renderer, wrong={PROMPTS[0].id, PROMPTS[1].id})
-    found = accuracy(sampler, Failing(1, 8))()
+    bad, calls = {str(PROMPTS[i].reference_answer) for i in (1, 8)}, list[list[str]]()
+
+    def verifier(texts: list[str], references: list[str]) -> list[float]:
+        calls.append(references)
+        if bad & set(references):
+            raise KeyError("units")
+        return list(map(float, map(str.__eq__, texts, references)))
+
+    found = accuracy(sampler, verifier)()
     assert found["accuracy_sampled"] == found["accuracy_greedy"] == 7 / 8
     said = capsys.readouterr().out
     assert "failed on 2 of 10 sampled answers, which have no verdict: 2 x KeyError: 'units'" in said
     assert re.search(r"test_verify\.py:\d+\)", said)
-    broken = Failing(*range(10))
-    assert accuracy(sampler, broken)()["accuracy_sampled"] is None
-    assert broken.calls == 2 * 19 and "failed on 10 of 10 greedy answers" in capsys.readouterr().out
-    always, references = Failing(0), [str(PROMPTS[0].reference_answer)] * 1000
-    verdicts, reasons = verdicts_of(always, ["0"] * 1000, list(references))
-    assert verdicts == [None] * 1000 and reasons.total() == 1000 and always.calls < 3 * MOST_FAILURES
+    bad = {str(prompt.reference_answer) for prompt in PROMPTS}
+    calls.clear()
+    assert accuracy(sampler, verifier)()["accuracy_sampled"] is None
+    assert len(calls) == 2 * 19 and "failed on 10 of 10 greedy answers" in capsys.readouterr().out
+    calls.clear()
+    verdicts, reasons = verdicts_of(verifier, ["0"] * 1000, [str(PROMPTS[0].reference_answer)] * 1000)
+    assert verdicts == [None] * 1000 and reasons.total() == 1000 and len(calls) < 3 * MOST_FAILURES
+    calls.clear()
+    bad.clear()
+    for rank in (0, 1):
+        accuracy(sampler, verifier, world=replace(start(), rank=rank, size=2))()
+    assert sorted(calls[0] + calls[2]) == sorted(str(prompt.reference_answer) for prompt in PROMPTS)
 
 
-@pytest.mark.parametrize(
-    ("returned", "reason"),
-    [
-        (lambda n: [1.0] * (n - 1), "it returned 0 verdicts for 1 answers"),
-        (lambda n: None, "TypeError: 'NoneType' object is not iterable"),
-        (lambda n: [float("nan")] * n, "the reward is nan"),
-        (lambda n: ["yes"] * n, "'yes' was given, not a number"),
-    ],
-)
-def test_what_is_no_list_of_verdicts_is_no_verdict(returned, reason):
-    verdicts, reasons = verdicts_of(lambda texts, _: returned(len(texts)), ["a", "b", "c"], [None] * 3)
-    assert verdicts == [None] * 3 and reasons.total() == 3 and reason in next(iter(reasons))
-    assert "verify.py" not in next(iter(reasons)), "the user's own code, or no line"
-
-
-def test_numbers_of_numpy_and_torch_are_verdicts():
+def test_what_is_no_list_of_verdicts_is_no_verdict():
+    for returned, reason in (
+        ([1.0, 1.0], "it returned 2 verdicts for 1 answers"),
+        (None, "TypeError: 'NoneType' object is not iterable"),
+        ([float("nan")], "the reward is nan"),
+        (["yes"], "'yes' was given, not a number"),
+    ):
+        verdicts, reasons = verdicts_of(lambda texts, _, one=returned: one, ["a"], [None])
+        assert verdicts == [None] and reasons.total() == 1 and reason in next(iter(reasons))
+        assert "verify.py" not in next(iter(reasons)), "the user's own code, or no line"
     given = [np.bool_(True), np.float32(0.5), torch.tensor(1.0), True, 0, None]
     assert verdicts_of(lambda texts, _: given, ["x"] * 6, [None] * 6) == (given, {})
-
-
-def test_the_ranks_share_the_verdicts_between_them(renderer):
-    shares = []
-
-    def verifier(texts, references):
-        shares.append(references)
-        return adder.accuracy(texts, references)
-
-    for rank in (0, 1):
-        accuracy(Scripted(renderer), verifier, world=replace(start(), rank=rank, size=2))()
-    assert sorted(shares[0] + shares[2]) == sorted(str(prompt.reference_answer) for prompt in PROMPTS)
 
 
 def test_the_initial_weights_answer_once_for_all_runs_that_start_from_them(renderer, tmp_path):

@@ -1,5 +1,5 @@
-"""The judge against a local endpoint that behaves as endpoints do: it fails, hangs, drips, talks rubbish, and
-costs money."""
+"""The judge and a reward server against a local endpoint that behaves as endpoints do: it fails, hangs,
+drips, talks rubbish, and costs money."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from collections import Counter
 
 import pytest
 
-from config.schema_rewards import JudgeConfig
+from common.errors import ConfigError
+from config.schema_rewards import HttpConfig, JudgeConfig
 from data.types import Prompt, Turn
 from rollouts.rewards.base import Missing, RewardError
+from rollouts.rewards.endpoint import check_endpoint
+from rollouts.rewards.http import HttpReward
 from rollouts.rewards.judge import JudgeReward
 from tests import http_server
 
@@ -24,17 +27,16 @@ PROMPT = Prompt((Turn("user", "2+2 {completion}?"),), "4")
 
 
 class Endpoint(http_server.Server):
-    """Scores a completion of n characters n, unless ``behave`` says otherwise. ``behave(handler, text) ->
-    handled``."""
+    """Scores a completion of n characters n, unless ``behave`` says otherwise, ``behave(handler, text) ->
+    handled``; or as a reward server ``scored(completions) -> (code, what is sent)``."""
 
     behave = staticmethod(lambda handler, text: False)
+    scored = staticmethod(lambda completions: (200, {"rewards": list(map(len, completions))}))
 
     def __init__(self):
         super().__init__(Handler)
         self.seen = Counter()
-        self.headers = []
-        self.bodies = []
-        self.judges = []
+        self.headers, self.bodies, self.made = [], [], []
         self.lock, self.now, self.most_at_once = threading.Lock(), 0, 0
 
 
@@ -42,6 +44,9 @@ class Handler(http_server.Handler):
     def post(self):
         server = self.server
         body = json.loads(self.body())
+        if "completions" in body:
+            server.bodies.append(body)
+            return self.send(*server.scored(body["completions"]))
         text = body["messages"][-1]["content"].rpartition("A:")[2]
         with server.lock:
             server.seen[text] += 1
@@ -51,15 +56,12 @@ class Handler(http_server.Handler):
             server.bodies.append(body)
         assert self.path == "/v1/chat/completions"
         try:
-            try:
-                answered = server.behave(self, text)
-            finally:
-                with server.lock:  # before the answer: with it in hand the caller may ask again at once
-                    server.now -= 1
-            if not answered:
-                self.reply(f"Fine. [[{len(text)}]]")
-        except (BrokenPipeError, ConnectionResetError):
-            self.close_connection = True
+            answered = server.behave(self, text)
+        finally:
+            with server.lock:  # before the answer: with it in hand the caller may ask again at once
+                server.now -= 1
+        if not answered:
+            self.reply(f"Fine. [[{len(text)}]]")
 
     def reply(self, content, usage=30):
         choice = {"message": {"content": content}}
@@ -71,24 +73,23 @@ def endpoint(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     server = Endpoint()
     yield server
-    for made in server.judges:
+    for made in server.made:
         made.close()
     server.close()
 
 
 def judge(endpoint, **settings):
-    defaults = {
-        "base_url": f"{endpoint.url}/v1",
-        "model": "m",
-        "prompt": "Q:{prompt} R:{reference} A:{completion}",
-        "api_key_env": "JUDGE_KEY",
-        "backoff": 0.001,
-        "timeout": 0.5,
-        "concurrency": 8,
-        "max_tokens": 20,
-    }
-    endpoint.judges.append(JudgeReward(JudgeConfig(**(defaults | settings))))
-    return endpoint.judges[-1]
+    asked = {"base_url": f"{endpoint.url}/v1", "model": "m", "api_key_env": "JUDGE_KEY"}
+    asked |= {"prompt": "Q:{prompt} R:{reference} A:{completion}", "max_tokens": 20}
+    limits = {"backoff": 0.001, "timeout": 0.5, "concurrency": 8}
+    endpoint.made.append(JudgeReward(JudgeConfig(**(asked | limits | settings))))
+    return endpoint.made[-1]
+
+
+def scorer(endpoint, **settings):
+    asked = {"base_url": endpoint.url, "backoff": 0.001, "timeout": 5, "conversational": False}
+    endpoint.made.append(HttpReward(HttpConfig(**(asked | settings))))
+    return endpoint.made[-1]
 
 
 def texts(n):
@@ -160,13 +161,13 @@ def test_a_broken_reply_costs_its_verdict_alone_and_little_memory(endpoint, how)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
 
 
-@pytest.mark.parametrize("said", ["nan", "99999999", "Wed, 21 Oct 2026 07:28:00 GMT"])
-def test_no_wait_that_an_endpoint_asks_for_is_too_long(endpoint, said, monkeypatch):
+def test_no_wait_that_an_endpoint_asks_for_is_too_long(endpoint, monkeypatch):
     monkeypatch.setattr("rollouts.rewards.endpoint.LONGEST_WAIT_S", 0.1)
-    later = [("Retry-After", said)]
-    endpoint.behave = lambda handler, text: endpoint.seen[text] == 1 and handler.send(429, "later", later)
-    began = time.monotonic()
-    assert judge(endpoint, retries=1).score([PROMPT], ["abc"]) == [3]
+    waits, began = ["nan", "99999999", "Wed, 21 Oct 2026 07:28:00 GMT"], time.monotonic()
+    endpoint.behave = lambda handler, text: endpoint.seen[text] == 1 and handler.send(
+        429, "later", [("Retry-After", waits[len(text) - 1])]
+    )
+    assert judge(endpoint, retries=1).score([PROMPT] * 3, ["a", "ab", "abc"]) == [1, 2, 3]
     assert time.monotonic() - began < 5
 
 
@@ -196,12 +197,12 @@ def test_a_refusal_in_mid_round_ends_the_calls_under_way_and_shows_no_key(endpoi
     over.set()
 
 
-@pytest.mark.parametrize("usage", [-(10**6), 10**400, True, None, "many", 1.5])
-def test_a_count_of_tokens_that_cannot_be_is_not_believed(endpoint, usage):
-    endpoint.behave = lambda handler, text: handler.reply("[[5]]", usage)
+def test_a_count_of_tokens_that_cannot_be_is_not_believed(endpoint):
+    usages = [-(10**6), 10**400, True, None, "many", 1.5]
+    endpoint.behave = lambda handler, text: handler.reply("[[5]]", usages[len(text)])
     reward = judge(endpoint)
-    assert reward.score([PROMPT] * 3, ["a", "b", "c"]) == [5, 5, 5]
-    assert 3 * 20 <= reward.metrics["tokens"] < 3 * 60
+    assert reward.score([PROMPT] * 6, ["x" * n for n in range(6)]) == [5] * 6
+    assert 6 * 20 <= reward.metrics["tokens"] < 6 * 60
 
 
 QUOTED = Missing("the judge's reply has no rating but one that stands in the answer")
@@ -265,3 +266,59 @@ def test_no_more_calls_or_tokens_than_the_caps_even_at_once(endpoint):
     scored = [v for v in verdicts if not isinstance(v, Missing)]
     assert 300 <= reward.spent.tokens == 30 * len(scored) <= 400 and reward.spent.calls == len(scored)
     assert Missing("reward.judge.max_total_tokens=400 is used up") in verdicts
+
+
+# -- a reward server -------------------------------------------------------------------------------
+
+
+def test_batches_come_back_in_order(endpoint):
+    texts = ["x" * n for n in range(1, 24)]
+    asked = scorer(endpoint, batch_size=5)
+    endpoint.bodies.clear()  # of the check at the start
+    assert asked.score([PROMPT] * 23, texts) == [float(n) for n in range(1, 24)]
+    first = next(body for body in endpoint.bodies if body["completions"][0] == "x")
+    assert first["completions"] == texts[:5] and first["reference"] == ["4"] * 5
+    assert first["prompts"] == ["2+2 {completion}?"] * 5 and len(endpoint.bodies) == 5
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"rewards": [None]}, "no verdict was given (None)"),
+        ('{"rewards": [' + "9" * 400 + "]}", "int was given, not a number"),
+        ({"rewards": [1, 2]}, 'the reply is not {"rewards": [one a completion]}'),
+    ],
+)
+def test_replies_that_are_none(endpoint, given, reason):
+    asked = scorer(endpoint, retries=1)
+    endpoint.scored = lambda completions: (200, given)
+    assert asked.score([PROMPT], ["abc"]) == [Missing(reason)]
+
+
+def test_a_server_that_cannot_score_is_refused_at_the_start(endpoint):
+    for reply, said in (
+        ((200, {"scores": [1]}), r'does not answer .*{"rewards"'),
+        ((404, "no such page"), "refuses the call: HTTP 404 no such page"),
+    ):
+        endpoint.scored = lambda completions, reply=reply: reply
+        with pytest.raises(ConfigError, match=rf"^reward\.http\.base_url=\S+: {said}"):
+            scorer(endpoint, retries=0)
+
+
+def test_a_proxy_comes_from_the_environment(endpoint, monkeypatch):
+    monkeypatch.setenv("http_proxy", endpoint.url)
+    monkeypatch.setenv("no_proxy", "elsewhere.invalid:1")
+    assert scorer(endpoint, base_url="http://no.such.host.invalid").score([PROMPT], ["abc"]) == [3]
+    with pytest.raises(ConfigError, match="Client"):
+        scorer(endpoint, base_url="http://elsewhere.invalid:1", retries=0)
+
+
+@pytest.mark.parametrize(
+    ("url", "key", "setting"),
+    [("http://", "k", "base_url"), ("http://h:port", "k", "base_url"), ("http://h", "é", "api_key_env")],
+)
+def test_an_endpoint_that_cannot_be_asked_is_refused(url, key, setting):
+    check_endpoint("s", "http://h/v1", None, None)
+    with pytest.raises(ConfigError) as error:
+        check_endpoint("s", url, "VARIABLE", key)
+    assert error.value.key == f"s.{setting}" and "é" not in str(error.value)
