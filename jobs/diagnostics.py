@@ -2,26 +2,22 @@
 wandb (docs/diagnostics.md).
 
 A run is split into at most LINES intervals with equal numbers of steps. Each interval records the
-distribution of the tokens' unclipped log-ratios against the reference that the loss saw; where in the
-completions they lie beyond the clipping range; drift; and the policy's entropy at the interval's end. The
-start of the run records once the noise of a log-ratio: smaller differences mean nothing.
+distribution of the tokens' unclipped log-ratios against the reference that the loss saw, how many of them
+lie beyond the clipping range, drift, and the policy's entropy at the interval's end.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from data.batches import FILL, collate
-from data.types import Example, Microbatch, Sequence
+from data.types import Example, Microbatch
 from jobs.plan import Plan
-from models.distributed import gather_objects, sum_over_ranks
-from models.reference import score
+from models.distributed import sum_over_ranks
 from models.sharding import reshard
 from reports.tracking import Tracker
 from trainers.basic import BasicTrainer
@@ -31,10 +27,7 @@ from trainers.meters import change_since
 LINES = 32
 """Largest number of intervals that a run is split into."""
 SAMPLE = 16
-"""Number of examples, over all ranks, on whose rows the policy's entropy and, at the start, the noise floor
-are measured."""
-NOISE_ROWS = 8
-"""Number of these rows that each rank scores twice for the noise floor."""
+"""Number of examples, over all ranks, on whose rows the policy's entropy is measured."""
 SIDES = ("chosen", "rejected", "neutral")
 """Chosen: chosen rows of pairs, desirable examples, completions of positive advantage. Rejected: their
 opposites. Neutral: completions of advantage 0."""
@@ -44,12 +37,8 @@ EDGES = tuple(sign * 2.0**o for sign, octaves in ((-1, reversed(OCTAVES)), (1, O
 magnitude: a step's noise is 1e-6 in float32, a clipped token 1.5. A bin includes its upper edge; the outer
 two bins are open."""
 BINS = len(EDGES) + 1
-POSITIONS = 16
-"""Number of position bins. Bin p has the completion positions 2^p to 2^(p+1) - 1, counted from 1; the last
-bin is open."""
-WIDTH = BINS + 3 * POSITIONS + 6
-"""Number of sums of a side: bins; of each position the tokens, those below and those above the clipping
-range; and six over all."""
+WIDTH = BINS + 8
+"""Number of sums of a side: bins, and eight over all."""
 DIGITS = 6
 """Significant digits of written numbers; further digits may change, as ranks sum in another order after a
 restart."""
@@ -71,7 +60,6 @@ class Tally:
     def __init__(self, low: float, high: float, device: torch.device) -> None:
         self.low, self.high = low, high
         self._edges = torch.tensor(EDGES, device=device)
-        self._powers = 2 ** torch.arange(1, POSITIONS, device=device)
         self.sums = torch.zeros(len(SIDES), WIDTH, dtype=torch.float64, device=device)
 
     def total(self) -> list[list[float]]:
@@ -79,7 +67,7 @@ class Tally:
         out: list[list[float]] = sum_over_ranks(self.sums.clone()).tolist()
         return out
 
-    def restore(self, total: Seq[Seq[float]], mine: bool) -> None:
+    def restore(self, total: Sequence[Sequence[float]], mine: bool) -> None:
         """Continue from ``total``, the sums over all ranks; the rank with ``mine`` takes them, the others 0.
 
         So the number of ranks may change."""
@@ -91,14 +79,8 @@ class Tally:
         ``side``: [R] index in SIDES. ``raw``: [R, T] unclipped log-ratios, nats. ``mask``: [R, T] completion
         tokens. ``moved``: [R] the rows' log-probabilities now minus those under the initial weights, nats,
         valid where ``comparable`` [R] is true."""
-        counts, first = mask.double().flatten(), side[:, None] * WIDTH
-        bins = first + torch.bucketize(raw, self._edges)
-        places = torch.arange(1, raw.shape[1] + 1, device=raw.device)
-        places = torch.bucketize(places, self._powers, right=True)
-        beyond = [counts, counts * (raw < self.low).flatten(), counts * (raw > self.high).flatten()]
-        self.sums.view(-1).index_add_(0, bins.flatten(), counts)
-        for i, counted in enumerate(beyond):
-            self.sums.view(-1).index_add_(0, (first + BINS + 3 * places + i).flatten(), counted)
+        bins = side[:, None] * WIDTH + torch.bucketize(raw, self._edges)
+        self.sums.view(-1).index_add_(0, bins.flatten(), mask.double().flatten())
         tokens, exact = mask.sum(dim=-1), raw.double()
         rows = torch.stack(
             [
@@ -108,18 +90,19 @@ class Tally:
                 token_sum(exact.square(), mask),
                 torch.where(comparable, tokens, 0),
                 torch.where(comparable, moved, 0.0),
+                (mask & (raw < self.low)).sum(dim=-1),
+                (mask & (raw > self.high)).sum(dim=-1),
             ],
             dim=1,
         ).double()
         of_side = side == torch.arange(len(SIDES), device=side.device)[:, None]
-        self.sums[:, -6:] += of_side.double() @ rows
+        self.sums[:, BINS:] += of_side.double() @ rows
 
-    def describe(self, total: Seq[Seq[float]]) -> dict[str, dict[str, Any]]:
+    def describe(self, total: Sequence[Sequence[float]]) -> dict[str, dict[str, Any]]:
         """Return ``total`` as plain data: side -> its counts and means, for each side that has rows."""
         out: dict[str, dict[str, Any]] = {}
         for name, sums in zip(SIDES, total, strict=True):
-            rows, tokens, log_ratio, square, compared, moved = sums[-6:]
-            positions = np.reshape(sums[BINS:-6], (POSITIONS, 3)).astype(int)
+            rows, tokens, log_ratio, square, compared, moved, below, above = sums[BINS:]
             if rows:
                 out[name] = {
                     "rows": int(rows),
@@ -129,7 +112,8 @@ class Tally:
                     "spread": rounded(math.sqrt(max(square, 0.0) / tokens)),
                     "drift": rounded(moved / compared) if compared else None,
                     "histogram": [int(n) for n in sums[:BINS]],
-                    "positions": [place for place in positions.tolist() if place[0]],
+                    "below": int(below),
+                    "above": int(above),
                 }
         return out
 
@@ -142,8 +126,7 @@ def rounded(value: float) -> float | None:
 class Diagnostics:
     """Follows a trainer whose loss has a reference.
 
-    ``examples``: entropy and noise are measured on the first SAMPLE of these, or not at all if there are
-    none. ``steps``: number of steps of the whole plan."""
+    ``examples``: entropy is measured on the first SAMPLE of these, or not at all if there are none. ``steps``: number of steps of the whole plan."""
 
     def __init__(self, trainer: BasicTrainer, examples: list[Example], steps: int) -> None:
         self.trainer, self.sample = trainer, examples[:SAMPLE]
@@ -188,7 +171,6 @@ class Diagnostics:
                 "every": self.every,
                 "edges": list(EDGES),
                 "sides": list(SIDES),
-                "noise": noise_floor(self.trainer, self.sample),
                 "log_epsilon_P": config.log_epsilon_P,
                 "log_epsilon_R": config.log_epsilon_R,
                 "clips": config.humanline and config.humanline_mode == "clip",
@@ -243,8 +225,10 @@ class Diagnostics:
 
         None without a sample."""
         trainer = self.trainer
+        size = trainer.config.model.eval_batch_size // (trainer.world.size * trainer.rows_per_example)
+        micros = trainer.dealer.microbatches(self.sample, max(1, size)) if self.sample else []
         total = torch.zeros(2, dtype=torch.float64, device=trainer.world.device)
-        for micro in shares(trainer, self.sample):
+        for micro in micros:
             values = trainer.policy(micro.sequences, entropy=True)
             reshard(trainer.policy)
             total += torch.stack(
@@ -252,39 +236,3 @@ class Diagnostics:
             )
         entropies, tokens = sum_over_ranks(total).tolist()
         return rounded(entropies / tokens) if tokens else None
-
-
-def shares(trainer: BasicTrainer, examples: list[Example]) -> list[Microbatch]:
-    """Return this rank's microbatches of ``examples``, cut as evaluation cuts them; [] without examples."""
-    size = max(1, trainer.config.model.eval_batch_size // (trainer.world.size * trainer.rows_per_example))
-    return trainer.dealer.microbatches(examples, size) if examples else []
-
-
-def noise_floor(trainer: BasicTrainer, examples: list[Example]) -> dict[str, float | None] | None:
-    """Measure how far rounding alone moves a log-ratio of equal weights from 0.
-
-    The same rows are scored together and one by one under the current weights. The result has ``rms`` and
-    ``max`` over completion tokens, nats, and ``tokens``, their number. None where no rank has two rows.
-
-    Every rank does the same number of forwards; filler rows replace missing ones.
-    """
-    micros, device = shares(trainer, examples), trainer.world.device
-    if not micros:
-        return None
-    packed = micros[0].sequences.position_ids is not None
-    mine = [row for micro in micros for row in micro.sequences.rows if len(row.counted)][:NOISE_ROWS]
-    rows: list[Sequence] = [*mine, *FILL.rows * (NOISE_ROWS - len(mine))]
-    together = score(trainer.policy, collate(rows, device, packed))
-    alone = [score(trainer.policy, collate([row], device, packed))[0] for row in rows]
-    differences = [
-        a[:n] - t[:n] for row, a, t in zip(mine, alone, together, strict=False) if (n := len(row.counted))
-    ]
-    log_ratios = torch.cat(differences).tolist() if len(mine) > 1 else []
-    everywhere = torch.tensor([x for part in gather_objects(log_ratios) for x in part], dtype=torch.float64)
-    if not len(everywhere):
-        return None
-    return {
-        "rms": rounded(float(everywhere.square().mean().sqrt())),
-        "max": rounded(float(everywhere.abs().max())),
-        "tokens": len(everywhere),
-    }

@@ -165,7 +165,7 @@ class RunWatch:
         if self.diagnostics is None:
             return
         if first:
-            with phase("measure rounding and entropy", "diagnostics"):
+            with phase("measure the entropy", "diagnostics"):
                 self.diagnostics.begin(self.log.tracker)
         if last or self.diagnostics.due():
             self.log.flush()

@@ -187,10 +187,7 @@ DIAGNOSTIC_PANELS = (
     Panel(
         "Spread of the log-ratios",
         "nats, root mean square",
-        (
-            *(Curve(f"spread_{side}", side, color, True) for side, color in COLORS.items()),
-            Curve("noise", "noise of a log-ratio", "#888888"),
-        ),
+        tuple(Curve(f"spread_{side}", side, color, True) for side, color in COLORS.items()),
         log=True,
     ),
     Panel(
@@ -210,17 +207,16 @@ def diagnostic_charts(lines: Sequence[Record]) -> tuple[list[tuple[str, bytes]],
     if len(lines) < 2 or "edges" not in lines[0]:
         return [], []
     first, intervals = lines[0], lines[1:]
-    noise = (first["noise"] or {}).get("rms") or None  # nothing that is 0 has a logarithm
-    numbers = [{"step": 0, "entropy": first["entropy"]}, *(flattened(line, noise) for line in intervals)]
+    numbers = [{"step": 0, "entropy": first["entropy"]}, *map(flattened, intervals)]
     return charts(numbers, DIAGNOSTIC_PANELS), single_numbers(numbers, DIAGNOSTIC_PANELS)
 
 
-def flattened(line: Record, noise: float | None) -> Record:
-    """Return an interval as a line of metrics: ``spread_chosen``, ``drift_chosen`` …, the noise floor below
-    these spreads, and the entropy at its end."""
-    numbers = {"step": line["step"] + 1, "entropy": line["entropy"], "noise": noise}
+def flattened(line: Record) -> Record:
+    """Return an interval as a line of metrics: ``spread_chosen``, ``drift_chosen`` …, and the entropy at its
+    end."""
+    numbers = {"step": line["step"] + 1, "entropy": line["entropy"]}
     for side in COLORS:
         if side in line:
-            numbers[f"spread_{side}"] = line[side]["spread"] or None
+            numbers[f"spread_{side}"] = line[side]["spread"] or None  # 0 has no logarithm
             numbers[f"drift_{side}"] = line[side]["drift"]
     return numbers

@@ -117,8 +117,7 @@ def write_report(run_dir: Path) -> Path:
     data = _data(run_dir / "data_report.json")
     records = read_metrics(run_dir / "metrics.jsonl")
     curves = [*records, *_end(summary, records)]
-    diagnostics = read_metrics(run_dir / "diagnostics.jsonl")
-    figures, once = charts.diagnostic_charts(diagnostics)
+    figures, once = charts.diagnostic_charts(read_metrics(run_dir / "diagnostics.jsonl"))
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
     )
@@ -134,7 +133,6 @@ def write_report(run_dir: Path) -> Path:
         charts=charts.charts(curves),
         single=[*charts.single_numbers(curves), *once],
         diagnostics=figures,
-        noise=next((line["noise"] for line in diagnostics if line.get("noise")), None),
         settings=[*facts(config).items(), *memory_facts(summary)],
         data=data,
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -45,17 +43,15 @@ def test_it_is_what_a_loop_over_the_tokens_counts():
         own = [r for r in range(len(side)) if side[r] == s]
         mine = [[float(x) for x, m in zip(raw[r], mask[r], strict=True) if m] for r in own]
         tokens = [x for row in mine for x in row]
-        histogram, positions = [0] * BINS, {}
-        for row in mine:
-            for t, x in enumerate(row, start=1):
-                histogram[next((k for k, edge in enumerate(EDGES) if x <= edge), BINS - 1)] += 1
-                place = positions.setdefault(int(math.log2(t)), [0, 0, 0])
-                positions[int(math.log2(t))] = [place[0] + 1, place[1] + (x < -1.5), place[2] + (x > 1.5)]
+        histogram = [0] * BINS
+        for x in tokens:
+            histogram[next((k for k, edge in enumerate(EDGES) if x <= edge), BINS - 1)] += 1
         expected = [r for r in own if known[r]]
         drift = sum(float(moved[r]) for r in expected) / sum(int(mask[r].sum()) for r in expected)
         assert name == SIDES[s] and found["histogram"] == histogram
         assert found["rows"] == sum(map(bool, mine)) and found["tokens"] == len(tokens)
-        assert found["positions"] == [positions[p] for p in sorted(positions)]
+        assert found["below"] == sum(x < -1.5 for x in tokens) > 0
+        assert found["above"] == sum(x > 1.5 for x in tokens) > 0
         assert found["log_ratio"] == pytest.approx(np.mean(tokens), rel=1e-5)
         assert found["spread"] == pytest.approx(np.sqrt(np.mean(np.square(tokens))), rel=1e-5)
         assert found["drift"] == pytest.approx(drift, rel=1e-4)

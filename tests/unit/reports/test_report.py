@@ -204,7 +204,6 @@ def test_the_printed_command_names_the_folder_for_shell_and_hydra():
 FIRST = {
     **{"step": -1, "every": 2, "edges": list(EDGES), "sides": list(SIDES), "entropy": 0.4},
     **{"log_epsilon_P": -1.5, "log_epsilon_R": 1.5, "clips": True},
-    "noise": {"rms": 3e-6, "max": 1e-5, "tokens": 90},
 }
 
 
@@ -233,27 +232,20 @@ SPREAD, DRIFT, ENTROPY = ALL = [
     "Drift from the initial weights",
     "Entropy of the policy",
 ]
-UNMEASURED = [
-    {"noise": None, "entropy": None},
-    {"noise": {"rms": 0.0, "max": 0.0, "tokens": 9}},
-]
-"""No held-out data; no noise at all."""
 
 
 def test_every_figure_is_drawn_but_of_what_was_not_measured():
     for sides in (("chosen", "rejected"), ("chosen", "rejected", "neutral"), ("rejected",)):
         assert titles([FIRST, *intervals(*sides)]) == ALL, "a KTO run may see no desirable example"
-    for change in UNMEASURED:
-        entropy = {key: change[key] for key in ("entropy",) if key in change}
-        lines = [FIRST | change, *(line | entropy for line in intervals("chosen", drift=None))]
+    for entropy in ({"entropy": None}, {}):  # without held-out data
+        lines = [FIRST | entropy, *(line | entropy for line in intervals("chosen", drift=None))]
         assert titles(lines) == [SPREAD, *([] if entropy else [ENTROPY])]
 
 
 def test_one_interval_is_numbers_and_a_spread_of_0_has_no_logarithm():
     """Policy and reference are the same weights in the first step."""
     one = side(np.random.default_rng(0), 0.0) | {"spread": 0.0}
-    silent = FIRST | {"noise": None}
-    lines = [silent, *({"step": i, "first_step": i, "entropy": 0.4, "chosen": one} for i in range(2))]
+    lines = [FIRST, *({"step": i, "first_step": i, "entropy": 0.4, "chosen": one} for i in range(2))]
     assert set(titles(lines)) == {DRIFT, ENTROPY} and diagnostic_charts(lines)[1] == []
     assert set(titles(lines[:2])) == {ENTROPY}
     assert diagnostic_charts(lines[:2])[1] == [(f"{DRIFT}, chosen, step 1", "0 (nats per token)")]
