@@ -126,7 +126,8 @@ def rounded(value: float) -> float | None:
 class Diagnostics:
     """Follows a trainer whose loss has a reference.
 
-    ``examples``: entropy is measured on the first SAMPLE of these, or not at all if there are none. ``steps``: number of steps of the whole plan."""
+    ``examples``: entropy is measured on the first SAMPLE of these, or not at all if there are none.
+    ``steps``: number of steps of the whole plan."""
 
     def __init__(self, trainer: BasicTrainer, examples: list[Example], steps: int) -> None:
         self.trainer, self.sample = trainer, examples[:SAMPLE]

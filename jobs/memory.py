@@ -35,8 +35,6 @@ PROBE = 8192
 """Tokens of a microbatch that selective checkpointing has to leave room for."""
 NEAR = 0.9
 """Share of the widest planned microbatch from which on one counts as it."""
-FREE = 0.2
-"""Share of a card that is worth using."""
 LESS = 2 / 3
 """Share of a microbatch's tokens that is left of one that was too large."""
 SHORT = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
@@ -64,7 +62,7 @@ class MemoryPlan:
     @property
     def predicted(self) -> float:
         """GiB of the trainer's own tensors, and without a GPU of the whole process."""
-        own = [s for s in self.situations if s.name in ("training step", "evaluation", "own answers")]
+        own = [s for s in self.situations if s.name != "sampling"]
         return max(s.tensors if self.card else s.total for s in own)
 
     @property
@@ -286,8 +284,8 @@ def why_cut(model: ModelConfig, chosen: RankMemory, tokens: int | None, whole: L
 def described(
     chosen: RankMemory, load: Load, least: Load, situations: Seq[Situation], refusal: ConfigError | None
 ) -> Iterator[str]:
-    """Yield the plan in lines, the first without the others' indent. For a step that does not fit, and
-    without a GPU, they have the number to type with which it takes less."""
+    """Yield the plan in lines, the first without the others' indent. For a step that does not fit, they have
+    the number to type with which it takes less."""
     card, parameters = chosen.card, chosen.shape.parameters
     where = "on the CPU" if card is None else f"on {card.name} ({card.memory:.1f} GiB)"
     yield (
@@ -297,17 +295,16 @@ def described(
     )
     yield from map(str, situations)
     most = max(situation.total for situation in situations)
-    tokens = max(least.tokens, load.tokens // 2)
     if card is None:
         yield f"the process takes about {most:.2f} GiB"
-    else:
-        tokens = load.tokens if chosen.fits(load) else widest_that_fits(chosen, load, least).tokens
-        verdict = "fits" if most <= card.room else "warning, may not fit" if refusal is None else "too much"
-        yield f"{verdict}: {most:.1f} GiB at most; {card.room:.1f} are left when {GAPS:.0%} are kept for gaps"
-        yield f"model.activation_checkpointing={str(chosen.config.model.activation_checkpointing).lower()}"
-    total = chosen.step_total(load.cut(tokens)) if tokens < load.tokens else math.inf
+        return
+    verdict = "fits" if most <= card.room else "warning, may not fit" if refusal is None else "too much"
+    yield f"{verdict}: {most:.1f} GiB at most; {card.room:.1f} are left when {GAPS:.0%} are kept for gaps"
+    yield f"model.activation_checkpointing={str(chosen.config.model.activation_checkpointing).lower()}"
+    narrower = load if chosen.fits(load) else widest_that_fits(chosen, load, least)
+    total = chosen.step_total(narrower)
     if total < chosen.step_total(load):  # several passes keep the gradients, which may be more
-        yield f"model.microbatch_tokens={tokens} model.microbatches=1: a step takes {total:.2f} GiB"
+        yield f"model.microbatch_tokens={narrower.tokens} model.microbatches=1: a step takes {total:.2f} GiB"
 
 
 def of_settings(config: Config, ranks: int, card: str) -> dict[str, Any]:
@@ -335,8 +332,7 @@ def measured(world: World, plan: MemoryPlan) -> dict[str, Any]:
 
 
 class PeakLine:
-    """Says once, after the first update that had the widest microbatch, what the fullest rank held, and where
-    a fifth of its GPU is free, the number that would use it."""
+    """Says once, after the first update that had the widest microbatch, what the fullest rank held."""
 
     def __init__(self, plan: MemoryPlan, world: World, say: Callable[[str], None]) -> None:
         self._plan, self._world, self._say = plan, world, say
@@ -347,28 +343,14 @@ class PeakLine:
         if not self._waits or widest < NEAR * self._plan.load.tokens:
             return
         self._waits = False
-        found = measured(self._world, self._plan)
-        self._say(f"memory so far: {found['measured']}{self._to_use(found['measured_gib'], widest)}")
-
-    def _to_use(self, taken: float, widest: int) -> str:
-        """Return the number of tokens with which microbatches would use what is free of the GPU."""
-        plan, step = self._plan, self._plan.situations[0]
-        if plan.card is None or not plan.load.several:
-            return ""
-        outside = step.total - step.tensors
-        free = plan.card.room - outside - taken
-        growing = taken - (step.tensors - step.variable)
-        if free < FREE * plan.card.memory or growing <= 0:
-            return ""
-        tokens = math.floor(widest * (1 + free / growing)) // 1000 * 1000
-        return f"; {free:.1f} GiB are free: model.microbatch_tokens={tokens} would use them"
+        self._say(f"memory so far: {measured(self._world, self._plan)['measured']}")
 
 
 class ShortOfMemoryError(RuntimeError):
     """A rank ran out of memory; the message has the numbers to type."""
 
 
-def short_of_memory(plan: MemoryPlan, config: Config, error: Exception) -> Exception:
+def short_of_memory(plan: MemoryPlan, error: Exception) -> Exception:
     """Return ShortOfMemoryError with what to type in place of an error of a GPU or a CPU without room; any
     other error as it is."""
     found = any(words in str(error) for words in SHORT)
@@ -379,15 +361,10 @@ def short_of_memory(plan: MemoryPlan, config: Config, error: Exception) -> Excep
     step = f"model.microbatch_tokens={tokens} model.microbatches=1"
     if tokens >= plan.load.tokens:
         step = "model.activation_checkpointing=true, or a lower model.max_length"
-    sizes = {
-        "model.eval_batch_size": config.model.eval_batch_size,
-        "reference_batch_size": config.reference_batch_size,
-        "sampler.batch_size": None if config.sampler.separate else config.sampler.batch_size,
-    }
-    halves = " ".join(f"{key}={size // 2}" for key, size in sizes.items() if size is not None and size > 1)
-    elsewhere = f"; in scores before training, an evaluation or a round, use {halves}" if halves else ""
     first = str(error).strip().partition("\n")[0]
-    return ShortOfMemoryError(f"out of memory ({first}): in a step, use {step}{elsewhere}")
+    sizes = "model.eval_batch_size, reference_batch_size, sampler.batch_size"
+    elsewhere = f"in scores before training, an evaluation or a round, halve {sizes}"
+    return ShortOfMemoryError(f"out of memory ({first}): in a step, use {step}; {elsewhere}")
 
 
 if __name__ == "__main__":

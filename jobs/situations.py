@@ -1,6 +1,5 @@
-"""What a rank of a run holds in every situation: the trainer's tensors (``models.memory``) and what lies
-beside them, as the sampler of rounds, the reward models, and the key-value cache while the policy itself
-answers."""
+"""What a rank of a run holds while it trains, evaluates and samples: the trainer's tensors
+(``models.memory``) and what lies beside them, as the engine of rounds."""
 
 from __future__ import annotations
 
@@ -12,11 +11,9 @@ from typing import Self
 import torch
 
 from config.schema import Config
-from config.schema_model import SELECTIVE, ModelConfig
-from config.schema_rewards import RewardModelConfig, WeightedConfig
-from config.sections import with_defaults
-from models.memory import MARGIN, Estimate, Load, Shape
-from models.shapes import architecture, layer_work, parameters_of
+from config.schema_model import SELECTIVE
+from models.memory import Estimate, Load, Shape
+from models.shapes import architecture
 
 GIB = 2.0**30
 GAPS = 0.05
@@ -28,8 +25,6 @@ once more where these are more than a NODE has."""
 NODE = 8
 LIBRARIES = 0.6
 """GiB that torch and the other libraries take in a process without a GPU, measured."""
-VARIABLE = ("activations", "work", "logits", "evaluation", "keys, values and logits")
-"""The parts that grow with the tokens of a microbatch; all others are fixed."""
 CLOSE = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text")
 """Dense architectures whose variable parts are at most 30 % too large; elsewhere, 60 %."""
 HANDED = 1.0
@@ -66,11 +61,6 @@ class Situation:
     def tensors(self) -> float:
         """GiB of the trainer's own tensors, which torch's allocator counts."""
         return sum(size for part, size in self.parts.items() if part not in (*ASSUMED, "libraries"))
-
-    @property
-    def variable(self) -> float:
-        """GiB of what grows with the tokens of a microbatch."""
-        return sum(size for part, size in self.parts.items() if part in VARIABLE)
 
     def __str__(self) -> str:
         digits = 2 if self.total >= 1 else 4
@@ -139,31 +129,6 @@ class RankMemory(Estimate):
             "weights' hand-over": 4 * (shape.layer_numbers + shape.largest) / GIB + buffer,
         }
 
-    def answers(self, evaluates: bool) -> float:
-        """Return the bytes that it takes while the policy itself answers prompts, besides its weights: for
-        rounds with sampler=embedded, and for the KL divergence of an evaluation."""
-        config, model, most = self.config, self.config.model, 0.0
-        if config.online and not config.sampler.separate:
-            rows = config.sampler.batch_size or model.eval_batch_size
-            most = self._answers(rows, model.max_prompt_length, model.max_prompt_length + config.max_tokens)
-        if evaluates and config.retention.kl and model.head != "reward":
-            prompts, longest = config.retention.counts("cuda" if self.card else "cpu")
-            rows = min(model.eval_batch_size, math.ceil(prompts / self.ranks))
-            tokens = min(model.max_length, model.max_prompt_length + longest)
-            most = max(most, self._answers(rows, model.max_prompt_length, tokens))
-        return most
-
-    def _answers(self, rows: int, prompt: int, tokens: int) -> float:
-        """Return the bytes of ``rows`` answers: the key-value cache of ``tokens`` tokens each, the work of a
-        layer on all prompts at once, and the logits of one token each.
-
-        Logits exist twice in float32, as they are and at the temperature. To draw a token, their
-        probabilities and cumulative sums exist in float64."""
-        shape, layer = self.shape, self.shape.layer
-        cache = 2 * layer.keys * shape.layers * tokens * self.width
-        prefill = prompt * self.width * layer_work(self.hf_config)
-        return MARGIN * rows * (cache + prefill + (4 + 4 + 8 + 8) * shape.vocabulary)
-
     # -- everything --------------------------------------------------------------------------------
 
     def situations(self, step: Load, evaluation: Load | None) -> list[Situation]:
@@ -173,39 +138,11 @@ class RankMemory(Estimate):
         found = [Situation("training step", in_gib(self.step(step)) | beside)]
         if evaluation is not None:
             found.append(Situation("evaluation", in_gib(self.evaluation(evaluation)) | beside))
-        if answers := self.answers(evaluation is not None):
-            whole = self.width * self.shape.parameters if self.ranks == 1 else self.gathered(1)
-            parts = {"gathered blocks": whole, "keys, values and logits": answers}
-            found.append(Situation("own answers", resident | in_gib(parts) | beside))
         if self.shares_gpu:
             outside = {part: count * ASSUMED[part] for part, count in self._outside.items()}
             found.append(Situation("sampling", resident | outside | self.engine))
-        if models := reward_models(self.config):
-            found.append(Situation("scoring", resident | beside | models))
         return found
 
 
 def in_gib(parts: Mapping[str, float]) -> dict[str, float]:
     return {part: size / GIB for part, size in parts.items() if size}
-
-
-def reward_models(config: Config) -> dict[str, float]:
-    """Return the GiB that each reward model takes, by its weights and the work of one layer on the tokens of
-    one batch; {} where the reward loads no model. While a round is scored, every rank's GPU holds the models,
-    and those of a weighted sum all at once. Raises ConfigError where an architecture cannot be loaded."""
-    alone = config.reward_config.models_alone() if config.online and config.reward is not None else None
-    if alone is None:
-        return {}
-    if isinstance(alone.settings, WeightedConfig):
-        rewards = {f"reward model of {name}": part.reward for name, part in alone.settings.typed().items()}
-    else:
-        name = getattr(alone.settings, "name_or_path", alone.name)
-        rewards = {f"reward model {name}": alone}
-    found = {}
-    for name, one in rewards.items():
-        if isinstance(settings := one.settings, RewardModelConfig):
-            words = {"name_or_path": settings.name_or_path, "revision": settings.revision}
-            hf_config = architecture(with_defaults(ModelConfig, name="reward", **words))
-            numbers = parameters_of(hf_config) + settings.batch_tokens * layer_work(hf_config)
-            found[name] = getattr(torch, settings.dtype).itemsize * numbers / GIB
-    return found

@@ -27,7 +27,7 @@ from jobs.memory import (
     plan_settings,
     short_of_memory,
 )
-from jobs.situations import Card, RankMemory, reward_models
+from jobs.situations import Card, RankMemory
 from launch.grid import read_sweep
 from launch.slurm import make_job
 from launch.state import Composer
@@ -159,16 +159,6 @@ def test_a_card_is_known_by_its_usual_name_and_what_is_none_is_refused() -> None
             make_config(f"plan.card={card}")
 
 
-def test_a_reward_model_is_counted_by_its_weights() -> None:
-    config = make_config("experiment=dpo-online")
-    ((name, size),) = reward_models(config).items()
-    assert name == "reward model RLHFlow/ArmoRM-Llama3-8B-v0.1" and 15 < size < 20
-    assert reward_models(make_config("experiment=math-grpo-online")) == {}
-    parts = "{a:{reward:armorm,weight:1},b:{reward:armorm,weight:1,dtype:float32},adder:{weight:1}}"
-    summed = make_config("experiment=dpo-online", "reward=weighted", f"reward.weighted.parts={parts}")
-    assert reward_models(summed) == {"reward model of a": size, "reward model of b": pytest.approx(2 * size)}
-
-
 # -- in a run --------------------------------------------------------------------------------------
 
 SMALL = (
@@ -187,7 +177,7 @@ def test_a_run_takes_the_cut_of_a_small_card(tmp_path: Path, monkeypatch, capsys
     plain = go("one_pass")
     printed = capsys.readouterr().out
     assert "12 examples a step and rank in one microbatch: model.microbatch_tokens cuts it" in printed
-    assert re.search(r"the process takes about [\d.]+ GiB\n  model.microbatch_tokens=\d+ ", printed)
+    assert re.search(r"the process takes about [\d.]+ GiB\n", printed)
     train(make_config(*SMALL, f"runs_dir={tmp_path}", "dry_run=true", "plan.card=2"), "planned")
     found = re.search(r"training step: (\S+) GiB.* CUDA context (\S+)", capsys.readouterr().out)
     step, outside = found.groups()
@@ -221,18 +211,15 @@ CUT = plan_settings(QWEN, 1, "H100")
 """The plan of microbatches of a 1.5B model."""
 
 
-@pytest.mark.parametrize(("taken", "free"), [(1.0, False), (0.7, True)])
-def test_a_peak_is_said_once_and_what_would_use_a_free_fifth(monkeypatch, taken: float, free: bool) -> None:
+def test_a_peak_is_said_once(monkeypatch) -> None:
     plan, lines = CUT, list[str]()
     world = SimpleNamespace(device=torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: taken * plan.predicted * 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0.7 * plan.predicted * 2**30)
     monkeypatch.setattr(memory, "gather_objects", lambda own: [own, 0.0])
     line = PeakLine(plan, world, lines.append)  # type: ignore[arg-type]
     for widest in (plan.load.tokens // 2, plan.load.tokens, plan.load.tokens):
         line.after_update(widest)
-    assert len(lines) == 1 and f"{taken:.0%} of what was predicted" in lines[0]
-    number = re.search(r"model\.microbatch_tokens=(\d+) would use them", lines[0])
-    assert (number is not None) == free and (not free or int(number[1]) > plan.load.tokens)
+    assert len(lines) == 1 and "70% of what was predicted" in lines[0]
 
 
 @pytest.mark.parametrize(
@@ -246,14 +233,13 @@ def test_a_peak_is_said_once_and_what_would_use_a_free_fifth(monkeypatch, taken:
     ],
 )
 def test_out_of_memory_has_the_numbers_to_type(error: Exception, short: bool) -> None:
-    plan, model = CUT, replace(QWEN.model, eval_batch_size=64)
-    config = replace(QWEN, model=model, reference_batch_size=16)
-    found = short_of_memory(plan, config, error)
+    plan = CUT
+    found = short_of_memory(plan, error)
     assert (found is error) != short and isinstance(found, ShortOfMemoryError) == short
     if short:
         tokens = int(re.search(r"use model\.microbatch_tokens=(\d+) ", str(found))[1])
         assert plan.least <= tokens < plan.load.tokens and "more" not in str(found)
-        assert "model.eval_batch_size=32 reference_batch_size=8" in str(found)
+        assert "halve model.eval_batch_size, reference_batch_size, " in str(found)
 
 
 def test_the_process_takes_what_is_said_of_a_cpu(tmp_path: Path) -> None:
