@@ -25,8 +25,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -50,7 +49,6 @@ _STALLED_S = 60
 _LOG_LINES = 25
 _TAIL_BYTES = 64 * 1024
 _LEAVE = "leave"
-_PART = "part"
 _LOG_TO = "log to"
 """Requests that ``serve`` handles itself. Their names cannot collide with handlers, which have the names of
 Python functions."""
@@ -124,8 +122,7 @@ class WorkerProcess:
         self._requested.append(self._count)
 
     def receive(self, timeout: float, begun: float | None = None) -> Any:
-        """Return the reply to the oldest unanswered request. Partial results that the worker sends before it
-        are ignored.
+        """Return the reply to the oldest unanswered request.
 
         Raises WorkerError if the request raised an exception, if the worker died, if no reply came within
         ``timeout`` seconds, or if the reply belongs to another request. In the last two cases the worker is
@@ -142,15 +139,14 @@ class WorkerProcess:
             raise WorkerError(f"{self.module} raised an exception:\n{value}")
         return value
 
-    def ready(self, seconds: float, part: Callable[[Any], None] | None = None) -> bool:
-        """Return whether the reply to the oldest unanswered request has arrived. Wait at most ``seconds`` for
-        the next message of the worker. ``part`` is called with each partial result that comes before the
-        reply. Raises WorkerError if the worker died, or if it answered another request (it is then
+    def ready(self, seconds: float) -> bool:
+        """Return whether the reply to the oldest unanswered request has arrived. Wait for it at most
+        ``seconds``. Raises WorkerError if the worker died, or if it answered another request (it is then
         killed)."""
         try:
-            while self._answer is None and self._connection.poll(seconds):
+            if self._answer is None and self._connection.poll(seconds):
                 try:
-                    number, kind, value = self._connection.recv()
+                    number, succeeded, value = self._connection.recv()
                 except (EOFError, OSError):
                     raise
                 except Exception as error:  # code in the worker may write into every descriptor that it finds
@@ -159,12 +155,7 @@ class WorkerProcess:
                 if number != expected:
                     how = f"answered request {number} in the place of {expected} and was killed"
                     raise self._gone(how, wait=0.0)
-                if kind == _PART:
-                    if part is not None:
-                        part(value)
-                    seconds = 0.0
-                else:
-                    self._answer = (kind, value)
+                self._answer = (succeeded, value)
             # Processes that the worker started may hold its end of the pipe open: its death does not always
             # show as an end of file.
             dead = self._answer is None and self._process.poll() is not None
@@ -231,17 +222,12 @@ class WorkerProcess:
         return WorkerError(f"the process {self.module} {how}{status}; {heading}:\n{self.last_words()}")
 
 
-def replies_of(
-    workers: Sequence[WorkerProcess], timeout: float, part: Callable[[int, Any], None] | None = None
-) -> list[Any]:
+def replies_of(workers: Sequence[WorkerProcess], timeout: float) -> list[Any]:
     """Return the replies of all ``workers`` to the requests already sent to them, in the order of
-    ``workers``. ``part`` is called with (index of the worker, value) for each partial result, as it arrives.
-    Raises WorkerError, and Requeue where the run is asked to stop meanwhile."""
-    begun = time.monotonic()
-    tell = [None if part is None else partial(part, k) for k in range(len(workers))]
-    waiting = list(range(len(workers)))
+    ``workers``. Raises WorkerError, and Requeue where the run is asked to stop meanwhile."""
+    begun, waiting = time.monotonic(), list(workers)
     while waiting and time.monotonic() < begun + timeout:
-        waiting = [k for k in waiting if not workers[k].ready(_POLL_S / len(waiting), tell[k])]
+        waiting = [worker for worker in waiting if not worker.ready(_POLL_S / len(waiting))]
         if waiting:
             pause()
     return [worker.receive(timeout, begun) for worker in workers]
@@ -269,35 +255,20 @@ def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
     try:
         while (request := connection.recv())[1] != _LEAVE:
             number, method, arguments = request
-            for reply in _replies(number, all_handlers, method, arguments):
-                connection.send_bytes(reply)
+            connection.send_bytes(_reply(number, all_handlers, method, arguments))
     except (EOFError, ConnectionError):
         _kill_group()
 
 
-def _replies(
+def _reply(
     number: int, handlers: Mapping[str, Callable[..., Any]], method: str, arguments: tuple[Any, ...]
-) -> Iterator[Any]:
-    """Yield the pickled messages that answer one request. A handler that is a generator first gives (number,
-    "part", value) for each value that it yields. The last message is (number, whether the handler succeeded,
-    its value or the traceback)."""
+) -> Any:
+    """Return the pickled answer to one request: (number, whether the handler succeeded, its value or the
+    traceback)."""
     try:
-        value = handlers[method](*arguments)
-        if isinstance(value, Generator):
-            value = yield from _parts(number, value)
-        reply = ForkingPickler.dumps((number, True, value))
+        return ForkingPickler.dumps((number, True, handlers[method](*arguments)))
     except Exception:
-        reply = ForkingPickler.dumps((number, False, traceback.format_exc()))
-    yield reply
-
-
-def _parts(number: int, steps: Generator[Any, None, Any]) -> Generator[Any, None, Any]:
-    while True:
-        try:
-            part = next(steps)
-        except StopIteration as end:
-            return end.value
-        yield ForkingPickler.dumps((number, _PART, part))
+        return ForkingPickler.dumps((number, False, traceback.format_exc()))
 
 
 def _log_to(log: str) -> None:

@@ -75,13 +75,13 @@ def draw(
     done = len(prompts) - len(left)
     with progress(len(prompts), request.what, unit="prompt", done=done, **bar_options) as bar:
         for first in range(0, len(left), size):
-            part, before = left[first : first + size], bar.n
-            drawn = sampler.sample(part, request.n, request.settings, request.seed, lambda *_: bar.update())
+            part = left[first : first + size]
+            drawn = sampler.sample(part, request.n, request.settings, request.seed)
             new = {prompt_key(prompt): samples for prompt, samples in zip(part, drawn, strict=True)}
             if kept is not None:
                 kept.add(new)
             every |= new
-            bar.update(before + len(part) - bar.n)
+            bar.update(len(part))
     return [every[prompt_key(prompt)] for prompt in prompts]
 
 

@@ -22,7 +22,6 @@ from models.policy import Policy
 from models.sharding import gathered_once
 from rollouts.decoding import Decoder
 from rollouts.samplers import (
-    Answered,
     Continuation,
     Facts,
     Sample,
@@ -93,14 +92,8 @@ class EmbeddedSampler:
         return {}
 
     def sample(
-        self,
-        prompts: list[Prompt],
-        n: int,
-        settings: SamplingSettings,
-        seed: int,
-        answered: Answered | None = None,
+        self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
     ) -> list[list[Sample]]:
-        """``answered`` is never called, because the ranks' answers arrive together."""
         shares, size = self._of_every_rank((prompts, n, settings, seed)), self.world.size
         return [shares[i % size][i // size] for i in range(len(prompts))]
 

@@ -9,7 +9,6 @@ probability with which the sampler drew it. The trainer computes its own log-pro
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -74,10 +73,6 @@ class Sample:
             temperature if self.logprobs else 1.0,
             stopped=self.stopped,
         )
-
-
-Answered = Callable[[int, list[Sample]], None]
-"""Callback (index of the prompt, its samples), called as soon as all samples of the prompt are there."""
 
 
 @dataclass(frozen=True)
@@ -146,15 +141,10 @@ class Sampler(Protocol):
         ...
 
     def sample(
-        self,
-        prompts: list[Prompt],
-        n: int,
-        settings: SamplingSettings,
-        seed: int,
-        answered: Answered | None = None,
+        self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
     ) -> list[list[Sample]]:
-        """Return ``n`` answers to each prompt, in order. ``answered`` may be called with a prompt's answers
-        as soon as they are there. Raises DataError for a prompt that cannot be rendered, and WorkerError."""
+        """Return ``n`` answers to each prompt, in order. Raises DataError for a prompt that cannot be
+        rendered, and WorkerError."""
         ...
 
     def layout(self) -> Facts:

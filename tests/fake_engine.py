@@ -2,7 +2,7 @@
 the process)."""
 
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 from common.worker_process import serve
@@ -51,16 +51,10 @@ class FakeEngine:
         self.version = ""
         return self.version, None
 
-    def generate(
-        self, requests: list[GenerateRequest]
-    ) -> Generator[list[tuple[int, Generated]], None, tuple[str, None]]:
-        """Two at a time, the last ones first."""
-        for last in range(len(requests), 0, -2):
-            yield [
-                (i, Generated((*requests[i].prompt, requests[i].seed % 1000, os.getpid()), True, (-0.5,)))
-                for i in range(max(0, last - 2), last)
-            ]
-        return self.version, None
+    def generate(self, requests: list[GenerateRequest]) -> tuple[str, list[Generated]]:
+        return self.version, [
+            Generated((*one.prompt, one.seed % 1000, os.getpid()), True, (-0.5,)) for one in requests
+        ]
 
     def logprobs(self, rows: list[TokenRow]) -> tuple[str, list[list[float]]]:
         return self.version, [[-float(token) for token in row[1:]] for row in rows]

@@ -14,12 +14,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-
 from common.errors import StoppedError
 from common.imports import import_function
 from common.progress import SOON, pause
 from config.schema_rewards import RewardConfig
+from data.json_values import LARGEST
 from data.types import Prompt
 
 if TYPE_CHECKING:
@@ -36,7 +35,6 @@ LOG_NAME = "reward.log"
 """Name of the log of a scorer's worker processes in its ``log_dir``."""
 
 _SHOWN = 120
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 class RewardError(StoppedError):
@@ -176,7 +174,7 @@ def verdict_of(value: Any) -> float | Missing:
 def finite(verdict: float | Missing) -> float | Missing:
     """Return ``verdict`` unchanged, or a missing verdict if it is not finite in float32, the precision in
     which it would be trained on: no file of groups may hold it."""
-    if isinstance(verdict, Missing) or abs(verdict) <= _LARGEST:
+    if isinstance(verdict, Missing) or abs(verdict) <= LARGEST:
         return verdict
     return Missing(f"the reward is {verdict}")
 

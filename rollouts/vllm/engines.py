@@ -14,7 +14,7 @@ vLLM's documented interface.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +28,6 @@ from rollouts.vllm.messages import EngineOptions, Generated, GenerateRequest, To
 from rollouts.vllm.options import engine_environment
 
 WORKER = "rollouts.vllm.worker"
-Report = Callable[[int, list[tuple[int, Generated]]], None]
-"""Callback (index of the engine, [(place of the request, its sample)])."""
 
 
 class Engines:
@@ -129,24 +127,14 @@ class Engines:
         self.version = int(weight_version or 0)
         self._ask_all("finish_weight_update", str(self.version))
 
-    def generate(
-        self, shares: list[list[GenerateRequest]], report: Report | None = None
-    ) -> list[list[Generated]]:
-        """Return the samples of each engine's requests, in order. ``report`` is called with (index of the
-        engine, [(place of the request, its sample)]) while others are still drawn. Raises WorkerError."""
+    def generate(self, shares: list[list[GenerateRequest]]) -> list[list[Generated]]:
+        """Return the samples of each engine's requests, in order. Raises WorkerError."""
         self._require_weights()
-        drawn: list[dict[int, Generated]] = [{} for _ in shares]
-
-        def part(engine: int, generated: list[tuple[int, Generated]]) -> None:
-            drawn[engine].update(generated)
-            if report is not None:
-                report(engine, generated)
-
-        self._ask("generate", [(requests,) for requests in shares], self.config.timeout, part)
+        drawn = self._ask("generate", [(requests,) for requests in shares], self.config.timeout)
         counts = [(len(samples), len(requests)) for samples, requests in zip(drawn, shares, strict=True)]
         if any(there != wanted for there, wanted in counts):
             raise WorkerError(f"the engines drew (samples, of so many): {counts}")
-        return [[samples[place] for place in range(len(samples))] for samples in drawn]
+        return drawn
 
     def logprobs(self, rows: list[Sequence]) -> list[list[list[float]]]:
         """Return each engine's log-probabilities of the completion tokens, nats: [engines][rows][tokens].
@@ -190,20 +178,13 @@ class Engines:
     def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
         return self._ask(method, [arguments] * len(self._workers), self.config.timeout)
 
-    def _ask(
-        self,
-        method: str,
-        arguments: list[tuple[Any, ...]],
-        timeout: float,
-        part: Callable[[int, Any], None] | None = None,
-    ) -> list[Any]:
+    def _ask(self, method: str, arguments: list[tuple[Any, ...]], timeout: float) -> list[Any]:
         """Send one request to each engine at once, and return the answers in order, which must all come from
-        the weights of ``self.version``. ``part`` is called with (index of the engine, report) before its
-        answer."""
+        the weights of ``self.version``."""
         with self._closed_on_failure():
             for worker, each in zip(self._workers, arguments, strict=True):
                 worker.send(method, *each)
-            replies = replies_of(self._workers, timeout, part)
+            replies = replies_of(self._workers, timeout)
             versions = [version for version, _ in replies]
             wanted = "" if self.version is None else str(self.version)
             if any(version != wanted for version in versions):

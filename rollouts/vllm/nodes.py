@@ -20,7 +20,7 @@ from common.worker_process import WorkerError
 from config.schema import Config
 from data.types import Sequence
 from models.distributed import Done, Ranks, World, on_every_rank, on_main
-from rollouts.vllm.engines import Engines, Report
+from rollouts.vllm.engines import Engines
 from rollouts.vllm.messages import Generated, GenerateRequest
 from rollouts.vllm.options import with_engines
 
@@ -47,8 +47,6 @@ class Nodes:
     def __init__(self, config: Config, world: World, ranks: Ranks, log_dir: Path) -> None:
         """``log_dir``: for the engines' output. Raises ConfigError where a node does not see it."""
         self.config, self.world, self.ranks, self.log_dir = config, world, ranks, log_dir
-        self.report: Report | None = None
-        """called on rank 0 with what its node's engines draw, as it comes"""
         hosts = on_every_rank(socket.gethostname)
         self.hosts = [hosts[rank] for rank in world.leaders]
         if len(self.hosts) > 1:
@@ -59,7 +57,7 @@ class Nodes:
         self.sleep: Asked[None, None] = self.request(lambda _: self.engines.sleep())
         self.logprobs: Asked[list[Sequence], Any] = self.request(lambda rows: self.engines.logprobs(rows))
         self.generate: Asked[list[list[GenerateRequest]], list[list[Generated]]] = self.request(
-            lambda shares: self.engines.generate(shares, self.report)
+            lambda shares: self.engines.generate(shares)
         )
         self.renew(trains=config.online and world.size > 1)  # a single process may have no trainer
 

@@ -18,15 +18,7 @@ from data.chat import Renderer
 from data.types import Prompt
 from models.distributed import Ranks, World
 from models.policy import Policy
-from rollouts.samplers import (
-    Answered,
-    Continuation,
-    Facts,
-    Sample,
-    SamplingSettings,
-    refuse_options,
-    rows_of,
-)
+from rollouts.samplers import Continuation, Facts, Sample, SamplingSettings, refuse_options, rows_of
 from rollouts.stop_strings import stop_strings_of
 from rollouts.vllm.handover import HandOver
 from rollouts.vllm.messages import Generated, GenerateRequest
@@ -103,19 +95,12 @@ class VllmSampler:
     # -- samples -----------------------------------------------------------------------------------
 
     def sample(
-        self,
-        prompts: list[Prompt],
-        n: int,
-        settings: SamplingSettings,
-        seed: int,
-        answered: Answered | None = None,
+        self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
     ) -> list[list[Sample]]:
-        """``answered`` is called with a prompt's answers while others are still drawn, unless ``stops`` ends
-        them; those of other nodes come together."""
         if self.stops is not None:
             return self.stops.sample(self.draw, prompts, n, settings, seed, synced=False)
         rows = rows_of(self.renderer, prompts, n, settings)
-        samples = self.draw(rows, settings, seed, self.renderer.stop_token_ids, n, answered)
+        samples = self.draw(rows, settings, seed, self.renderer.stop_token_ids, n)
         return [samples[i : i + n] for i in range(0, len(samples), n)]
 
     def draw(
@@ -125,11 +110,9 @@ class VllmSampler:
         seed: int,
         stops: tuple[int, ...],
         together: int = 1,
-        answered: Answered | None = None,
     ) -> list[Sample]:
         """Return a sample for each row, which ends with one of ``stops`` or at the row's own ``max_tokens``.
-        ``together``: number of rows of one prompt; one engine draws them all, and ``answered`` is called once
-        for them. Raises WorkerError."""
+        ``together``: number of rows of one prompt; one engine draws them all. Raises WorkerError."""
         requests = [
             GenerateRequest(
                 row.ids.tolist(),
@@ -145,23 +128,12 @@ class VllmSampler:
         engines, prompts = self.nodes.engines_of_all, len(rows) // together
         bounds = [prompts * k // engines * together for k in range(engines + 1)]
         says = says_logprobs(settings, self.config.model.logit_temperature)
-        drawn: list[Sample | None] = [None] * len(rows)
-
-        def take(engine: int, generated: list[tuple[int, Generated]]) -> None:
-            for place, each in generated:
-                at = bounds[engine] + place
-                drawn[at] = Sample(each.token_ids, each.finished, each.logprobs if says else ())
-                first = at // together * together
-                samples = [sample for sample in drawn[first : first + together] if sample is not None]
-                if answered is not None and len(samples) == together:
-                    answered(first // together, samples)
-
-        self.nodes.report = take  # rank 0's node has the first engines
         of_engines = self._generated([requests[i:j] for i, j in pairwise(bounds)])
-        for engine, samples in enumerate(of_engines):
-            if engine >= len(self.nodes.engines.sizes):
-                take(engine, list(enumerate(samples)))
-        return [sample for sample in drawn if sample is not None]
+        return [
+            Sample(one.token_ids, one.finished, one.logprobs if says else ())
+            for samples in of_engines
+            for one in samples
+        ]
 
     def _generated(self, shares: list[list[GenerateRequest]]) -> list[list[Generated]]:
         """Return the samples of each engine's requests. Only the nodes whose engines fail draw theirs again.

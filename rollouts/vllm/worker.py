@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,13 +20,7 @@ from vllm.platforms import current_platform
 
 from common.worker_process import serve
 from rollouts.vllm.folders import EXTENSION
-from rollouts.vllm.messages import (
-    EngineOptions,
-    Generated,
-    GenerateRequest,
-    TokenRow,
-    sampling_params,
-)
+from rollouts.vllm.messages import EngineOptions, Generated, GenerateRequest, TokenRow, sampling_params
 from rollouts.vllm.options import KV_CACHE, WITHOUT_GPU, shape_folder
 
 T = TypeVar("T")
@@ -141,35 +134,21 @@ class OfflineEngine:
         self._asleep = True
         return self._answer(None)
 
-    def generate(
-        self, requests: list[GenerateRequest]
-    ) -> Generator[list[tuple[int, Generated]], None, tuple[str, None]]:
-        """Generate one sample for each request. After each engine step, as ``LLM.generate`` takes them, yield
-        (index of the request, its sample) for those that are finished."""
-        llm = self._awake()
-        names = llm.enqueue(
+    def generate(self, requests: list[GenerateRequest]) -> tuple[str, list[Generated]]:
+        """Return one sample for each request, in order."""
+        outputs = self._awake().generate(
             [{"prompt_token_ids": request.prompt} for request in requests],
             [SamplingParams(**sampling_params(request), watermarking=False) for request in requests],
             use_tqdm=False,
         )
-        # vLLM adds random characters to the name that enqueue returns, but not to the output's request_id
-        places = {name.partition("-")[0]: place for place, name in enumerate(names)}
-        engine = llm.llm_engine
-        while engine.has_unfinished_requests():
-            ended = [output for output in engine.step() if output.finished]
-            if ended:
-                yield [(places[output.request_id], _drawn(output)) for output in ended]
-        return self._answer(None)
+        return self._answer(list(map(_drawn, outputs)))
 
     def logprobs(self, rows: list[TokenRow]) -> tuple[str, list[list[float]]]:
         """Return log p(token | the tokens before it) of every token but the first, nats. Rows must be shorter
         than max_length."""
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        outputs = self._awake().generate(
-            [{"prompt_token_ids": row} for row in rows],
-            params,
-            use_tqdm=False,
-        )
+        prompts = [{"prompt_token_ids": row} for row in rows]
+        outputs = self._awake().generate(prompts, params, use_tqdm=False)
         return self._answer(
             [
                 [step[token].logprob for token, step in zip(row[1:], output.prompt_logprobs[1:], strict=True)]

@@ -218,7 +218,7 @@ def test_a_pool_that_is_closed_at_work_leaves_no_process():
 
 def test_a_run_that_is_asked_to_stop_does_not_wait_for_what_does_not_answer(monkeypatch):
     monkeypatch.setattr("common.progress._requested", lambda: True)
-    engine = SimpleNamespace(ready=lambda seconds, part: time.sleep(seconds))
+    engine = SimpleNamespace(ready=time.sleep)
     for wait_for_it in (lambda: results([Future()]), lambda: replies_of([engine], 600.0)):
         with pytest.raises(Requeue):
             wait_for_it()

@@ -16,7 +16,7 @@ from data.chat import Renderer, make_renderer
 from data.types import Group, Prompt, Turn
 from models.distributed import Ranks, start
 from models.pretrained import load_tokenizer
-from rollouts.samplers import Answered, Sample, SamplingSettings
+from rollouts.samplers import Sample, SamplingSettings
 from rollouts.verify import MOST_FAILURES, Accuracy, make_accuracy, verdicts_of
 from tests.tiny import make_config, tiny_policy
 
@@ -35,7 +35,7 @@ class Scripted:
         return Ranks()
 
     def sample(
-        self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int, answered: Answered
+        self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
     ) -> list[list[Sample]]:
         self.calls.append((prompts, n, settings, seed))
         texts = ["0" if prompt.id in self.wrong else str(prompt.reference_answer) for prompt in prompts]
