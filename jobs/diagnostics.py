@@ -230,7 +230,7 @@ class Diagnostics:
         micros = trainer.dealer.microbatches(self.sample, max(1, size)) if self.sample else []
         total = torch.zeros(2, dtype=torch.float64, device=trainer.world.device)
         for micro in micros:
-            values = trainer.policy(micro.sequences, entropy=True)
+            _, values = trainer.policy(micro.sequences, entropy=True)
             reshard(trainer.policy)
             total += torch.stack(
                 [token_sum(values.double(), micro.sequences.mask).sum(), micro.sequences.mask.sum().double()]

@@ -24,9 +24,9 @@ from jobs.plan import Plan, first_example, make_plan
 from jobs.preflight import LoadedData
 from jobs.run_folder import RunFolder
 from models.attention import packs_rows, shares_prompts, why_not_shared
+from models.checks import routing_notice
 from models.distributed import World, on_main
 from models.pretrained import check_model, check_weights, load_tokenizer
-from models.routing import routing_notice
 from reports.data_tables import page as data_page
 from rollouts.stop_strings import StopStrings, stop_strings_of
 from trainers.assembly import Loss, check_budget, trainer_class

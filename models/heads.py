@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from common.errors import ConfigError
 from data.batches import to_device
@@ -34,13 +32,11 @@ class ValuePolicy(Policy):
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
-    def forward(
-        self, sequences: Sequences, entropy: bool = False, with_entropy: bool = False, values: bool = False
-    ) -> Tensor:
+    def forward(self, sequences: Sequences, entropy: bool = False, values: bool = False) -> Tensor:
         """Return [R, T] as ``Policy.forward``; with ``values`` [2, R, T], the log-probabilities and the
         values of the states before each completion token."""
         if not values:
-            return super().forward(sequences, entropy, with_entropy)
+            return super().forward(sequences, entropy)
         before = self.hidden(sequences).index_select(0, sequences.predict)
         head = self.value_head
         value = before.detach().float() @ head.weight[0].float() + head.bias.float()
@@ -55,7 +51,7 @@ class RewardModel(Policy):
     log-probabilities.
     """
 
-    def forward(self, sequences: Sequences, entropy: bool = False, with_entropy: bool = False) -> Tensor:
+    def forward(self, sequences: Sequences, entropy: bool = False) -> Tensor:
         """Return [R, T] float32: the row's reward at its last completion token and 0 elsewhere, so that a
         row's sum is its reward."""
         width = sequences.input_ids.shape[1]

@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightConverter
 
 from common.progress import phase
 from config.schema_model import ModelConfig
 from models.distributed import World, on_every_rank, on_main
 from models.fingerprint import weights_fingerprint
 from models.policy import Policy, causal_lm, decoder_blocks
-from models.pretrained import empty_policy, load_policy
+from models.pretrained import check_finite, empty_policy, load_policy
 from models.sharding import fill, shard
-from models.stored import check_finite, left_in_files, stored_alike
+from models.weight_files import FLOATS, stored_tensors
 
 
 def load_sharded(config: ModelConfig, world: World, seed: int = 0) -> tuple[Policy, str]:
@@ -56,3 +58,26 @@ def _load_sharded(config: ModelConfig, world: World, seed: int) -> tuple[Policy,
     whole.clear()
     on_every_rank(lambda: check_finite(policy, config))
     return policy, weights_fingerprint(policy.named_parameters())
+
+
+def stored_alike(config: ModelConfig) -> torch.dtype | None:
+    """Return the dtype of all weights in the model's files, where these are the policy's own but for the
+    dtype. Then they can stay in the files, which safetensors maps, until a part of them is read. None where
+    weights are computed (``model.new_tokens``, ``model.quantization``, a head, adapters over another dtype),
+    where dtypes differ, and where not all files are on this machine."""
+    if config.from_config or config.new_tokens or config.head or config.quantization:
+        return None
+    # float64 is trained as float32, which rounds it
+    dtypes = {
+        None if tensor.dtype == "F64" else FLOATS.get(tensor.dtype)
+        for tensor in (stored_tensors(config) or {}).values()
+    }
+    dtype = getattr(torch, dtypes.pop() or "", None) if len(dtypes) == 1 else None
+    return None if config.use_peft and dtype != getattr(torch, config.dtype) else dtype
+
+
+def left_in_files(model: PreTrainedModel) -> bool:
+    """Return whether transformers left all weights in their files: it computed none of them from several."""
+    return not any(
+        isinstance(conversion, WeightConverter) for conversion in getattr(model, "_weight_conversions", ())
+    )

@@ -21,7 +21,7 @@ from models.attention import GROUPED, heads_of, packable
 from models.logprobs import BUDGET, keeps_logits
 from models.policy import causal_lm, decoder_blocks
 from models.pretrained import empty_model
-from models.quantization import count_weights
+from models.shapes import count_weights
 
 MARGIN = 1.02
 """Factor for what the formulas of a layer leave out: statistics of norms, indices, a few small tensors."""

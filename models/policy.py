@@ -17,11 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-)
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from common.errors import ConfigError, require
 from config.schema_model import SELECTIVE
@@ -62,22 +58,17 @@ class Policy(nn.Module):
         reference."""
         return super().train(False)
 
-    def forward(self, sequences: Sequences, entropy: bool = False, with_entropy: bool = False) -> Tensor:
+    def forward(self, sequences: Sequences, entropy: bool = False) -> Tensor:
         """Return [R, T] float32, log p(token | preceding tokens) at completion cells, in nats, with p =
-        softmax(logits / ``temperature``); 0 where the mask is False. With ``entropy``, return instead the
-        entropy of the distribution that each token is drawn from, in nats, without gradient. With
-        ``with_entropy``, return [2, R, T]: the log-probabilities, and those entropies with gradient.
+        softmax(logits / ``temperature``); 0 where the mask is False. With ``entropy``, return [2, R, T]: the
+        log-probabilities, and the entropies of the distributions that the tokens are drawn from, in nats.
 
         Without a completion token (rows that only fill up the batch) the result is zeros that still depend on
         every trained weight, so that a sharded backward runs on every rank.
         """
         before = self.hidden(sequences).index_select(0, sequences.predict)
-        if with_entropy:
-            return torch.stack([self.logprobs(sequences, before), self.entropies(sequences, before)])
-        if entropy:
-            with torch.no_grad():
-                return self.entropies(sequences, before)
-        return self.logprobs(sequences, before)
+        logprobs = self.logprobs(sequences, before)
+        return torch.stack([logprobs, self.entropies(sequences, before)]) if entropy else logprobs
 
     def hidden(self, sequences: Sequences) -> Tensor:
         """Return [B L, D], the last hidden state at every position, with B and L flattened."""

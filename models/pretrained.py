@@ -3,11 +3,11 @@ its weights are read."""
 
 from __future__ import annotations
 
-import json
+import copy
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from accelerate import init_empty_weights
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HTTPError
+from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -29,47 +30,38 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
-from transformers.utils import find_adapter_config_file, is_flash_attn_2_available, is_flash_attn_3_available
+from transformers.tokenization_utils_base import AddedToken
+from transformers.utils import find_adapter_config_file
 
 from common.errors import ConfigError, require
 from common.files import resolve_model_path
-from config.files import section
 from config.machine import speaks
 from config.schema_model import ModelConfig
 from data.templates import chosen_template
+from models.checks import TARGETS, check_adapters, check_architecture
 from models.distributed import return_freed_blocks
 from models.heads import RewardModel, ValuePolicy
-from models.new_tokens import add_tokens, grow, rows_for, with_rows
 from models.policy import Policy, causal_lm, decoder_blocks, output_head, set_up_layers
-from models.quantization import KEY as QUANTIZATION
 from models.quantization import NF4, quantise
-from models.rope import check_longrope
-from models.routing import check_routing
-from models.stored import KEY, check_finite, stored_tensors
+from models.sharding import local_part
 from models.weight_files import (
     CONFIG,
+    KEY,
     DamagedError,
-    check_positions,
     named,
     read_object,
     refuse_adapter,
     refuse_other_tensors,
     refuse_quantised,
     stored_dtype,
+    stored_tensors,
 )
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
-FLASH_ATTENTION = ("flash_attention_2", "flash_attention_3")
-SOFTCAP_ATTENTION = ("eager", "flex_attention", *FLASH_ATTENTION)
-ATTENTION = ("sdpa", *SOFTCAP_ATTENTION)
-"""Kernels that apply Gemma-2's attn_logit_softcapping; transformers' sdpa silently drops it."""
-
-
 SMOLLM2 = "assets/smollm2/"
 """Folder of the model that the Makefile makes."""
-TARGETS = "model.peft.target_modules"
 WRAPPERS: dict[str | None, type[Policy]] = {None: Policy, "value": ValuePolicy, "reward": RewardModel}
 """model.head -> the class that wraps the transformers model"""
 
@@ -89,116 +81,22 @@ def model_config(config: ModelConfig) -> PretrainedConfig:
 
 
 def check_model(config: ModelConfig) -> PretrainedConfig:
-    """Return the architecture, after every check that needs no weights.
+    """Return the architecture, with rows for ``model.new_tokens``, after every check that needs no weights.
 
-    Raises ConfigError for a model that cannot be found, that is not a causal language model or that is
-    shorter than model.max_length; for an attention kernel that is not installed, that the model does not have
-    or that would drop a feature of it; for an auxiliary loss of routers that the model does not have; and as
-    ``check_embedded`` and ``check_quantization`` do.
+    Raises ConfigError for a model that cannot be found, and as ``check_architecture`` does.
     """
     hf_config = model_config(config)
-    check_embedded(config, hf_config)
-    text, kernel = hf_config.get_text_config(), config.attn_implementation
-    causal = type(hf_config) in AutoModelForCausalLM._model_mapping or "AutoModelForCausalLM" in (
-        getattr(hf_config, "auto_map", None) or {}
-    )
-    require(
-        causal,
-        KEY,
-        config.name_or_path,
-        f"is a {hf_config.model_type}, not a causal language model",
-    )
-    check_kernel(config, hf_config)
-    two, three = FLASH_ATTENTION
-    installed = {two: is_flash_attn_2_available, three: is_flash_attn_3_available}
-    require(
-        kernel not in installed or installed[kernel](),
-        "model.attn_implementation",
-        kernel,
-        "is not installed; use sdpa",
-    )
-    cap = getattr(text, "attn_logit_softcapping", None)
-    require(
-        cap is None or kernel in SOFTCAP_ATTENTION,
-        "model.attn_implementation",
-        kernel,
-        f"would drop this model's attn_logit_softcapping={cap}; use eager",
-    )
-    check_routing(config, hf_config)
-    check_longrope(config, hf_config)
+    check_architecture(config, hf_config)
+    text = hf_config.get_text_config()
     if config.head == "reward":
         hf_config.num_labels = 1
         # A classifier pools at the last token that is not padding. If the padding token were also the
         # end-of-turn token, it would pool before that token.
         text.pad_token_id = None
-    check_positions(config, text.to_dict())
-    check_quantization(config, hf_config)
-    return (
-        with_rows(hf_config, rows_for(hf_config, load_tokenizer(config))) if config.new_tokens else hf_config
-    )
-
-
-def check_quantization(config: ModelConfig, hf_config: PretrainedConfig) -> None:
-    """Raise ConfigError for an architecture that cannot be quantised as requested, or that is stored
-    quantised."""
-    if config.quantization is None:
-        return
-    stored = getattr(hf_config, "quantization_config", None)
-    require(
-        stored is None,
-        QUANTIZATION,
-        config.quantization,
-        f"{config.name_or_path} is stored quantised itself; give the model as it was before, or use off",
-    )
-    empty_model(config, hf_config)
-
-
-def check_embedded(config: ModelConfig, hf_config: PretrainedConfig) -> None:
-    """Raise ConfigError for another model with the settings of the embedded one, which are made for that
-    model's task."""
-    embedded = section("model/adder.yaml:model")
-    config_file = Path(embedded["name_or_path"], "config.json")
-    if not config.name.startswith(embedded["name"]) or not config_file.is_file():
-        return
-    words = json.loads(config_file.read_text(encoding="utf-8"))["vocab_size"]
-    require(
-        hf_config.get_text_config().vocab_size == words,
-        KEY,
-        config.name_or_path,
-        f"is not the embedded model, and model={config.name} has that one's settings: texts of "
-        f"{embedded['max_length']} tokens, control tokens, learning rate; type model=hub "
-        f"model.name_or_path={config.name_or_path}",
-    )
-
-
-def check_kernel(config: ModelConfig, hf_config: PretrainedConfig) -> None:
-    """Raise ConfigError for an attention kernel that transformers does not offer for this architecture, or
-    that does not compute in ``model.dtype``."""
-    kernel = config.attn_implementation
-    require(
-        kernel in kernels_of(hf_config),
-        "model.attn_implementation",
-        kernel,
-        f"a {hf_config.model_type} has no such attention; use {' or '.join(kernels_of(hf_config))}",
-    )
-    require(
-        kernel not in FLASH_ATTENTION or config.dtype != "float32",
-        "model.attn_implementation",
-        kernel,
-        "computes in bfloat16 or float16 alone; use model.dtype=bfloat16, or sdpa",
-    )
-
-
-def kernels_of(hf_config: PretrainedConfig) -> list[str]:
-    """Return the attention kernels that transformers offers for this architecture. (An architecture with its
-    own remote code raises an error itself when it is built.)"""
-    mapping = AutoModelForCausalLM._model_mapping
-    if type(hf_config) not in mapping:
-        return list(ATTENTION)
-    model: Any = mapping[type(hf_config)]
-    offered = {"sdpa": model._supports_sdpa, "flex_attention": model._supports_flex_attn}
-    offered |= dict.fromkeys(FLASH_ATTENTION, model._supports_flash_attn)
-    return [name for name in ATTENTION if offered.get(name, True)]
+    if not config.new_tokens:
+        return hf_config
+    # Many embeddings have more rows than their tokenizer has tokens.
+    return with_rows(hf_config, max(text.vocab_size, len(load_tokenizer(config))))
 
 
 def export_dtype(config: ModelConfig) -> torch.dtype:
@@ -218,7 +116,8 @@ def check_weights(config: ModelConfig, hf_config: PretrainedConfig) -> list[str]
     """
     if config.use_peft:
         check_adapters(empty_model(config, hf_config), config)
-    notes = about_new_tokens(config, hf_config)
+    new = ", ".join(config.new_tokens)
+    notes = [f"{new}: tokens of their own, with new rows (model.new_tokens)"] if new else []
     if config.from_config:
         return notes
     hf_config = _as_stored(config, hf_config)
@@ -379,19 +278,6 @@ def in_float32(module: nn.Module) -> Iterator[None]:
             p.data = values
 
 
-def about_new_tokens(config: ModelConfig, hf_config: PretrainedConfig) -> list[str]:
-    """Return a sentence about ``model.new_tokens``, if there are any. ``hf_config``: from ``check_model``."""
-    rows, old = (
-        architecture.get_text_config().vocab_size
-        for architecture in (hf_config, _as_stored(config, hf_config))
-    )
-    tokens = ", ".join(config.new_tokens)
-    note = (
-        f"{tokens}: tokens of their own (model.new_tokens); the embedding has {rows} rows, {rows - old} new"
-    )
-    return [note] if config.new_tokens else []
-
-
 def _as_stored(config: ModelConfig, hf_config: PretrainedConfig) -> PretrainedConfig:
     """Return the architecture without the rows of ``model.new_tokens``."""
     if not config.new_tokens:
@@ -427,6 +313,33 @@ def _read(config: ModelConfig, hf_config: PretrainedConfig, stored: torch.dtype 
     return model
 
 
+def check_finite(model: nn.Module, config: ModelConfig) -> None:
+    """Raise ConfigError for weights, in this rank's part, that are not finite numbers; it names a tensor and
+    the file that has it."""
+    name = next((name for name, p in model.named_parameters() if not _finite(local_part(p.detach()))), None)
+    if name is None:
+        return
+    place = next(
+        (
+            f"{tensor} in {file}"
+            for file in sorted({stored.file for stored in (stored_tensors(config) or {}).values()})
+            for tensor, values in load_file(file).items()
+            if not _finite(values)
+        ),
+        f"{name}, once loaded in {config.dtype}",
+    )
+    raise ConfigError(
+        KEY,
+        config.name_or_path,
+        f"has weights that are not finite numbers (NaN or infinity): {place}; fetch the model again, or take "
+        "an earlier checkpoint",
+    )
+
+
+def _finite(values: torch.Tensor) -> bool:
+    return values.element_size() < 2 or not values.is_floating_point() or bool(values.isfinite().all())
+
+
 def _finished(policy: Policy, config: ModelConfig) -> Policy:
     """Set up the policy's forward as the settings ask for it, and return the policy."""
     policy.temperature = config.logit_temperature
@@ -456,33 +369,43 @@ def _with_lora(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
     return adapted
 
 
-def check_adapters(model: PreTrainedModel | PeftModel, config: ModelConfig) -> None:
-    """Raise ConfigError for adapters that could not be merged into the exported model."""
-    from peft.tuners import lora
-    from peft.tuners.lora import LoraLayer
+# Tokens that a model's tokenizer lacks (``model.new_tokens``), like the control tokens of ``loss=csft``, are
+# special tokens of it, each with one id. The embedding and the output head get a row for each, the mean of
+# the rows that were there. Unlike a draw, the mean is the same in every run, and no new token is more likely
+# than an average one.
 
-    merged = (lora.Linear, lora.Embedding)  # what ``models.export`` merges
-    target, plain = config.peft.target_modules, causal_lm(model)
-    require(
-        not isinstance(plain.get_output_embeddings(), LoraLayer),
-        TARGETS,
-        target,
-        "puts adapters on the output head, which stays a plain linear layer: leave it out (all-linear does)",
+
+def add_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[str]:
+    """Add the texts that the tokenizer does not have as one token, and return them."""
+    if not texts:
+        return []  # a vocabulary is a large dictionary to ask for
+    vocabulary = tokenizer.get_vocab()
+    new = [text for text in texts if text not in vocabulary]
+    tokenizer.add_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in new], special_tokens=True
     )
-    for name, module in model.named_modules():
-        require(
-            not isinstance(module, LoraLayer) or isinstance(module, merged),
-            TARGETS,
-            target,
-            f"puts adapters on {name}, a {type(module).__name__}, which are not merged here: leave it out",
-        )
-    tied = bool(getattr(plain.config.get_text_config(), "tie_word_embeddings", False))
-    require(
-        not (tied and isinstance(plain.get_input_embeddings(), LoraLayer)),
-        TARGETS,
-        target,
-        "puts adapters on the embedding, whose matrix is this model's output head too: leave it out",
-    )
+    return new
+
+
+def with_rows(hf_config: PretrainedConfig, rows: int) -> PretrainedConfig:
+    """Return the config with this many rows in the embedding."""
+    resized: PretrainedConfig = copy.deepcopy(hf_config)
+    resized.get_text_config().vocab_size = rows
+    return resized
+
+
+@torch.no_grad()
+def grow(model: PreTrainedModel, rows: int, new: Sequence[int]) -> None:
+    """Give the embedding and the head ``rows`` rows, and those of the ids ``new`` the mean of the rows before
+    the first of them."""
+    if not new:
+        return
+    embedding: Any = model.get_input_embeddings()
+    if rows > embedding.weight.shape[0]:
+        model.resize_token_embeddings(rows, mean_resizing=False)
+    for end in (model.get_input_embeddings(), model.get_output_embeddings()):
+        for values in end.parameters(recurse=False) if isinstance(end, nn.Module) else ():
+            values[list(new)] = values[: min(new)].float().mean(0).to(values.dtype)
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:

@@ -37,20 +37,17 @@ class NF4Linear(nn.Module):
     table: Tensor
 
     def __init__(self, linear: nn.Linear) -> None:
-        """Keep the bias of ``linear`` as it is."""
         super().__init__()
         self.dtype, self.columns = linear.weight.dtype, linear.in_features
         """Dtype that the weights had before, and in which they are exported; their number in a row."""
         self.packed = nn.Parameter(pack(linear.weight.detach()), requires_grad=False)
         self.bias = linear.bias
-        codes = torch.arange(256)
-        pairs = torch.tensor(LEVELS)[torch.stack((codes >> 4, codes & 15), dim=1)]
-        self.register_buffer("table", pairs, persistent=False)
+        levels = torch.tensor(LEVELS)
+        self.register_buffer("table", torch.cartesian_prod(levels, levels), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] for ``x`` [..., in]."""
-        product: Tensor = _Product.apply(x, self.packed, self.table, self.bias, self.columns)  # type: ignore[no-untyped-call]
-        return product
+        return _Product.apply(x, self.packed, self.table, self.bias, self.columns)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Product(torch.autograd.Function):
@@ -75,19 +72,15 @@ def pack(weight: Tensor) -> Tensor:
     """Return [out, in] weights as [out, ``RANGES`` + blocks of a row + in / 2] bytes. A row holds the divisor
     of its scales and the number added to them (float32), its scales (int8), and its codes, two per byte."""
     on_gpu = torch.cuda.is_available() and not weight.is_meta  # a CPU takes minutes for 8B
-    values = weight.to("cuda" if on_gpu else weight.device, torch.float32).unflatten(
-        1, (-1, gcd(weight.shape[1], BLOCK))
-    )
+    values = weight.to("cuda" if on_gpu else weight.device, torch.float32)
+    values = values.unflatten(1, (-1, gcd(weight.shape[1], BLOCK)))
     largest = values.abs().amax(dim=-1)
     mean = largest.mean()
     factor = 256 / (2 * (largest - mean).abs().amax(dim=-1))
     scales = ((largest - mean) * factor[:, None]).round().clamp(-128, 127).nan_to_num(0).to(torch.int8)
     values = (values / largest[..., None]).nan_to_num(0)  # a block of zeros stays one
-    codes, least = torch.zeros_like(values, dtype=torch.uint8), torch.full_like(values, torch.inf)
-    for code, level in enumerate(LEVELS):
-        distance = (values - level).abs()
-        codes.masked_fill_(distance < least, code)
-        least = torch.minimum(least, distance)
+    levels = torch.tensor(LEVELS, device=values.device).double()  # in which the middle of two is exact
+    codes = torch.bucketize(values.double(), (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
     ranges = torch.stack((factor, mean.expand(len(weight))), dim=1).view(torch.uint8)
     pairs = codes[..., ::2] << 4 | codes[..., 1::2]
     return torch.cat((ranges, scales.view(torch.uint8), pairs.flatten(1)), dim=1).to(weight.device)
@@ -127,10 +120,3 @@ def quantise(blocks: list[nn.Module]) -> None:
 def quantised(model: nn.Module) -> dict[str, NF4Linear]:
     """Return name of ``packed`` in a state dict -> its layer, for every quantised layer."""
     return {f"{name}.packed": one for name, one in model.named_modules() if isinstance(one, NF4Linear)}
-
-
-def count_weights(model: nn.Module) -> int:
-    """Return how many numbers the parameters stand for, each counted once."""
-    layers = quantised(model).values()
-    more = sum(len(layer.packed) * (layer.columns - layer.packed.shape[1]) for layer in layers)
-    return sum(p.numel() for p in model.parameters()) + more

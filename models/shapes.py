@@ -9,11 +9,13 @@ from typing import Any
 
 from accelerate import init_empty_weights
 from huggingface_hub import try_to_load_from_cache
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from common.files import resolve_model_path
 from config.schema_model import ModelConfig
 from models.pretrained import model_config
+from models.quantization import quantised
 
 FILE = Path(__file__).with_suffix(".json")
 
@@ -42,7 +44,14 @@ def architecture(config: ModelConfig) -> PretrainedConfig:
 
 def parameters_of(hf_config: PretrainedConfig) -> int:
     """Return the number of parameters of the language model of this architecture."""
-    return sum(p.numel() for p in without_weights(hf_config).parameters())
+    return count_weights(without_weights(hf_config))
+
+
+def count_weights(model: nn.Module) -> int:
+    """Return how many numbers the parameters stand for, each counted once."""
+    layers = quantised(model).values()
+    more = sum(len(layer.packed) * (layer.columns - layer.packed.shape[1]) for layer in layers)
+    return sum(p.numel() for p in model.parameters()) + more
 
 
 def without_weights(hf_config: PretrainedConfig) -> PreTrainedModel:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 
 from common.errors import ConfigError, require
@@ -16,6 +17,7 @@ from common.files import read_json, regular_file, resolve_model_path
 from config.files import walk
 from config.schema_model import ModelConfig
 
+KEY = "model.name_or_path"
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
 FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float32"}
@@ -61,10 +63,10 @@ def check_named(config: ModelConfig) -> None:
     """Raise ConfigError, before torch is imported, where ``model.name_or_path`` is a folder whose files
     cannot be trained (``check_files``)."""
     one_file = f"is one file; python -m tools.gguf {config.name_or_path} FOLDER writes a model's folder"
-    require(not config.name_or_path.endswith(".gguf"), "model.name_or_path", config.name_or_path, one_file)
+    require(not config.name_or_path.endswith(".gguf"), KEY, config.name_or_path, one_file)
     if not config.from_config:
         folder = Path(resolve_model_path(config.name_or_path))
-        tensors = check_files("model.name_or_path", config.name_or_path, folder)
+        tensors = check_files(KEY, config.name_or_path, folder)
         if tensors is not None:
             fields = read_object(folder / CONFIG)
             check_positions(config, {**fields, **(fields.get("text_config") or {})})
@@ -126,6 +128,18 @@ def check_files(key: str, name: str, folder: Path) -> dict[str, Stored] | None:
     packed = next((stored.name for stored in tensors.values() if stored.packed), None)
     require(packed is None, key, name, _quantised(f"its files hold {packed}"))
     return tensors
+
+
+def stored_tensors(config: ModelConfig) -> dict[str, Stored] | None:
+    """Return the tensors in the model's files by name; None where not all of them are on this machine yet.
+    Raises ConfigError (``check_files``)."""
+    path = Path(resolve_model_path(config.name_or_path))
+    if not path.is_dir():
+        cached = try_to_load_from_cache(config.name_or_path, "config.json", revision=config.revision)
+        path = Path(cached).parent if isinstance(cached, str) else path
+        if not weights_are_there(path):
+            return None
+    return check_files(KEY, config.name_or_path, path)
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -27,9 +27,9 @@ from transformers import (
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from common.progress import pause, pause_together, stopping
+from models.checks import reach
 from models.distributed import gather_objects
 from models.policy import Policy, causal_lm
-from models.rope import reach
 
 ENDED = 0.25
 """Share of a batch's rows at which those that have ended leave it."""

@@ -52,7 +52,7 @@ class TokenScorer:
             return self.compared(step, sequences, self.reference.lookup(step, sequences))
         if not self.entropy:
             return self.compared(step, sequences, self.policy(sequences))
-        policy, entropy = self.policy(sequences, with_entropy=True)
+        policy, entropy = self.policy(sequences, entropy=True)
         return replace(self.compared(step, sequences, policy), entropy=entropy)
 
     def compared(self, step: int, sequences: Sequences, policy: torch.Tensor) -> TokenScores:

@@ -40,8 +40,7 @@ from torch import Tensor, nn
 from common.progress import interruptible
 from config.schema import Config
 from data.batches import Segment
-from models.reference import Reference, Scored
-from models.soft_reference import SoftReference
+from models.reference import Reference, Scored, SoftReference
 from trainers.dealing import Dealer, Progress
 from trainers.losses.base import Mean
 from trainers.meters import global_mean

@@ -36,10 +36,7 @@ def test_only_the_new_rows_are_new():
 def test_a_run_trains_and_exports_them(tmp_path, capfd):
     places = (f"runs_dir={tmp_path}", f"cache_dir={tmp_path}/cache")
     train(make_config(*SHORT, *NEW, *places), "run")
-    assert (
-        "<|good|>, <|bad|>: tokens of their own (model.new_tokens); the embedding has"
-        in capfd.readouterr().out
-    )
+    assert "<|good|>, <|bad|>: tokens of their own, with new rows" in capfd.readouterr().out
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len([line for line in lines if "loss" in line]) == 4
     export_run(tmp_path / "run", 2, tmp_path / "earlier")

@@ -49,7 +49,7 @@ BUDGETS = {
     "common": 1_548,
     "config": 3_503,
     "data": 6_700,
-    "models": 4_879,
+    "models": 4_780,
     "trainers": 2_686,
     "reports": 2_027,
     "rollouts": 6_100,

@@ -12,10 +12,10 @@ from transformers import GPT2Config, LlamaConfig, MambaConfig, Phi3Config, Phi3F
 from common.errors import ConfigError
 from data.batches import collate
 from data.types import Sequence
+from models.checks import reach
 from models.policy import Policy
 from models.pretrained import check_model
 from models.reference import score
-from models.rope import reach
 from tests.tiny import VOCABULARY
 from tests.unit.models.test_families import GROUPED, SIZES
 from tests.unit.models.test_policy import settings

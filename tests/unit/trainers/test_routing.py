@@ -13,10 +13,10 @@ from common.errors import ConfigError
 from config.schema_model import ModelConfig
 from data.batches import FILL, collate
 from models.attention import KEPT_APART
+from models.checks import routing_notice
 from models.distributed import start
 from models.policy import checkpoint_activations, decoder_blocks
 from models.pretrained import check_model
-from models.routing import routing_notice
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
 from tests.unit.models.test_families import CPU, FAMILIES, MIXTURES, rows, tiny
 from trainers.routing import RouterBalance

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from models.soft_reference import SoftReference
+from models.reference import SoftReference
 from tests.tiny import make_config, tiny_policy
 from trainers.syncing import Syncing
 
