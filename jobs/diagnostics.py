@@ -149,7 +149,7 @@ class Diagnostics:
 
     def observe(self, micro: Microbatch, scores: TokenScores) -> None:
         """Take a microbatch of a step, without waiting for the device."""
-        moved, comparable = change_since(micro, scores, self.trainer.initial_logprobs)
+        moved, comparable = change_since(micro, scores, self.trainer.reference.initial_logprobs)
         raw = (scores.policy - scores.reference).detach()
         self._step.append((sides(micro), raw, scores.mask, moved, comparable))
 

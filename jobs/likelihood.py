@@ -193,8 +193,7 @@ def _score(plan: Plan, trainer: BasicTrainer, parts: dict[str, str]) -> OfRows |
     what = f"score training rows ({'n_examples' if fixed else 'log_drift, drift_examples'})"
     scores = initial_scores(trainer, batches, size, reference, parts, what)
     rows = OfRows(scores, batches, reference)
-    trainer.initial_logprobs = rows
-    trainer.reference.use_initial(scores)
+    trainer.reference.use_initial(scores, rows)
     return rows
 
 

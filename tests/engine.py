@@ -81,7 +81,7 @@ def run(
         size = config.reference_batch_size or trainer.dealer.size
         parts = {"weights": "test"}
         scores = initial_scores(trainer, batches, size, trainer.reference, parts, "score")
-        trainer.reference.use_initial(scores)
+        trainer.reference.use_initial(scores, {})
     log = Log(each=each or (lambda: None))
     trainer.train(Offline(segment), log)
     return trainer, log.lines

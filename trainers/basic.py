@@ -10,7 +10,7 @@ which of them runs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
@@ -104,9 +104,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
     loss_keys: ClassVar[tuple[str, ...]] = ()
     """Keys of ``loss`` that it reads instead of the loss function"""
     corrections: ClassVar[bool] = False
-    """Whether a correction can weight the tokens of its loss"""
-    advantages: ClassVar[bool] = False
-    """Whether an example's label is its advantage, of which 0 teaches nothing"""
+    """Whether an example's label is its advantage: of 0 it teaches nothing, and a correction can weight the
+    tokens of its loss"""
     mismatched: ClassVar[bool] = False
     """Whether ``arrange`` adds mismatched rows"""
     view: View
@@ -130,9 +129,6 @@ class BasicTrainer(ABC, Generic[Prepared]):
         )
         coefficient = config.model.router_aux_loss_coef
         self.router_balance = RouterBalance(cast(Policy, policy), coefficient, world.size)
-        self.initial_logprobs: Mapping[str, Tensor] = {}
-        """Row key -> [C] log-probabilities under the initial weights, nats (for ``drift``); rows may be
-        missing."""
         self.optimizer = make_optimizer(policy, config)
         self.progress = Progress()
 
@@ -178,7 +174,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
 
     def has_signal(self, batch: list[Example]) -> bool:
         """Return whether anything can be learnt from the global batch, besides a penalty."""
-        return not self.advantages or any(example.label for example in self.arrange(batch))
+        return not self.corrections or any(example.label for example in self.arrange(batch))
 
     # -- built once ------------------------------------------------------------------------------------
 
@@ -253,7 +249,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
         if self.config.has_reference:
             key = rejection_key(self.progress.step, micro.sequences)
             out |= self.scorer.humanline.metrics(scores, key)
-            out["drift"] = mean_log_ratio(micro, scores, self.initial_logprobs)
+            out["drift"] = mean_log_ratio(micro, scores, self.reference.initial_logprobs)
             if self.reference.schedule.bound is not None:
                 out["reference_kl"] = reference_kl(scores)
             out |= self.correction.metrics(scores, micro)

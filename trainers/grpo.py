@@ -19,7 +19,6 @@ class GRPOTrainer(BasicTrainer[None]):
     beta_scales_rewards = False
     loss_keys = ("advantage", "advantage_epsilon")
     corrections = True
-    advantages = True
 
     @classmethod
     def view_of(cls, config: Config) -> View:

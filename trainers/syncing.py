@@ -120,6 +120,9 @@ class SyncedReference(Reference):
         self.anchor = Reference(self.by_row) if anchored else None
         # Not a part of the policy: a run that resumes loads the initial weights before its checkpoint.
         self.initial = SoftReference(policy) if anchored and config.online else None
+        self.initial_logprobs: Mapping[str, Tensor] = {}
+        """Row key -> [C] log-probabilities under the initial weights, nats (for ``drift``); rows may be
+        missing."""
 
     def start_segment(self, segment: Segment, at: Progress) -> None:
         """Become the policy at the start of the segment, unless the initial weights are the reference. Where
@@ -161,9 +164,10 @@ class SyncedReference(Reference):
 
     # -- state of a run --------------------------------------------------------------------------------
 
-    def use_initial(self, scores: Mapping[str, Tensor]) -> None:
-        """Store the scores of the training rows under the initial weights, [C] nats, where the reference, or
-        the KL term's anchor, stays at these weights."""
+    def use_initial(self, scores: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> None:
+        """Store the scores of the training rows under the initial weights, [C] nats, by row (``rows``), and
+        where the reference, or the KL term's anchor, stays at these weights, by their own keys."""
+        self.initial_logprobs = rows
         if self.fixed:
             self.scores = scores
         elif self.anchor is not None:

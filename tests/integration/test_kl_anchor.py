@@ -43,7 +43,7 @@ def trained(config: Config, start: Policy, segments) -> tuple[BasicTrainer, list
         known = initial_scores(
             trainer, batches, trainer.dealer.size, Reference(), {"weights": "anchor"}, "score"
         )
-        trainer.reference.use_initial(known)
+        trainer.reference.use_initial(known, {})
     trainer.train(Rounds(*segments) if config.online else Offline(*segments), log)
     return trainer, log.lines
 

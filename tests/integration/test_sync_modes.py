@@ -221,7 +221,7 @@ def test_resuming_changes_nothing(tmp_path, overrides):
     resumed = make_trainer(config, tiny_policy(seed=9))
     state, scores = kept.load(kept.path(4), resumed.policy, resumed.optimizer)
     resumed.load_state_dict(state, scores)
-    resumed.reference.use_initial(scores)
+    resumed.reference.use_initial(scores, {})
     rest = Log()
     resumed.train(Offline(segment), rest)
     assert [line["loss"] for line in rest.lines] == [line["loss"] for line in lines[4:]]

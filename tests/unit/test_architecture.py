@@ -50,7 +50,7 @@ BUDGETS = {
     "config": 3_503,
     "data": 6_700,
     "models": 4_780,
-    "trainers": 2_686,
+    "trainers": 2_684,
     "reports": 2_027,
     "rollouts": 6_100,
     "jobs": 4_630,
