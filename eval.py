@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -25,8 +26,8 @@ from omegaconf import DictConfig, OmegaConf
 from common.errors import require
 from common.imports import importing
 from config.cli import cli, guarded
+from config.load import split_settings
 from config.schema_stages import EvalStage
-from config.sections import typed
 
 
 def evaluate(cfg: DictConfig, overridden: list[str]) -> None:
@@ -34,18 +35,14 @@ def evaluate(cfg: DictConfig, overridden: list[str]) -> None:
 
     ``overridden``: the dotted keys that the command line sets. Raises ConfigError, DataError,
     StoppedError."""
-    composed = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(composed, dict)
-    options = {item.name: composed.pop(item.name) for item in fields(EvalStage)}
-    options |= {key: [options[key]] for key in ("run", "against") if isinstance(options[key], str)}
-    stage = typed(OmegaConf.create(options), EvalStage)
+    stage, rest = split_settings(cfg, EvalStage)
+    settings: Any = OmegaConf.to_container(rest, resolve=True)
 
     from evals.running import check_early
     from evals.running import evaluate as measure
     from evals.targets import expanded, refuse_unread, run_of, targets_of
 
-    refuse_unread(overridden, list(options), bool(stage.run), composed)
-    settings = {str(key): value for key, value in composed.items()}
+    refuse_unread(overridden, [item.name for item in fields(EvalStage)], bool(stage.run), settings)
     checkpoints = [
         checkpoint for path in expanded(stage.run) if (checkpoint := run_of(path, stage.step))[1] is not None
     ]

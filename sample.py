@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -62,10 +63,8 @@ def of_run(run: str, rest: DictConfig, overridden: list[str]) -> Config:
     from evals.targets import refuse_unread, run_of, settings_of_run
 
     stage_keys = [item.name for item in fields(SampleStage)]
-    tree = OmegaConf.to_container(rest, resolve=True)
-    assert isinstance(tree, dict)
-    refuse_unread([key for key in overridden if key.split(".")[0] != "rounds"], stage_keys, True, tree)
-    composed = {str(key): value for key, value in tree.items()}
+    composed: Any = OmegaConf.to_container(rest, resolve=True)
+    refuse_unread([key for key in overridden if key.split(".")[0] != "rounds"], stage_keys, True, composed)
     return settings_of_run(run_of(Path(run), None)[0], composed, overridden)
 
 

@@ -46,25 +46,17 @@ class FileLock:
         for example for a file that is a link (``open_own``)."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         stream = os.fdopen(open_own(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+b")
-        if not self._take(stream):
-            stream.close()
-            raise LockedError("a process that has just ended and removed it: start again")
-        self._stream = stream
-
-    def _take(self, stream: IO[bytes]) -> bool:
-        """Lock ``stream``. Return True if it is now locked or the file system offers no locks; return False
-        if it is no longer the file at ``path``. Raises LockedError, OSError."""
         try:
             fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in _NO_LOCKS_HERE:
-                self.problem = os.strerror(error.errno)
-                return True
-            with stream:
-                raise LockedError(_owner(stream)) if error.errno in _HELD else error from None
-        with suppress(FileNotFoundError):
-            return os.path.samestat(os.fstat(stream.fileno()), self.path.stat())
-        return False
+            if error.errno not in _NO_LOCKS_HERE:
+                with stream:
+                    raise LockedError(_owner(stream)) if error.errno in _HELD else error from None
+            self.problem = os.strerror(error.errno)
+        if not self.path.exists() or not os.path.samestat(os.fstat(stream.fileno()), self.path.stat()):
+            stream.close()
+            raise LockedError("a process that has just ended and removed it: start again")
+        self._stream = stream
 
     def sign(self) -> None:
         """Write into the file which process holds the lock. If the disk is full, the file stays without this

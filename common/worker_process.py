@@ -248,7 +248,7 @@ def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
     descriptor, owner = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(descriptor, False)
     guard_output()  # without a buffer, which keeps the last lines of a killed worker
-    live_while(owner, _kill_group)
+    threading.Thread(target=_end_with, args=(owner,), daemon=True).start()
     connection = Connection(descriptor)
     os.register_at_fork(after_in_child=connection.close)
     all_handlers: dict[str, Callable[..., Any]] = {**handlers, _LOG_TO: _log_to}
@@ -279,16 +279,11 @@ def _log_to(log: str) -> None:
     os.close(descriptor)
 
 
-def live_while(owner: int, end: Callable[[], None]) -> None:
-    """Call ``end`` in a thread as soon as ``owner``, this process's parent, has ended, whatever this process
-    is doing then."""
-
-    def watch() -> None:
-        while os.getppid() == owner:
-            time.sleep(_POLL_S)
-        end()
-
-    threading.Thread(target=watch, daemon=True).start()
+def _end_with(owner: int) -> None:
+    """Wait until ``owner``, this process's parent, has ended, then end this process."""
+    while os.getppid() == owner:
+        time.sleep(_POLL_S)
+    _kill_group()
 
 
 def _kill_group() -> None:

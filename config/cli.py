@@ -54,10 +54,10 @@ LINES = "\n       "
 """What separates the lines of one message."""
 UNREADABLE = (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError)
 """What Hydra raises for words and files that it cannot compose."""
-_PLACE = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
 TYPOGRAPHIC = str.maketrans("−–—‐‑‒“”„‘’\xa0", '------"""\'\' ')
 """Signs of word processors -> those that are meant."""
-OTHER_THING = (*_PLACE, errno.EINVAL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
+OTHER_THING = {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP}
+OTHER_THING |= {errno.EINVAL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO}
 """Errors of a file that may not be read or written, or in whose place something else stands (a folder)."""
 INTERRUPTED = "interrupted; what is done is kept, the same command goes on"
 NAMES_RUN = ("eval", "sample")

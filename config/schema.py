@@ -18,8 +18,7 @@ from common.errors import require
 from config.schema_data import DataConfig, check_keep_best, evaluation_sets
 from config.schema_model import ModelConfig
 from config.schema_rewards import RewardConfig, completed
-from config.schema_rounds import RoundsConfig
-from config.schema_sampler import SamplerConfig
+from config.schema_sampler import RoundsConfig, SamplerConfig
 from config.schema_trainer import Accepts, LossKeys, TrainerConfig, accepted_by, check_trainer_keys
 from config.sections import (
     All,

@@ -189,11 +189,8 @@ def of_set(key: str, error: ConfigError | DataError) -> UserError:
     """Return an error about ``data`` as an error about the set ``key`` of ``evaluations``."""
     if isinstance(error, DataError):
         return DataError(f"{key}: {error}")
-    if error.key == key:
-        return error
-    section, _, word = error.key.removeprefix(f"{key}.").rpartition(".")
-    if section not in ("", "data"):
-        return ConfigError(error.key, error.value, f"for {key}, {error.remedy}")
-    word = _OWN_WORD.get(word, word)
-    remedy = _OF_DATA.sub(lambda match: f"{key}.{_OWN_WORD.get(match[1], match[1])}", error.remedy)
-    return ConfigError(f"{key}.{word}" if word in KEYS else key, error.value, remedy)
+    name, remedy = (
+        _OF_DATA.sub(lambda match: f"{key}.{_OWN_WORD.get(match[1], match[1])}", text)
+        for text in (error.key, error.remedy)
+    )
+    return ConfigError(name, error.value, remedy if name.startswith(key) else f"for {key}, {remedy}")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from common.errors import require
 from common.files import check_name
@@ -28,6 +28,7 @@ Kind = Literal["accuracy", "compare", "alpacaeval", "lm_eval"]
 """Each is a module of ``evals``; the docstring of that package describes its contract."""
 READ = ("model", "data", "sampler", "reward", "seed", "runs_dir", "cache_dir")
 """The settings of a run that an evaluation reads."""
+OneOrMore = Annotated[list[Text], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
 @dataclass
@@ -95,10 +96,10 @@ class EvalStage:
     """Settings of ``eval.py`` itself."""
 
     kind: Kind
-    run: list[Text]
+    run: OneOrMore
     step: Annotated[Natural, "is a step's number"] | None
     answers: Text | None
-    against: list[Text]
+    against: OneOrMore
     name: Text | None
     out: Text | None
     overwrite_out: bool

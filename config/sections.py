@@ -171,12 +171,6 @@ def _from_mapping(cls: type, source: Any, handler: Callable[[Any], Any]) -> Any:
     return schema
 
 
-def with_defaults(section_class: type[T], **values: Any) -> T:
-    """Return a section built from ``values``, with the defaults for all other fields. A type checker does not
-    see these defaults, so it would reject the plain call."""
-    return section_class(**values)
-
-
 def nested(section_class: type[T]) -> T:
     """Return the default of a field that is itself a section: that section with all its defaults."""
     return cast(T, field(default_factory=section_class))

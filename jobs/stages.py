@@ -13,7 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 from common.errors import ConfigError, DataError, StoppedError, require
 from config.schema import Config
 from config.schema_rewards import RewardConfig
-from config.schema_rounds import RoundsConfig
+from config.schema_sampler import RoundsConfig
 from config.schema_stages import LabelStage, SampleStage
 from data.chat import make_renderer
 from data.quality import limit_tokens

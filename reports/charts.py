@@ -120,21 +120,8 @@ def thinned(values: np.ndarray, most: int) -> np.ndarray:
 
 
 def is_drawn(panel: Panel, records: Sequence[Record]) -> bool:
-    """Return whether a curve of the panel has two numbers: one alone is a number and no curve."""
+    """Return whether a curve of the panel has two numbers: one alone is no curve."""
     return any(np.isfinite(points(records, curve.key)[1]).sum() > 1 for curve in panel.curves)
-
-
-def single_numbers(records: Sequence[Record], panels: Sequence[Panel] = PANELS) -> list[tuple[str, str]]:
-    """Return (what, number with its unit) of each curve that has one number, in panels that are not drawn."""
-    found = []
-    for panel in panels:
-        for curve in () if is_drawn(panel, records) else panel.curves:
-            steps, values = points(records, curve.key)
-            for place in np.flatnonzero(np.isfinite(values)):
-                what = f"{panel.title}, {curve.label}, step {steps[place]:.0f}"
-                number = f"{values[place]:.1%}" if panel.share else f"{values[place]:.4g}"
-                found.append((what, f"{number} ({panel.unit})"))
-    return found
 
 
 def draw(panel: Panel, records: Sequence[Record]) -> Figure | None:
@@ -201,14 +188,13 @@ DIAGNOSTIC_PANELS = (
 )
 
 
-def diagnostic_charts(lines: Sequence[Record]) -> tuple[list[tuple[str, bytes]], list[tuple[str, str]]]:
-    """Return (title, SVG) of the figures, and (what, number) of those that would have a single point; none if
-    the file lacks its first line or has no interval."""
+def diagnostic_charts(lines: Sequence[Record]) -> list[tuple[str, bytes]]:
+    """Return (title, SVG) of the figures; none if the file lacks its first line or has no interval."""
     if len(lines) < 2 or "edges" not in lines[0]:
-        return [], []
+        return []
     first, intervals = lines[0], lines[1:]
     numbers = [{"step": 0, "entropy": first["entropy"]}, *map(flattened, intervals)]
-    return charts(numbers, DIAGNOSTIC_PANELS), single_numbers(numbers, DIAGNOSTIC_PANELS)
+    return charts(numbers, DIAGNOSTIC_PANELS)
 
 
 def flattened(line: Record) -> Record:

@@ -116,8 +116,6 @@ def write_report(run_dir: Path) -> Path:
     summary |= {end: dict(numbers(summary[end])) for end in ("before", "after") if end in summary}
     data = _data(run_dir / "data_report.json")
     records = read_metrics(run_dir / "metrics.jsonl")
-    curves = [*records, *_end(summary, records)]
-    figures, once = charts.diagnostic_charts(read_metrics(run_dir / "diagnostics.jsonl"))
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
     )
@@ -130,9 +128,8 @@ def write_report(run_dir: Path) -> Path:
         answers=before_and_after(run_dir),
         after="after" if summary else "so far",
         shortened=shortened,
-        charts=charts.charts(curves),
-        single=[*charts.single_numbers(curves), *once],
-        diagnostics=figures,
+        charts=charts.charts([*records, *_end(summary, records)]),
+        diagnostics=charts.diagnostic_charts(read_metrics(run_dir / "diagnostics.jsonl")),
         settings=[*facts(config).items(), *memory_facts(summary)],
         data=data,
     )

@@ -215,28 +215,24 @@ def intervals(
     """Return a percentile bootstrap interval of the mean of each metric's [runs, problems], nan left out.
 
     Problems are drawn with replacement, and so are runs (seeds) if there are several. The two draws are
-    crossed: every drawn run is evaluated on the same drawn problems. All metrics of one shape share the
-    draws, which come from a fixed seed. None for a metric without any number.
+    crossed: every drawn run is evaluated on the same drawn problems. The draws come from a fixed seed, so all
+    metrics of one shape have the same. None for a metric without any number.
     """
-    shapes = {values.shape for values in metrics.values()}
-    out: dict[str, Interval | None] = {}
-    for shape in sorted(shapes):
-        names = [
-            name for name, values in metrics.items() if values.shape == shape and np.isfinite(values).any()
-        ]
-        drawn: dict[str, list[np.ndarray]] = {name: [] for name in names}
-        rng = np.random.default_rng(0)
-        for first in range(0, resamples if names else 0, _BLOCK):
-            size = min(_BLOCK, resamples - first)
-            problems = _counts(rng, shape[1], size)
-            runs = _counts(rng, shape[0], size) if shape[0] > 1 else np.ones((size, 1))
-            for name in names:
-                drawn[name].append(_means(metrics[name], runs, problems))
-        tail = (1 - confidence) / 2
-        for name in names:
-            low, high = np.nanquantile(np.concatenate(drawn[name]), [tail, 1 - tail])
-            out[name] = (float(low), float(high))
-    return {name: out.get(name) for name in metrics}
+    return {name: _interval(values, resamples, confidence) for name, values in metrics.items()}
+
+
+def _interval(values: np.ndarray, resamples: int, confidence: float) -> Interval | None:
+    if not np.isfinite(values).any():
+        return None
+    rng, drawn = np.random.default_rng(0), []
+    for first in range(0, resamples, _BLOCK):
+        size = min(_BLOCK, resamples - first)
+        problems = _counts(rng, values.shape[1], size)
+        runs = _counts(rng, len(values), size) if len(values) > 1 else np.ones((size, 1))
+        drawn.append(_means(values, runs, problems))
+    tail = (1 - confidence) / 2
+    low, high = np.nanquantile(np.concatenate(drawn), [tail, 1 - tail])
+    return float(low), float(high)
 
 
 def _counts(rng: np.random.Generator, n: int, size: int) -> np.ndarray:

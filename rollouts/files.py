@@ -11,7 +11,7 @@ from typing import Any
 
 from common.errors import ConfigError, DataError, require
 from common.files import check_writable, part_of, write_whole
-from config.schema_rounds import RoundsConfig
+from config.schema_sampler import RoundsConfig
 from data.formats import answered, prompt_of, text, turns, value, with_tools
 from data.groups import prompt_dict, write_groups
 from data.rows import Row, RowError, read_rows

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from config.schema_rounds import CENTRES, RoundsConfig
+from config.schema_sampler import CENTRES, RoundsConfig
 from data.chat import Renderer
 from data.quality import check_vocabulary
 from data.types import Completion, Group, Prompt

@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import ConfigError
 from config.schema_data import DataConfig
-from config.schema_rounds import RoundsConfig
+from config.schema_sampler import RoundsConfig
 from data.sources import load_groups
 from data.types import Completion, Prompt, Turn
 from rollouts.files import read_samples, refuse_existing, write_feedback, write_samples

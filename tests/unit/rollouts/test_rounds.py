@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError, DataError
-from config.schema_rounds import RoundsConfig
+from config.schema_sampler import RoundsConfig
 from data.groups import answered_dict, from_dict, to_dict, to_line
 from data.types import Completion, Group, Prompt, Turn
 from data.views import group_advantages
