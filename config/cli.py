@@ -217,8 +217,9 @@ def compose(*words: str) -> tuple[Config, str]:
 
 def compose_config(overrides: list[str]) -> Config:
     """Return the settings that ``python train.py <overrides>`` would have. Raises UserError."""
-    with reworded(overrides):
-        return load(composed(overrides))
+    typed = as_settings(overrides)
+    with reworded(typed):
+        return load(composed(typed))
 
 
 def in_our_words(error: Exception, overrides: Sequence[str]) -> str:

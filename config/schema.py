@@ -196,6 +196,7 @@ class Config:
     n_eval_examples: All[Count]
     n_eval_prompts: All[Count]
     n_eval_samples: Count
+    n_kept_answers: All[Count]
     evaluations: dict[str, Any]
     eval_every: Auto[Natural]
     save_every: Auto[Count]

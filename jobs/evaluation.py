@@ -10,12 +10,14 @@ the number of ranks, except for rounding.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import cast
 
 import torch
 
+from common.imports import import_function
 from common.progress import SOON, interruptible, progress
 from data.batches import Segment, token_count
 from data.chat import Renderer
@@ -241,6 +243,9 @@ def make_evaluator(
     def accuracy_on(one: EvaluationSet) -> Accuracy | None:
         if not one.checkable:
             return None
+        if accuracy is not None and replace(one.data, verifier=config.data.verifier) == config.data:
+            verifier = import_function(f"evaluations.{one.name}.verifier", one.data.verifier)
+            return accuracy.with_verifier(verifier)
         ends = stops if one.data.source == config.data.source else None
         arguments = (config, policy, renderer, one.checkable, world, one.data, ends)
         return make_accuracy(*arguments, section=f"evaluations.{one.name}")

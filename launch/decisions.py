@@ -6,6 +6,7 @@ Seeds of which a run ended without a number have no pair; the table says how man
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median, stdev
@@ -76,16 +77,18 @@ def decide(sweep: Sweep, cells: Sequence[Cell]) -> list[Decision]:
     metrics = sorted({key for cell in cells for run in cell.finished for key in run.values})
     decisions = []
     for test in sweep.tests:
-        for cell in test.cells:
+        for cell in itertools.chain(*test.sides):
             there = f"is no cell of the table: {', '.join(by_name)}"
             require(cell in by_name, f"tests: {test.name}: cells", cell, there)
         numbers = f"is a number of no finished run; there are {', '.join(metrics)}"
         require(not metrics or test.metric in metrics, f"tests: {test.name}: metric", test.metric, numbers)
-        first, second = (by_name[cell].values(test.metric) for cell in test.cells)
-        runs = [run for cell in test.cells for run in by_name[cell].chosen]
+        sides = [[by_name[cell] for cell in side] for side in test.sides]
+        first, second = (seed_means([cell.values(test.metric) for cell in side]) for side in sides)
+        cells_of_test = list(itertools.chain(*sides))
+        runs = [run for cell in cells_of_test for run in cell.chosen]
         apart = tuple(differences(first, second))
         to_come = sum(run.status not in ENDED for run in runs)
-        failed = len(runs) - to_come - len(first) - len(second)
+        failed = len(runs) - to_come - sum(len(cell.values(test.metric)) for cell in cells_of_test)
         p = None
         if not to_come and len(apart) >= FEWEST_PAIRS:
             same = test.kind == SAME
@@ -93,6 +96,12 @@ def decide(sweep: Sweep, cells: Sequence[Cell]) -> list[Decision]:
         decisions.append(Decision(test, len(sweep.seeds), apart, failed, to_come, p))
     corrected = holm([1.0 if decision.p is None else decision.p for decision in decisions])
     return [replace(d, p_holm=p) for d, p in zip(decisions, corrected, strict=True) if p is not None]
+
+
+def seed_means(values: Sequence[dict[int, float]]) -> dict[int, float]:
+    """Return seed -> mean over the cells of a side, for the seeds of which every cell has a value."""
+    seeds = [seed for seed in values[0] if all(seed in other for other in values)]
+    return {seed: fmean(of_cell[seed] for of_cell in values) for seed in seeds}
 
 
 def decision_rows(decisions: Sequence[Decision]) -> list[list[str]]:
@@ -108,7 +117,7 @@ def decision_rows(decisions: Sequence[Decision]) -> list[list[str]]:
             numbers = [f"{middle.value:.4g}", f"{median(apart):.4g}", interval, ahead]
         larger = "–" if middle is None else "yes" if abs(middle.value) >= test.effect else "no"
         asks = f"same within ±{test.effect:g}" if test.kind == SAME else f"different; {test.effect:g} matters"
-        what = [test.name, " − ".join(reversed(test.cells)), test.metric, asks]
+        what = [test.name, test.difference, test.metric, asks]
         p_values = [shown_p(d.p), "–" if d.p is None else shown_p(d.p_holm)]
         out.append(
             [*what, f"{len(apart)} of {d.planned}", *numbers, str(d.failed), *p_values, d.word, larger]

@@ -21,6 +21,7 @@ A sweep file::
     tests:                               # decided by launch.results once all their runs have ended, with Holm over all of them
       - {name: clip, cells: [clip-only-dpo, both-dpo], metric: eval_accuracy_sampled, effect: 0.02}   # second minus first; what matters
       - {cells: [both-dpo, both-kto], metric: eval_accuracy_sampled, effect: 0.02, kind: same}        # are they within ±0.02?
+      - {cells: [[clip-only-dpo, clip-only-kto], [both-dpo, both-kto]], metric: eval_accuracy_sampled, effect: 0.02}   # means over losses
 
 The runs are ``cells x grid x seeds`` in that order; a run's name consists of the sweep's name, the run's
 values and its seed.
@@ -105,7 +106,10 @@ class Run:
         }
 
 
-TWO_CELLS = "must be two cells, the second minus the first, as in [plain, humanline]"
+TWO_CELLS = (
+    "must be two cells, the second minus the first, as in [plain, humanline]; a list of cells in place of "
+    "one stands for their mean, seed by seed"
+)
 A_METRIC = (
     "must be a number of a finished run: eval_accuracy_sampled, another eval_…, or FILE/NAME of an evaluation"
 )
@@ -115,20 +119,30 @@ A_METRIC = (
 class PlannedTest:
     """A test of the second of two ``cells`` minus the first, paired by seed.
 
-    ``cells``: as ``Sweep.compared`` has them. ``effect``: the smallest difference that matters, in the
-    metric's unit. ``kind``: DIFFERENT asks whether the cells differ, SAME whether they are within ±``effect``
-    of each other.
+    ``cells``: as ``Sweep.compared`` has them; a list of them stands for their mean, seed by seed.
+    ``effect``: the smallest difference that matters, in the metric's unit. ``kind``: DIFFERENT asks whether
+    the cells differ, SAME whether they are within ±``effect`` of each other.
     """
 
     name: str = ""
-    cells: Annotated[list[str], must(lambda cells: len({*cells}) == len(cells) == 2, TWO_CELLS)] = field(
-        default_factory=list
-    )
+    cells: Annotated[
+        list[str | list[str]], must(lambda sides: len(sides) == 2 and sides[0] != sides[1], TWO_CELLS)
+    ] = field(default_factory=list)
     metric: Annotated[str, must(lambda of: "/" in of or of.startswith("eval_"), A_METRIC)] = ""
     effect: Annotated[
         float, Field(gt=0), "must be the smallest difference that matters, a number above 0"
     ] = 0
     kind: Literal["different", "same"] = DIFFERENT
+
+    @property
+    def sides(self) -> list[list[str]]:
+        """The cells of the first and of the second side."""
+        return [[side] if isinstance(side, str) else side for side in self.cells]
+
+    @property
+    def difference(self) -> str:
+        """What is tested, in words."""
+        return " − ".join(" & ".join(side) for side in reversed(self.sides))
 
 
 @dataclass(frozen=True)
@@ -371,7 +385,7 @@ def _check(sweep: Sweep, extra: Mapping[str, Any]) -> None:
         require(key in sweep.varied, "select", key, "is not a key of the grid")
     cells = sweep.compared if sweep.tests else []
     for test in sweep.tests:
-        for cell in test.cells:
+        for cell in itertools.chain(*test.sides):
             names = ", ".join(cells)
             require(cell in cells, f"tests: {test.name}: cells", cell, f"is no cell of the sweep: {names}")
     enough = len(sweep.seeds) > 1 or not sweep.tests
@@ -382,7 +396,7 @@ def _tests(value: Any) -> tuple[PlannedTest, ...]:
     tests: list[PlannedTest] = []
     for i, each in enumerate(_list("tests", value)):
         test = typed(_mapping("tests", each), PlannedTest, f"tests[{i}].")
-        test = replace(test, name=test.name or " − ".join(reversed(test.cells)))
+        test = replace(test, name=test.name or test.difference)
         unique = all(test.name != other.name for other in tests)
         require(unique, f"tests[{i}].name", test.name, "must be a text that no other test has")
         tests.append(test)

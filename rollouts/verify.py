@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,6 @@ TEMPERATURE = 0.7
 not from its truncation (spec of the verifiable setting, §5.2)."""
 MOST_FAILURES = 32
 """How many calls of a verifier may raise while the answers are sought on which it does."""
-SHOWN = 16
-"""How many samples of each kind (sampled, greedy) an evaluation keeps for display."""
 COLUMNS = ("kind", "prompt", "answer", "reference", "verdict")
 AnswerRow = tuple[str, str, str, str | None, float | None]
 READ = 3
@@ -82,9 +81,11 @@ class Accuracy:
         seed: int = 0,
         samples: int = 1,
         facts: Mapping[str, Any] | None = None,
+        kept: int | None = None,
     ) -> None:
-        """``facts``: what answers depend on besides the ``parts`` that ``use_cache`` is given."""
-        self.verifier, self.renderer, self.facts = verifier, renderer, facts or {}
+        """``facts``: what answers depend on besides the ``parts`` that ``use_cache`` is given. ``kept``: how
+        many answers of each kind ``samples`` has; None: all."""
+        self.verifier, self.renderer, self.facts, self.kept = verifier, renderer, facts or {}, kept
         self.world = world
         sampled = SamplingSettings(TEMPERATURE, 1.0, max_tokens)
         greedy = SamplingSettings(0.0, 1.0, max_tokens)
@@ -93,7 +94,16 @@ class Accuracy:
             "greedy": Answers(sampler, prompts, Request("", 1, greedy, seed)),
         }
         self.samples: list[AnswerRow] = []
-        """A few rows of ``COLUMNS`` from the last call, from this rank's share."""
+        """Rows of ``COLUMNS`` from the last call."""
+        self.drawn: dict[str, list[Sample]] = {}
+        """This rank's answers of each kind from the last call."""
+        self._drawn_by: Accuracy | None = None
+
+    def with_verifier(self, verifier: Verifier) -> Accuracy:
+        """Return the accuracy, by another verifier, of the answers that this one drew last."""
+        other = copy(self)
+        other.verifier, other._drawn_by = verifier, self
+        return other
 
     def use_cache(self, cache_dir: Path, parts: Mapping[str, str]) -> None:
         """Make calls with ``initial`` read the initial weights' answers from ``cache_dir`` and store them
@@ -104,24 +114,34 @@ class Accuracy:
     def __call__(self, initial: bool = False) -> dict[str, float | None]:
         """Return the metrics. ``initial``: whether the policy has its initial weights."""
         self.samples = []
-        measurements = {kind: self._measure(kind, initial) for kind in self.answers}
+        share = slice(self.world.rank, None, self.world.size)
+        if self._drawn_by is None:
+            answered = {kind: answers(initial)[share] for kind, answers in self.answers.items()}
+            self.drawn = {
+                kind: [one for samples in part for one in samples] for kind, part in answered.items()
+            }
+        else:
+            self.drawn = self._drawn_by.drawn
+        measurements = {kind: self._measure(kind) for kind in self.answers}
         accuracies = {f"accuracy_{kind}": accuracy for kind, (accuracy, _) in measurements.items()}
         return accuracies | {"length_sampled": measurements["sampled"][1]}
 
-    def _measure(self, kind: str, initial: bool) -> tuple[float | None, float]:
+    def _measure(self, kind: str) -> tuple[float | None, float]:
         """Return (the mean verdict, the mean number of tokens per answer)."""
         answers, share = self.answers[kind], slice(self.world.rank, None, self.world.size)
-        flat = [sample for samples in answers(initial)[share] for sample in samples]
+        flat = self.drawn[kind]
         mine = [prompt for prompt in answers.prompts[share] for _ in range(answers.request.n)]
         texts = [text_of(sample, self.renderer) for sample in flat]
         verdicts, reasons = verdicts_of(self.verifier, texts, [p.reference_answer for p in mine])
-        for prompt, text, verdict in list(zip(mine, texts, verdicts, strict=True))[:SHOWN]:
-            self.samples.append((kind, conversation(prompt), text, prompt.reference_answer, verdict))
-        gathered = gather_objects((verdicts, [len(sample.token_ids) for sample in flat], reasons))
-        decided = [v for part, _, _ in gathered for v in part if v is not None]
-        lengths = [n for _, part, _ in gathered for n in part]
+        judged = list(zip(mine, texts, verdicts, strict=True))[: self.kept]
+        rows = [(kind, conversation(p), text, p.reference_answer, verdict) for p, text, verdict in judged]
+        gathered = gather_objects((verdicts, [len(sample.token_ids) for sample in flat], reasons, rows))
+        decided = [v for part, *_ in gathered for v in part if v is not None]
+        lengths = [n for _, part, *_ in gathered for n in part]
+        self.samples += [row for *_, part in gathered for row in part][: self.kept]
         if self.world.is_main:
-            say_failures(sum((part for _, _, part in gathered), Counter()), len(lengths), f"{kind} answers")
+            failed = sum((part for _, _, part, _ in gathered), Counter())
+            say_failures(failed, len(lengths), f"{kind} answers")
         return sum(decided) / len(decided) if decided else None, sum(lengths) / len(lengths)
 
 
@@ -214,6 +234,7 @@ def make_accuracy(
         config.model.max_length - config.model.max_prompt_length,
         samples=config.n_eval_samples,
         facts={} if stops is None else facts_of(config),
+        kept=config.n_kept_answers,
     )
 
 

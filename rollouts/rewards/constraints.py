@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 
 from config.schema_rewards import ConstraintsConfig
-from data.constraints import met, wanted_of, words_of
+from data.constraints import all_met, met, wanted_of, words_of
 from data.types import Prompt
 from rollouts.rewards.base import Missing, Scorer
 
@@ -61,6 +61,28 @@ def fluency(answer: str, enough: float) -> float:
     if len(words_of(answer)) < SHORTEST:
         return 0.0
     return min(1.0, (1 - repetition(answer)) / enough) * min(1.0, share_of_words(answer) / enough)
+
+
+ENOUGH = 0.8
+"""``constraints.enough`` of config/reward/constraints.yaml."""
+
+
+def share_of_reward(completions: list[str], references: list[str | None]) -> list[float | None]:
+    """Return each answer's reward as a share of the largest, in [0, 1]; None where the reference names no
+    constraints. A verifier: its accuracy is the mean reward."""
+    return [
+        None
+        if (wanted := wanted_of(reference)) is None
+        else fmean(met(text, wanted).values()) * fluency(text, ENOUGH)
+        for text, reference in zip(completions, references, strict=True)
+    ]
+
+
+def fluent_and_met(completions: list[str], references: list[str | None]) -> list[float | None]:
+    """Return 1.0 for an answer that meets all constraints and which the guard leaves whole, else 0.0; None
+    where the reference names no constraints. A verifier."""
+    verdicts = zip(completions, all_met(completions, references), strict=True)
+    return [None if v is None else v * (fluency(text, ENOUGH) == 1) for text, v in verdicts]
 
 
 class ConstraintReward(Scorer):

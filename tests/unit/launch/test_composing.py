@@ -38,3 +38,10 @@ def test_composed_with_others_or_alone_is_the_same() -> None:
     runs = [Run("s", f"s-c{i}", i, one, None) for i, one in enumerate(SETTINGS)]
     for run in [*runs, *(replace(run, seed=seed) for run in runs[:2] for seed in (7, -1))]:
         assert outcome(composer.config, run) == outcome(compose_config, run.overrides()), run.settings
+
+
+def test_sections_whose_keys_are_the_users_own_are_set() -> None:
+    own = {"evaluations.held.path": "held.jsonl", "callbacks.mine._target_": "my.Observer"}
+    config = Composer().config(Run("s", "s-c", 1, own, None))
+    assert config.evaluations == {"held": {"path": "held.jsonl"}}
+    assert config.callbacks == {"mine": {"_target_": "my.Observer"}}

@@ -45,6 +45,7 @@ def test_a_test_that_means_nothing_is_refused_with_the_file(tmp_path):
         ({"cells": ["plain", "trained"]}, "helps: cells=trained: is no cell of the sweep: plain, hl, online"),
         ({"cells": ["hl"]}, r"tests\[1\].cells=\['hl'\]: must be two cells"),
         ({"metric": "accuracy"}, r"tests\[1\].metric=accuracy: must be a number of a finished run"),
+        ({"cells": ["plain", ["hl", "no"]]}, "helps: cells=no: is no cell of the sweep"),
         ({"effect": 0}, r"tests\[1\].effect=0.0: must be the smallest difference"),
         ({"kind": "equal"}, r"tests\[1\].kind=equal: use one of different, same"),
         ({"name": "hl − online"}, r"tests\[1\].name=hl − online: must be a text that no other test has"),
@@ -108,6 +109,17 @@ def test_numbers_are_shown_to_the_end_alone_and_failed_runs_are_counted(tmp_path
     assert [(row["seeds"], row["failed runs"]) for row in rows] == [("2 of 3", "1"), ("1 of 3", "2")]
     apart = np.delete(np.array(SCORES["hl"][:3]) - np.array(SCORES["plain"][:3]), 1)
     assert rows[0]["p"] == results.shown_p(stats.ttest_1samp(apart, 0).pvalue)
+
+
+def test_a_list_of_cells_is_their_mean_of_each_seed(tmp_path, capsys):
+    path = written(tmp_path, [HELPS | {"name": "", "cells": [["plain", "online"], ["hl", "online"]]}])
+    trained(path)
+    assert results.main([str(path), "--out", str(tmp_path / "o")]) == 0
+    (row,) = csv.DictReader((tmp_path / "o" / "decisions.csv").open())
+    apart = (np.array(SCORES["hl"]) - np.array(SCORES["plain"])) / 2
+    assert row["test"] == row["second − first"] == "hl & online − plain & online"
+    assert (row["mean"], row["seeds"], row["failed runs"]) == (f"{apart.mean():.4g}", "5 of 5", "0")
+    assert row["p"] == results.shown_p(stats.ttest_1samp(apart, 0).pvalue)
 
 
 @pytest.mark.parametrize(("n", "margin"), [(4, 2.0), (10, 1.0), (25, 0.7)])

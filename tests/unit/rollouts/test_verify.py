@@ -110,6 +110,17 @@ def test_what_is_no_list_of_verdicts_is_no_verdict():
     assert verdicts_of(lambda texts, _: given, ["x"] * 6, [None] * 6) == (given, {})
 
 
+def test_another_verifier_judges_the_same_answers(renderer):
+    """They are drawn once, and kept as many as was said, in the prompts' order."""
+    sampler = Scripted(renderer, wrong={PROMPTS[0].id, PROMPTS[3].id})
+    first = accuracy(sampler, samples=2, kept=4)
+    short = first.with_verifier(lambda texts, _: [float(len(text) < 3) for text in texts])
+    assert (first()["accuracy_sampled"], short()["accuracy_sampled"]) == (0.8, 0.2)
+    assert len(sampler.calls) == 2, "sampled and greedy"
+    assert [row[:3] for row in short.samples[2:4]] == [("sampled", "02+98=", "100")] * 2
+    assert [row[4] for row in short.samples] == [1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0]
+
+
 def test_the_initial_weights_answer_once_for_all_runs_that_start_from_them(renderer, tmp_path):
     """Evaluation samples as the policy would, and once greedily."""
 
