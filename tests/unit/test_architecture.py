@@ -46,19 +46,19 @@ MOST_BRANCHES = 20
 BRANCHES_OF = {"_remedy": 28, "remedy": 26, "proposal": 26}
 # Lines that a room may have; only a reviewed change raises one.
 BUDGETS = {
-    "common": 1_548,
-    "config": 3_503,
+    "common": 1_519,
+    "config": 3_505,
     "data": 6_700,
-    "models": 4_780,
+    "models": 4_766,
     "trainers": 2_684,
-    "reports": 2_027,
-    "rollouts": 6_100,
-    "jobs": 4_630,
+    "reports": 2_021,
+    "rollouts": 6_054,
+    "jobs": 4_497,
     "evals": 1_616,
-    "launch": 3_011,
+    "launch": 3_034,
     "benchmarks": 1_064,
     "tools": 778,
-    "tests": 27_863,
+    "tests": 27_384,
 }
 
 
