@@ -1,5 +1,5 @@
-"""Observers of a run: what they are told, that they change no number, that their stop holds, and that one
-that fails costs nothing but itself."""
+"""What looks at a run and what ends it early: observers, named evaluation sets, patience. They change no number,
+their stop holds when it is resumed, and what fails costs nothing but itself."""  # noqa: E501
 
 from __future__ import annotations
 
@@ -14,18 +14,47 @@ import torch
 
 from config.cli import compose
 from jobs.observers import Observers
+from jobs.ranking import Patience
+from launch.pictures import in_words
 from models.distributed import start
-from tests.integration.test_evaluation_sets import numbers
+from reports.report import final_table
+from tests.integration.online import lines
+from tests.tiny import ROOT
 from train import train
 
 SMALL = ("loss=dpo", "humanline=true", "lr=1e-3", "model.batch_size=4", "n_examples=32", "eval_every=8")
-SMALL += ("n_eval_examples=8", "data.verifier=null", "wandb.enabled=false", "diagnostics=false")
-SMALL += ("retention.kl=false", "report=false")
+SMALL += ("n_eval_examples=8", "n_eval_prompts=8", "wandb.enabled=false", "diagnostics=false", "report=false")
+EARLY = ("humanline=false", "model.batch_size=8", "n_examples=240", "eval_every=16", "n_eval_prompts=16")
+EARLY += ("keep_best=eval_accuracy_sampled", "patience=2")
 HERE = "tests.integration.test_observers"
+PAIRS = (ROOT / "assets" / "adder" / "eval_pairs.jsonl").read_text().splitlines()
+SETS = {
+    "same": PAIRS,
+    "other": [*PAIRS[100:116], "{"],
+    "asked": [json.dumps({"prompt": f"{i}0+11=", "reference": f"{i}1"}) for i in range(1, 9)],
+    "scored": PAIRS[:16],
+}
+"""The run's own held-out rows under another name, others, prompts alone, and rows that no verifier checks."""
 
 
 def config_of(folder: Path, *more: str):
-    return compose(*SMALL, f"runs_dir={folder}", f"cache_dir={folder}/cache", "exp_name=x", *more)[0]
+    words = (*SMALL, f"runs_dir={folder}", f"cache_dir={folder}/cache", "exp_name=x")
+    given = {word.partition("=")[0] for word in more}
+    return compose(*(word for word in words if word.partition("=")[0] not in given), *more)[0]
+
+
+def numbers(run: Path) -> list[dict]:
+    """The lines of metrics but for times, and for what further sets add."""
+    further = tuple(f"eval_{name}_" for name in SETS)
+    return [
+        {k: v for k, v in r.items() if k != "seconds" and "per_second" not in k and not k.startswith(further)}
+        for r in lines(run)
+    ]
+
+
+def same_weights(run: Path, other: Path) -> bool:
+    one, two = ((folder / "model" / "model.safetensors").read_bytes() for folder in (run, other))
+    return one == two
 
 
 class Recorder:
@@ -98,21 +127,24 @@ def folder(tmp_path_factory) -> Path:
 
 
 def test_what_is_told_is_what_the_run_keeps_and_nothing_changes(folder, capsys):
-    """Nor by one that raises, which is told of with its line."""
+    """Nor by further sets, nor by one that raises, which is told of with its line."""
     observer = Recorder(3)
-    words = (f"callbacks.other._target_={HERE}.Recorder", "callbacks.other.seed=5")
-    config = config_of(folder, *words, f"callbacks.bad._target_={HERE}.Fails")
+    words = [f"callbacks.other._target_={HERE}.Recorder", "callbacks.other.seed=5", "keep_checkpoints=1"]
+    words += [f"callbacks.bad._target_={HERE}.Fails", "keep_best=eval_other_loss", "report=true"]
+    for name, rows in SETS.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+        words.append(f"evaluations.{name}.path={folder}/{name}.jsonl")
+    config = config_of(folder, *words, "evaluations.scored.verifier=null")
     summary = train(config, "observed", observers=[observer, Returns()])
-    weights = [folder / name / "model" / "model.safetensors" for name in ("plain", "observed")]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
-    assert numbers(folder / "observed") == numbers(folder / "plain")
-    lines = [json.loads(line) for line in (folder / "observed" / "metrics.jsonl").read_text().splitlines()]
+    run, after = folder / "observed", summary["after"]
+    assert same_weights(run, folder / "plain") and numbers(run) == numbers(folder / "plain")
     told = {
         kind: [rest for first, *rest in observer.told if first == kind] for kind in ("step", "evaluation")
     }
-    assert [record for (record,) in told["step"]] == lines
-    evaluated = [[r["step"], {k: v for k, v in r.items() if "eval_" in k}] for r in lines if "eval_loss" in r]
-    assert told["evaluation"] == [*evaluated, [8, summary["after"]]]
+    assert [record for (record,) in told["step"]] == lines(run)
+    evaluated = [r for r in lines(run) if "eval_loss" in r]
+    kept = [[r["step"], {k: v for k, v in r.items() if "eval_" in k}] for r in evaluated]
+    assert told["evaluation"] == [*kept, [8, after]] and len(kept) == 4
     (kind, settings, step), *_, (last, ended) = observer.told
     assert (kind, step, settings["lr"], last, ended) == ("start", 0, 1e-3, "end", summary)
     err = capsys.readouterr().err.splitlines()
@@ -120,6 +152,29 @@ def test_what_is_told_is_what_the_run_keeps_and_nothing_changes(folder, capsys):
     assert sum("observers[1]: on_evaluation failed, TypeError: it returned 0.69" in line for line in err) == 1
     line = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "1 / (" in text)
     assert f"on_step failed, {__file__}, line {line}: ZeroDivisionError: division by zero" in said
+    # Further sets: beside the run's own numbers; what a set cannot give is left out
+    answers = {"accuracy_sampled", "accuracy_greedy", "length_sampled"}
+    for line in (*evaluated, after):
+        of_rows = ("loss", "reward_chosen", "reward_margin", "reward_accuracy", "drift")
+        assert [line[f"eval_same_{key}"] for key in of_rows] == [line[f"eval_{key}"] for key in of_rows]
+        assert line["eval_other_loss"] != line["eval_loss"] or line["step"] == 0
+        assert all(line[f"eval_{name}_{key}"] is not None for name in ("same", "other") for key in answers)
+        assert "eval_other_kl_initial" not in line and "eval_scored_accuracy_sampled" not in line
+    assert {key for key in after if "_asked_" in key} == {f"eval_asked_{key}" for key in answers}
+    assert "eval_scored_loss" in after
+    assert "other: evaluation margin" in (run / "report.html").read_text()
+    assert "other: evaluation loss" in (run / "model" / "README.md").read_text()
+    assert in_words("eval_other_reward_accuracy") == "other: evaluation reward accuracy"
+
+
+def ends_there_again(run: Path, summary: dict, *words: str) -> None:
+    """Without what the end wrote, and resumed."""
+    weights = (run / "model" / "model.safetensors").read_bytes()
+    (run / "summary.json").unlink()
+    shutil.rmtree(run / "model")
+    again = train(config_of(run.parent, *words, "resume=true"), run.name)
+    assert (again["steps"], again["after"]) == (summary["steps"], summary["after"])
+    assert (run / "model" / "model.safetensors").read_bytes() == weights
 
 
 def test_a_stop_ends_the_run_well_and_there_again_when_it_is_resumed(folder, capsys):
@@ -130,14 +185,36 @@ def test_a_stop_ends_the_run_well_and_there_again_when_it_is_resumed(folder, cap
     assert summary["stopped_why"].startswith("callbacks.mine asked for it")
     assert f"stopped before step {before}: callbacks.mine asked for it" in capsys.readouterr().out
     assert numbers(folder / name) == numbers(folder / "plain")[:before]
-    (folder / name / "summary.json").unlink()
-    shutil.rmtree(folder / name / "model")
-    again = train(config_of(folder, *words, "resume=true"), name)
-    assert (again["steps"], again["after"]) == (before, summary["after"])
+    ends_there_again(folder / name, summary, *words)
     without = train(config_of(folder, "resume=true"), name)
     assert without["steps"] == 8 and not without["stopped_early"]
-    weights = [folder / run / "model" / "model.safetensors" for run in ("plain", name)]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert same_weights(folder / name, folder / "plain")
+
+
+def test_patience_ends_a_run_and_there_again_when_it_is_resumed(folder):
+    summary, run = train(config_of(folder, *EARLY), "patient"), folder / "patient"
+    seen = [(line["step"], line[k]) for line in lines(run) if (k := "eval_accuracy_sampled") in line]
+    best = max(seen, key=lambda one: one[1])
+    assert summary["stopped_early"] and summary["steps"] < 30
+    assert f"stopped early: {summary['stopped_why']}" in final_table(summary)
+    assert "were no better than the best before them" in summary["stopped_why"]
+    assert len([one for one in seen if one[0] > best[0]]) + 1 == 2, "the last one stands in the summary"
+    shutil.rmtree(run / "checkpoints" / f"step_{summary['steps']:08d}")
+    ends_there_again(run, summary, *EARLY)
+
+
+def test_patience_counts_from_the_best():
+    patience = Patience(2)
+    for score, spent in ((0.5, False), (0.4, False), (None, False), (0.6, False), (0.6, False), (0.5, True)):
+        patience.judge(score)
+        assert patience.spent is spent
+    again = Patience(2)
+    again.restore(json.loads(json.dumps(patience.state())))
+    assert again.spent and again.best == 0.6
+    endless = Patience(None)
+    endless.judge(0.0)
+    endless.judge(0.0)
+    assert not endless.spent
 
 
 def test_rounds_are_told_and_may_be_the_last():
