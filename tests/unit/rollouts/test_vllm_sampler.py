@@ -50,11 +50,10 @@ def sampler(tmp_path) -> Iterator[VllmSampler]:
         yield sampler
 
 
-def attached(folder: Path, tied: bool = True, way: str = "auto") -> VllmSampler:
-    sampler = VllmSampler(
-        make_config("sampler=vllm", f"sampler.weight_transfer={way}"), RENDERER, start(), folder / "logs"
-    )
-    sampler.attach(tiny_policy(tied=tied), PROMPTS)
+def attached(folder: Path, way: str = "auto") -> VllmSampler:
+    config = make_config("sampler=vllm", f"sampler.weight_transfer={way}")
+    sampler = VllmSampler(config, RENDERER, start(), folder / "logs")
+    sampler.attach(tiny_policy(tied=True), PROMPTS)
     return sampler
 
 
@@ -88,14 +87,13 @@ def test_a_first_try_that_fails_goes_on_by_disk_and_says_so_once(sampler, tmp_pa
 @pytest.mark.parametrize("way", ["ipc", "auto"])
 def test_a_way_that_was_asked_for_or_has_worked_is_not_left(tmp_path, way, monkeypatch):
     """A later failure ends the round."""
-    sampler = attached(tmp_path, way=way)
-    if way == "auto":
-        sampler.publish(tmp_path / "weights", 0, False)
-    monkeypatch.setattr(FakeTransfer, "lost", True)
-    with pytest.raises(TransferError, match="weight transfer by ipc failed"):
-        sampler.publish(tmp_path / "weights", 1, False)
-    assert sampler.handover.backend == "ipc"
-    sampler.close()
+    with closing(attached(tmp_path, way=way)) as sampler:
+        if way == "auto":
+            sampler.publish(tmp_path / "weights", 0, False)
+        monkeypatch.setattr(FakeTransfer, "lost", True)
+        with pytest.raises(TransferError, match="weight transfer by ipc failed"):
+            sampler.publish(tmp_path / "weights", 1, False)
+        assert sampler.handover.backend == "ipc"
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -141,7 +139,7 @@ def test_samples_come_in_the_order_of_the_prompts_whoever_drew_them(tmp_path, en
 
 
 def test_log_probabilities_that_the_engine_cannot_say_are_not_made_up(tmp_path):
-    """Those of rows are of the completions' tokens."""
+    """Those of rows are of the completions' tokens. A correction by them is refused before weights load."""
     with closing(make(tmp_path, "model.logit_temperature=0.7")) as sampler:
         sampler.nodes.engines.load(tmp_path, 0)
         drawn = [
@@ -152,21 +150,18 @@ def test_log_probabilities_that_the_engine_cannot_say_are_not_made_up(tmp_path):
         rows = [Sequence(*ids[:2]), Sequence(*ids[2:])]
         assert sampler.nodes.engines.logprobs(rows) == [[[-4.0, -5.0], [-7.0]]]
     assert drawn == [(-0.5,), (), ()]
-
-
-def test_a_correction_by_them_is_refused_before_weights_load():
     words = ["loss=grpo", "online=true", "sampler=vllm", "correction=masked", "correction.mismatch=allow"]
     check_logprobs(make_config(*words))
     with pytest.raises(ConfigError, match=r"vLLM says .* set sampler\.temperature=0\.6 sampler\.top_p=1"):
         check_logprobs(make_config(*words, "model.logit_temperature=0.6"))
 
 
-@pytest.mark.parametrize(("key", "value"), [("model.from_config", "true"), ("model.quantization", "nf4")])
-def test_weights_that_are_not_in_the_models_files_are_refused_outside_rounds(tmp_path, key, value):
+@pytest.mark.parametrize("word", ["model.from_config=true", "model.quantization=nf4"])
+def test_weights_that_are_not_in_the_models_files_are_refused_outside_rounds(tmp_path, word):
     """vLLM would sample from those that are."""
-    words = [f"{key}={value}", *(["model.use_peft=true"] if key == "model.quantization" else [])]
+    words = [word, f"model.use_peft={str('nf4' in word).lower()}"]
     sampler = VllmSampler(make_config("sampler=vllm", *words), RENDERER, start(), tmp_path)
-    with pytest.raises(ConfigError, match=rf"(?i)^{key}={value}: .*assets/adder/model: use sampler=embedded"):
+    with pytest.raises(ConfigError, match=rf"(?i)^{word}: .*assets/adder/model: use sampler=embedded"):
         sampler.load()
 
 
@@ -237,18 +232,13 @@ def test_every_gpu_samples_unless_somebody_says_how_many(given, gpus, ranks, eng
         with_engines(config, gpus, ranks)
 
 
-@pytest.mark.parametrize(("engines", "workers"), [(1, 4), (3, 1), (3, 2)])
-def test_every_engines_workers_have_ranks_of_their_own_behind_the_trainers(
-    tmp_path, monkeypatch, engines, workers
-):
-    many = (f"sampler.data_parallel={engines}", f"sampler.tensor_parallel={workers}")
-    own = make(tmp_path, *many).nodes.engines
+def test_every_engines_workers_have_ranks_of_their_own_behind_the_trainers(tmp_path, monkeypatch):
+    own = make(tmp_path, "sampler.data_parallel=3", "sampler.tensor_parallel=2").nodes.engines
     asked: list[dict[str, int]] = []
     monkeypatch.setattr(own, "_ask", lambda call, infos, timeout: asked.extend(i for (i,) in infos))
-    own._workers = [None] * engines
+    own._workers = [None] * 3
     own.init_weight_transfer_engine({"rank_offset": 5})
-    ranks = [info["rank_offset"] + worker for info in asked for worker in range(workers)]
-    assert ranks == list(range(5, 5 + engines * workers))
+    assert [info["rank_offset"] for info in asked] == [5, 7, 9]
 
 
 def test_engines_share_the_cores_unless_somebody_says_how_many_threads(monkeypatch):
