@@ -81,7 +81,7 @@ def initial_scores(
     """
     if not arranged:
         batches = Lazy(batches, trainer.arrange)
-    wanted, lengths = _wanted(batches, reference)
+    wanted, lengths = keys_and_lengths(batches, reference)
     if not reference.by_row:
         several = trainer.dealer.packing and trainer.world.size > 1
         parts = parts | {
@@ -139,7 +139,7 @@ class Lazy(Seq[list[Example]]):
         return self.make(self.items[at])
 
 
-def _wanted(batches: Seq[list[Example]], reference: Reference) -> tuple[np.ndarray, np.ndarray]:
+def keys_and_lengths(batches: Seq[list[Example]], reference: Reference) -> tuple[np.ndarray, np.ndarray]:
     """Return the distinct keys of all rows of ``batches`` in order of first occurrence, [rows] of dtype S,
     and the rows' tokens, [rows] int64."""
     keys, lengths = [np.zeros(0, "S1")], [np.zeros(0, np.int64)]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,7 @@ from common.files import read_sealed, sealed, write_whole
 from common.secrets import scrub, scrub_text
 from data.examples import ExampleGroups, Examples, columns_of, picked_groups, row_keys
 from data.quality import DataReport, Selection, select
-from data.types import Example
-from jobs.initial_scores import Lazy, initial_scores
+from jobs.initial_scores import Lazy, initial_scores, keys_and_lengths
 from jobs.plan import Plan, training_segment
 from jobs.run_folder import SELECTION, RunFolder
 from models.distributed import on_main
@@ -119,14 +118,13 @@ def completion_means(groups: ExampleGroups, scores: Scores) -> dict[str, np.ndar
     return {kind: values for kind, values in kinds.items() if len(values)}
 
 
-def clippable_share(rows: Iterable[Tensor], log_epsilon_R: float) -> float | None:
-    """Return the share of these rows' tokens that can be clipped from above while the reference is the
+def clippable_share(groups: ExampleGroups, scores: Scores, log_epsilon_R: float) -> float | None:
+    """Return the share of these groups' tokens that can be clipped from above while the reference is the
     initial model, which is an upper bound: a log-probability is at most 0, so a log-ratio is at most
-    −log pi_ref. None without tokens.
-
-    ``rows``: [C] log-probabilities of each row, nats."""
-    counts = [(int((values < -log_epsilon_R).sum()), len(values)) for values in rows]
-    clippable, tokens = np.array(counts).reshape(-1, 2).sum(axis=0)
+    −log pi_ref. A row counts once. None where nothing was scored."""
+    keys = np.unique(row_keys(groups))
+    tokens = np.nansum(_of_each_row(keys, scores, len))
+    clippable = np.nansum(_of_each_row(keys, scores, lambda row: (row < -log_epsilon_R).sum()))
     return float(clippable / tokens) if tokens else None
 
 
@@ -145,26 +143,24 @@ def ready_rows(
     ``parts``: what scores depend on (``scored_with``). ``likelihoods``: the mean token log-probability of
     each of the initial weights' answers, nats. ``say`` prints on rank 0. Raises ConfigError where the loss
     cannot be trained on the groups that are kept."""
-    reported: Mapping[str, Tensor] | None = None
+    scores: Scores | None = None
     config = trainer.config
     if config.data.logprob_range is not None:
         examples, selection, scores = choose_groups(trainer, plan.examples, parts, folder.path)
         plan = replace(plan, examples=examples, train=training_segment(config, examples.groups))
         trainer.check(config, plan.train)
         report = report.with_selection(selection, examples)
-        rows = (row for group in examples.groups for example in group for row in example.rows)
-        reported = {row.key: scores[row.key] for row in rows}
         say(
             f"{len(selection.kept)} of {selection.all.count} groups kept, by mean token log-probability in "
             f"[{selection.lowest:.3f}, {selection.highest:.3f}] nats: {plan.train.n_examples} "
             f"{trainer.counts} in all, {plan.steps} steps"
         )
-    scored = _score(plan, trainer, parts)
-    reported = scored if reported is None else reported
-    if reported is not None:
-        clips = config.humanline and config.humanline_mode == "clip"
-        clippable = clippable_share(reported.values(), config.log_epsilon_R) if clips else None
-        report = report.with_logprobs(completion_means(plan.train.groups, reported), clippable, likelihoods)
+    compared = _score(plan, trainer, parts)
+    scores = compared if scores is None else scores
+    if scores is not None:
+        clips, groups = config.humanline and config.humanline_mode == "clip", plan.train.groups
+        clippable = clippable_share(groups, scores, config.log_epsilon_R) if clips else None
+        report = report.with_logprobs(completion_means(groups, scores), clippable, likelihoods)
     found = report.to_dict()
     on_main(lambda: folder.write("data_report.json", json.dumps(scrub(found), indent=2)))
     on_main(lambda: folder.write("data_report.md", scrub_text(data_page(found))))
@@ -173,7 +169,7 @@ def ready_rows(
     return plan
 
 
-def _score(plan: Plan, trainer: BasicTrainer, parts: dict[str, str]) -> OfRows | None:
+def _score(plan: Plan, trainer: BasicTrainer, parts: dict[str, str]) -> Scores | None:
     """Score training rows under the initial weights, and hand the scores to the trainer; None where it needs
     none.
 
@@ -192,38 +188,29 @@ def _score(plan: Plan, trainer: BasicTrainer, parts: dict[str, str]) -> OfRows |
     batches = Lazy(range(0, plan.steps, every), plan.train.batch)
     what = f"score training rows ({'n_examples' if fixed else 'log_drift, drift_examples'})"
     scores = initial_scores(trainer, batches, size, reference, parts, what)
-    rows = OfRows(scores, batches, reference)
+    rows = OfRows(scores, keys_and_lengths(batches, reference)[0])
     trainer.reference.use_initial(scores, rows)
     return rows
 
 
 class OfRows(Mapping[str, Tensor]):
-    """Row key -> [C] log-probabilities, nats, of every row of ``batches``.
+    """Row key -> [C] log-probabilities, nats. A row in several steps has the scores of the last one."""
 
-    A row in several batches has the scores of the last one."""
+    def __init__(self, scores: Mapping[str, Tensor], keys: np.ndarray) -> None:
+        """``keys``: those of ``scores`` that count, [n] byte strings in the order of the steps."""
+        self._scores, self._keys = scores, keys
+        self._index = KeyIndex(np.array([key.rpartition(b"/")[2] for key in keys.tolist()], "S32"))
 
-    def __init__(
-        self, scores: Mapping[str, Tensor], batches: Sequence[list[Example]], reference: Reference
-    ) -> None:
-        """``scores``: the result of ``initial_scores`` for these batches, with the keys of ``reference``."""
-        self._scores, self._by_row = scores, reference.by_row
-        keys, counts = [np.zeros(0, "S32")], []
-        for batch in batches:
-            rows = [row.key.encode() for example in batch for row in example.rows]
-            keys.append(np.array(rows, "S32"))
-            counts.append(len(rows))
-        self._index = KeyIndex(np.concatenate(keys))
-        self._steps = np.repeat(np.arange(len(counts)), counts)
+    def _key(self, row: str) -> str:
+        return str(self._keys[self._index.place(row)].decode())
 
     def __len__(self) -> int:
         return len(self._index)
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the keys in the order in which the scores lie, or else of the steps that have them."""
-        if not self._by_row:
-            return iter(self._index)
-        return (key for key in self._scores if key in self._index)
+        """Yield the keys in the order in which the scores lie."""
+        rows = ((key, key.rpartition("/")[2]) for key in self._scores)
+        return (row for key, row in rows if row in self._index and self._key(row) == key)
 
-    def __getitem__(self, key: str) -> Tensor:
-        step = self._steps[self._index.place(key)]
-        return self._scores[key if self._by_row else f"{step}/{key}"]
+    def __getitem__(self, row: str) -> Tensor:
+        return self._scores[self._key(row)]

@@ -79,7 +79,7 @@ def test_a_row_has_the_scores_of_the_last_batch_that_has_it():
         for example in batch
         for row in example.rows
     }
-    found = OfRows(scores, batches, Reference())
+    found = OfRows(scores, np.array([key.encode() for key in scores]))
     wanted = {row.key: -2.0 for row in first.rows} | {row.key: -1.0 for row in second.rows}
     assert {key: found[key].tolist() for key in found} == {key: [v] * 3 for key, v in wanted.items()}
     assert len(found) == 4 and found.get("0" * 32) is None
