@@ -1,6 +1,6 @@
 """What a run decides by the estimate of its memory (``models.memory``) before anything is loaded, and what it
 says of it: how batches are cut into microbatches, what is computed again in the backward, what a rank holds
-at most, and what it held in the end. ``python -m jobs.memory`` is the worker process of ``launch.sweep``."""
+at most, and what it held in the end."""
 
 from __future__ import annotations
 
@@ -12,24 +12,21 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PretrainedConfig
 
 from common.errors import ConfigError, UserError
-from common.worker_process import serve
 from config.schema import Config, card_memory
 from config.schema_model import AUTO, SELECTIVE, ModelConfig
 from data.balance import row_tokens, share_tokens
-from data.batches import Segment, Size, deal, heaviest, made_distinct, size_of
+from data.batches import Segment, Size, deal, heaviest, size_of
 from data.examples import longest
-from data.types import Example, Sequence
+from data.types import Example
 from jobs.situations import GAPS, GIB, Card, RankMemory, Situation
 from models.attention import packable
 from models.distributed import World, gather_objects
 from models.memory import Load
 from trainers.assembly import trainer_class
-from trainers.basic import BasicTrainer
 
 PROBE = 8192
 """Tokens of a microbatch that selective checkpointing has to leave room for."""
@@ -166,23 +163,6 @@ def plan_run(config: Config, train: Segment, held_out: list[Segment], ranks: int
     return make_plan(batches, batch, longest(train.groups, batches.packed), held)
 
 
-def plan_settings(config: Config, ranks: int, card: str) -> MemoryPlan:
-    """Return the plan of a run whose data are not available, with every row as long as allowed. Raises
-    ConfigError for an architecture that cannot be loaded."""
-    batches = Batches(RankMemory.of(config, ranks, Card(card, card_memory("slurm.card", card))))
-    sizes = config.model.batch_size, config.model.eval_batch_size
-    batch, held = (longest_batch(config, batches.trainer, size) for size in sizes)
-    return make_plan(batches, batch, batch[0], held)
-
-
-def longest_batch(config: Config, trainer: type[BasicTrainer], count: int) -> list[Example]:
-    """Return ``count`` examples, each as long as allowed."""
-    first, model = config.model.max_prompt_length, config.model
-    rest = config.max_tokens if config.online else model.max_length - first
-    rows = (Sequence(np.zeros(first, np.int32), np.zeros(rest, np.int32)),) * trainer.rows_per_example
-    return [made_distinct(i, Example("", rows)) for i in range(count)]
-
-
 def make_plan(batches: Batches, batch: list[Example], most: Example, held_out: list[Example]) -> MemoryPlan:
     """Return the plan for the heaviest batch. ``most``: the longest example; ``held_out``: the heaviest batch
     of an evaluation, or []."""
@@ -307,12 +287,6 @@ def described(
         yield f"model.microbatch_tokens={narrower.tokens} model.microbatches=1: a step takes {total:.2f} GiB"
 
 
-def of_settings(config: Config, ranks: int, card: str) -> dict[str, Any]:
-    """Return the plan of a sweep's run: its ``text``, and in ``over`` why it is refused, or []."""
-    plan = plan_settings(config, ranks, card)
-    return {"text": plan.text, "over": [str(plan.refusal)] if plan.refusal else []}
-
-
 # -- afterwards ------------------------------------------------------------------------------------
 
 
@@ -365,7 +339,3 @@ def short_of_memory(plan: MemoryPlan, error: Exception) -> Exception:
     sizes = "model.eval_batch_size, reference_batch_size, sampler.batch_size"
     elsewhere = f"in scores before training, an evaluation or a round, halve {sizes}"
     return ShortOfMemoryError(f"out of memory ({first}): in a step, use {step}; {elsewhere}")
-
-
-if __name__ == "__main__":
-    serve({"of_settings": of_settings})

@@ -3,7 +3,6 @@
     python -m launch.sweep sweeps/adder.yaml                      # the plan: runs, their states, commands, cost
     python -m launch.sweep sweeps/adder.yaml --local 2            # run here, two at a time
     python -m launch.sweep sweeps/table3.yaml --site my.yaml --submit   # a Slurm job array
-    python -m launch.sweep sweeps/table3.yaml --memory          # what each cell needs of slurm.card
     python -m launch.sweep sweeps/adder.yaml n_examples=640       # … with settings of your own in every run
 
 The same command again does what is left: finished runs are skipped, queued ones left alone, and others go on
@@ -31,9 +30,8 @@ from statistics import fmean
 from common.errors import ConfigError, StoppedError, require
 from common.options import options_of
 from common.progress import SOON, progress, pulse
-from common.worker_process import WorkerError, WorkerProcess
 from config.cli import answered
-from config.schema import CARDS, Config
+from config.schema import CARDS
 from config.unread import leaves, unread
 from launch.collect import read_json
 from launch.grid import Run, Sweep, parse_overrides, read_sweep
@@ -63,7 +61,7 @@ USUAL = -1.0
 """``--rate`` without a number"""
 _TOKENS = re.compile(r"(\d+) tokens to train on")
 _SIZE = re.compile(r"([\d.]+) M parameters")
-DRY_RUN_SECONDS = PLAN_SECONDS = 1800.0
+DRY_RUN_SECONDS = 1800.0
 SHARE_OF_PEAK = 0.3
 OPERATIONS = 8
 """Operations on each weight for a token: 2 in the forward, 4 in the backward, 2 in the reference's."""
@@ -105,7 +103,6 @@ def parser() -> argparse.ArgumentParser:
     option(
         "--set", action="append", default=[], metavar="SETTING=VALUE", help="job settings, such as nodes=8"
     )
-    option("--memory", action="store_true", help="plan the memory of each cell on slurm.card")
     option(
         "--rate",
         type=float,
@@ -124,7 +121,7 @@ def refuse_together(options: argparse.Namespace) -> list[str]:
     local, retries, rate = options.local, options.retries, options.rate
     gpus = [gpu for gpu in options.gpus.split(",") if gpu]
     shared = local is None or (len(gpus) >= local and len(gpus) % max(local, 1) == 0)
-    of_job = local is None or rate is not None or options.memory
+    of_job = local is None or rate is not None
     for good, key, value, remedy in (
         (local is None or local >= 1, "--local", local, "must be at least 1"),
         (retries is None or retries >= 0, "--retries", retries, "must be at least 0"),
@@ -164,8 +161,6 @@ def act(options: argparse.Namespace) -> int:
     todo = [s for s in states if s.kind not in (FINISHED, CHANGED) and s.run.name not in waiting]
     if not options.script:
         print(plan(sweep, states, waiting, hours, of_slurm), flush=True)
-    if options.memory or (options.submit and job.card is not None):
-        refuse_too_large(todo, job, acting=options.submit)
     refuse_changed(sweep, states, acting=options.submit or options.script or of_slurm is None)
     if of_slurm is None:
         retries = 1 if options.retries is None else options.retries
@@ -251,49 +246,10 @@ def refuse_changed(sweep: Sweep, states: Sequence[State], acting: bool) -> None:
         if (other := state.change) is not None:
             was = f"was {other.before} when {state.folder} was made; delete that, or give the runs new names"
             name = f"{state.run.name}: {other.key}"
-            refuse_or_warn(ConfigError(name, other.now, f"{was}: --name {sweep.name}-2"), acting)
-
-
-def refuse_or_warn(error: ConfigError, acting: bool) -> None:
-    if acting:
-        raise error
-    print(f"warning: {error}", file=sys.stderr)
-
-
-def refuse_too_large(todo: Sequence[State], job: Job, acting: bool) -> None:
-    """Print what the runs need of the card that the job names, once a cell; rows are assumed to have the
-    maximum length. For runs that need more than it has: raise ConfigError if ``acting``, else print a
-    warning."""
-    require(bool(job.card), "slurm.card", None, f"is not known: --set card= one of {', '.join(CARDS)}")
-    if not job.gpus_per_node or not todo:
-        return
-    cells: dict[str, State] = {}
-    for state in todo:
-        cells.setdefault(state.run.cell, state)
-    worker = WorkerProcess("jobs.memory", log=None, env={"CUDA_VISIBLE_DEVICES": ""})
-    try:
-        plans = {
-            cell: planned(worker, state.config, job)
-            for cell, state in progress(list(cells.items()), "plan the memory", unit="cell", delay=SOON)
-        }
-    finally:
-        worker.close()
-    for cell, (text, _) in plans.items():
-        print(f"{cell}: {text}", flush=True)
-    for cell, (_, over) in plans.items():
-        if over:
-            room = f"has no room: {'; '.join(over)}; rows were taken to be as long as they may be: "
-            all_the_same = "--set card=null plans nothing"
-            refuse_or_warn(ConfigError(f"{cell}: slurm.card", job.card, room + all_the_same), acting)
-
-
-def planned(worker: WorkerProcess, config: Config, job: Job) -> tuple[str, list[str]]:
-    """Return (the memory plan in words, why the run is refused)."""
-    try:
-        plan = worker.call("of_settings", config, job.world_size, job.card, timeout=PLAN_SECONDS)
-    except WorkerError as error:
-        return f"the memory could not be planned: {str(error).strip().splitlines()[-1]}", []
-    return plan["text"], list(plan["over"] or ())
+            error = ConfigError(name, other.now, f"{was}: --name {sweep.name}-2")
+            if acting:
+                raise error
+            print(f"warning: {error}", file=sys.stderr)
 
 
 def run_here(pool: Pool) -> int:

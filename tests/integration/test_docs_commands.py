@@ -31,7 +31,7 @@ NOT_RUN = {
     r"hf |wandb sync|python export\.py .*--push-to-hub": "asks a hub; tests/integration/test_hub.py is one",
     r"python -m launch\.results (\S+surface\.yaml --frontier|\S+claim\.yaml|runs/pilot)": "wants more runs; "
     "tests/unit/launch/test_frontier.py has them",
-    r"python -m launch\.sweep (sweeps/table3\.yaml --submit|.*(--rate|--memory))": "unit/launch types it",
+    r"python -m launch\.sweep (sweeps/table3\.yaml --submit|.*--rate)": "unit/launch types it",
     r"(torchrun|accelerate launch)( .* train\.py …)?$": "is only named; tests/distributed starts ranks",
     r"python -m launch\.results sweeps/off_policy": "tests/unit/launch/test_effects.py has such runs",
     r"export ": "is a shell's",

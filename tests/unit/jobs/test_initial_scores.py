@@ -3,6 +3,10 @@ policy and reference are the same weights: what the gate says where their log-pr
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -14,7 +18,8 @@ from models.distributed import start
 from models.loading import load_sharded
 from tests.engine import engine_config, make_segment, make_trainer
 from tests.tiny import make_config, tiny_policy
-from tests.unit.rollouts.test_answers import edited
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize(
@@ -26,8 +31,11 @@ from tests.unit.rollouts.test_answers import edited
     ],
 )
 def test_equal_weights_in_another_architecture_have_scores_of_their_own(tmp_path, fields, same):
-    world, keys = start(), []
-    for words in ([], [edited(tmp_path / "model", **fields)]):
+    world, keys, folder = start(), [], tmp_path / "model"
+    shutil.copytree(ROOT / "assets/adder/model", folder)
+    read = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(read | fields))
+    for words in ([], [f"model.name_or_path={folder}"]):
         config = make_config(*words)
         _, weights = load_sharded(config.model, world)
         keys.append(scored_with(config.model, weights, "text", world))

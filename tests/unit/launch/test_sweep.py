@@ -243,18 +243,6 @@ def test_a_run_that_another_process_does_is_waited_for(pool, tmp_path: Path) -> 
     assert f"waits for process {others[1].pid}" in crash.log.read_text()
 
 
-def test_a_run_that_does_not_fit_its_card_is_refused(tmp_path: Path, capsys, monkeypatch) -> None:
-    file = made(tmp_path, grid={"lr": [1e-4, 2e-4]}, seeds=[1, 2], slurm={"gpus_per_node": 1, "card": "1"})
-    assert sweep.main([file, "--submit"]) == 2
-    said = capsys.readouterr()
-    assert "s-lr0.0001: slurm.card=1: has no room: model.name_or_path=" in said.err
-    assert "too much" in said.out
-    assert f"\n{said.out}".count("\ns-lr") == 2 + 4, "a plan a cell, below the runs"
-    monkeypatch.setattr(sweep, "planned", lambda worker, config, job: ("fits", ["no"] * (job.card == "1")))
-    assert sweep.main([file, "--memory"]) == 0 and "warning: s-lr" in capsys.readouterr().err
-    assert sweep.main([file, "--memory", "--set", "card=H100"]) == 0 and not capsys.readouterr().err
-
-
 def test_a_dry_run_counts_what_will_be_trained_on(tmp_path: Path) -> None:
     config = compose_config([])
     settings = {"loss": "kto", "n_examples": 640, "wandb.enabled": False}

@@ -22,9 +22,7 @@ from jobs.memory import (
     Batches,
     PeakLine,
     ShortOfMemoryError,
-    longest_batch,
     make_plan,
-    plan_settings,
     short_of_memory,
 )
 from jobs.situations import Card, RankMemory
@@ -34,6 +32,7 @@ from launch.state import Composer
 from models.shapes import architecture, known_shapes, parameters_of
 from tests.programs import start
 from tests.tiny import make_config
+from tests.unit.memory.test_recorded import longest_batch, plan_settings
 from train import train
 from trainers.assembly import trainer_class
 
@@ -112,7 +111,7 @@ def test_a_cut_fits_and_a_wider_one_would_not(room: float, ranks: int, auto: boo
     config = replace(QWEN, model=replace(QWEN.model, **ways))
     estimate = replace(SHAPED, config=config, ranks=ranks, card=Card("a card", room))
     batches = Batches(estimate)
-    batch = longest_batch(config, batches.trainer, config.model.batch_size)
+    batch = longest_batch(config, config.model.batch_size)
     plan = make_plan(batches, batch, batch[0], [])
     way = plan.decided.get("activation_checkpointing", config.model.activation_checkpointing)
     chosen = estimate.with_model(activation_checkpointing=way)

@@ -8,17 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from transformers import AutoConfig
 
 from config.schema import Config, card_memory
-from jobs.memory import Batches, longest_batch, plan_settings
+from data.batches import made_distinct
+from data.types import Example, Sequence
+from jobs.memory import Batches, MemoryPlan, make_plan
 from jobs.situations import ASSUMED, Card, RankMemory
 from models import memory
 from models.memory import Load, Shape
 from models.shapes import architecture
 from tests.tiny import compose_config
+from trainers.assembly import trainer_class
 
 RECORDED = yaml.safe_load(Path(__file__).with_name("recorded.yaml").read_text())
 MIB = 1 / 1024
@@ -55,11 +59,29 @@ def estimate_of(row: Mapping[str, Any]) -> RankMemory:
     )
 
 
+def plan_settings(config: Config, ranks: int, card: str) -> MemoryPlan:
+    """The plan of a run with every row as long as allowed."""
+    batches = Batches(RankMemory.of(config, ranks, Card(card, card_memory("card", card))))
+    batch, held = (
+        longest_batch(config, size) for size in (config.model.batch_size, config.model.eval_batch_size)
+    )
+    return make_plan(batches, batch, batch[0], held)
+
+
+def longest_batch(config: Config, count: int) -> list[Example]:
+    """So many examples, each as long as allowed."""
+    first, model = config.model.max_prompt_length, config.model
+    rest = config.max_tokens if config.online else model.max_length - first
+    row = Sequence(np.zeros(first, np.int32), np.zeros(rest, np.int32))
+    return [
+        made_distinct(i, Example("", (row,) * trainer_class(config).rows_per_example)) for i in range(count)
+    ]
+
+
 def loads(estimate: RankMemory) -> tuple[Load, Load | None]:
     batches, model = Batches(estimate), estimate.config.model
     train, held_out = (
-        longest_batch(estimate.config, batches.trainer, size)
-        for size in (model.batch_size, model.eval_batch_size)
+        longest_batch(estimate.config, size) for size in (model.batch_size, model.eval_batch_size)
     )
     return batches.trained(train, model.microbatch_tokens), batches.evaluated(held_out)
 
