@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from common.errors import StoppedError
@@ -89,22 +90,14 @@ def write_batch(path: Path, batch: list[Example]) -> str:
     """Write the rows of a batch as token ids, one example per line, for replay.
 
     Returns a sentence that names the file, or the reason why it could not be written."""
-    lines = [
-        json.dumps(
-            {
-                "prompt_id": e.prompt_id,
-                "label": e.label,
-                "rows": [
-                    {"prompt_ids": r.prompt_ids.tolist(), "completion_ids": r.completion_ids.tolist()}
-                    | ({} if r.loss_mask is None else {"loss_mask": r.loss_mask.tolist()})
-                    for r in e.rows
-                ],
-            }
-        )
-        for e in batch
-    ]
+    lines = []
+    for example in batch:
+        names = ("prompt_ids", "completion_ids", "loss_mask")
+        rows = [{name: getattr(row, name) for name in names} for row in example.rows]
+        line = {"prompt_id": example.prompt_id, "label": example.label, "rows": rows}
+        lines.append(json.dumps(line, default=np.ndarray.tolist) + "\n")
     try:
-        write_whole(path, "\n".join(lines) + "\n")
+        write_whole(path, "".join(lines))
     except OSError as error:
         return f"the batch could not be written to {path} ({error}) {on_disk(path)}"
     return f"the batch is in {path}"

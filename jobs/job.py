@@ -25,9 +25,9 @@ from jobs.memory import MemoryPlan, PeakLine, measured, plan_run, short_of_memor
 from jobs.observers import Observers
 from jobs.plan import Plan
 from jobs.prepare import Prepared
-from jobs.ranking import EnoughError
 from jobs.run_folder import RunFolder, note, run_id
 from jobs.same_data import WEIGHTS, check_inputs, check_names, check_origin, inputs_of
+from jobs.saving import EnoughError
 from jobs.signals import Signals
 from jobs.watch import RunWatch
 from models.distributed import World, ended_together, explained, on_main

@@ -1,4 +1,5 @@
-"""What keeps a run: its checkpoints, and how it ends when it is asked to stop."""
+"""What keeps a run: its checkpoints, in the order of the metric that ``keep_best`` names; early stopping once
+``patience`` evaluations in a row were no better than the best before them; how it ends when asked to stop."""
 
 from __future__ import annotations
 
@@ -13,16 +14,74 @@ from torch import Tensor
 from common.errors import Requeue, StoppedError
 from common.progress import phase
 from jobs.diagnostics import Diagnostics
-from jobs.ranking import Patience, RankedCheckpoints, Ranking
 from jobs.run_folder import INPUTS
 from jobs.signals import Signals
 from jobs.step_log import StepLog
-from models.checkpoint import CheckpointError, everywhere
-from models.distributed import any_rank, from_main, on_main
+from models.checkpoint import CheckpointError, Checkpoints, everywhere
+from models.distributed import World, any_rank, from_main, on_main
 from reports.answers import copy_answers
 from reports.metrics import restore
 from trainers.basic import BasicTrainer
 from trainers.dealing import Progress
+
+
+class Ranking:
+    """Converts values of a metric to scores, of which the higher is better."""
+
+    def __init__(self, metric: str | None) -> None:
+        self.metric = metric
+        self._sign = -1 if (metric or "").endswith("_loss") else 1
+
+    def score(self, evaluated: Mapping[str, float | None]) -> float | None:
+        """Return the score of an evaluation; None where the metric was not evaluated."""
+        value = evaluated.get(self.metric or "")
+        return None if value is None else self._sign * value
+
+
+class RankedCheckpoints(Checkpoints):
+    """Checkpoints of which the best one by a ranking stays. Each records all that was evaluated at its step,
+    so a run that goes on with another ``keep_best`` ranks its earlier checkpoints by the new metric too."""
+
+    def __init__(self, folder: Path, world: World, keep: int, behind: bool, ranking: Ranking) -> None:
+        super().__init__(folder, world, keep, behind)
+        self.ranking = ranking
+
+    def score(self, state: dict[str, Any]) -> float | None:
+        return self.ranking.score(state.get("evaluated") or {})
+
+
+class EnoughError(Exception):
+    """Raised to end training before its planned end; the message says why.
+
+    The final evaluation, checkpoint and export still have to be done."""
+
+
+class Patience:
+    """Counts evaluations without improvement. ``limit``: evaluations in a row; None for no early stop."""
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self.best: float | None = None
+        self.no_better = 0
+
+    def judge(self, score: float | None) -> None:
+        """Record an evaluation's score, higher is better; None where nothing was evaluated."""
+        if score is None:
+            return
+        if self.best is None or score > self.best:
+            self.best, self.no_better = score, 0
+        else:
+            self.no_better += 1
+
+    @property
+    def spent(self) -> bool:
+        return self.limit is not None and self.no_better >= self.limit
+
+    def state(self) -> dict[str, float | int | None]:
+        return {"best": self.best, "no_better": self.no_better}
+
+    def restore(self, state: dict[str, float | int | None]) -> None:
+        self.best, self.no_better = state["best"], int(state["no_better"] or 0)
 
 
 class Saver:
@@ -69,7 +128,7 @@ class Saver:
         self.trainer.load_state_dict(state, mine)
         self._saved = replace(self.trainer.progress)
         self.log.restore(state)
-        if self.ranking.is_of(state, shown=self.trainer.world.is_main):
+        if state["keep_best"] == self.ranking.metric:  # else patience counts anew
             self.patience.restore(state["patience"])
         if self.diagnostics is not None:
             self.diagnostics.restore(state["diagnostics"])
@@ -86,7 +145,6 @@ class Saver:
             | {
                 "wall": self.log.wall(),
                 "keep_best": self.ranking.metric,
-                "score": self.ranking.score(self.state.evaluated),
                 "patience": self.patience.state(),
                 "wandb_id": self.log.tracker.wandb_id,
                 "diagnostics": None if self.diagnostics is None else self.diagnostics.state(),

@@ -3,9 +3,6 @@ machines."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
@@ -13,7 +10,6 @@ from transformers.utils.logging import disable_progress_bar
 from common.errors import ConfigError, DataError, StoppedError, require
 from config.schema import Config
 from config.schema_rewards import RewardConfig
-from config.schema_sampler import RoundsConfig
 from config.schema_stages import LabelStage, SampleStage
 from data.chat import make_renderer
 from data.quality import limit_tokens
@@ -22,10 +18,10 @@ from data.views import prompts_of
 from models.distributed import Ranks, World, on_every_rank
 from models.pretrained import check_model, load_tokenizer
 from rollouts.answers import Request, generate_answers
-from rollouts.files import Scores, read_samples, write_feedback, write_samples
+from rollouts.files import read_samples, write_feedback, write_samples
 from rollouts.rewards.base import Reward, RewardError, make_reward
 from rollouts.round_builder import score_samples
-from rollouts.rounds import SampledPrompt, feedback, usable_prompts, with_threshold
+from rollouts.rounds import SampledPrompt, usable_prompts
 from rollouts.samplers import SamplingSettings
 
 
@@ -111,29 +107,11 @@ def _label(config: Config, stage: LabelStage, reward: Reward | None) -> None:
         parts = {name: value for name, value in reward.metrics.items() if name.startswith("reward_")}
     except RewardError as error:
         raise StoppedError(str(error)) from error
-    check_leaves_something(stage, config.rounds, samples, scores, config.seed)
     entries = write_feedback(out, samples, scores, stage.format, config.rounds, config.seed)
     n_scored = sum(score is not None for values in scores for score in values)
     summary = f"{n_scored} scored samples of {len(samples)} prompts"
+    if not entries:
+        why = f"leaves nothing of {summary}: look at the reward; format=scalar keeps every score"
+        raise ConfigError("rounds.feedback", config.rounds.feedback, why)
     means = "".join(f"; {name} {value:.3f}" for name, value in parts.items())
     print(f"{out}: {entries} entries from {summary}{means}", flush=True)
-
-
-def check_leaves_something(
-    stage: LabelStage, rounds: RoundsConfig, samples: Sequence[SampledPrompt], scores: Scores, seed: int
-) -> None:
-    """Raise ConfigError if the feedback of all samples would be an empty file, with the reasons."""
-    settings = with_threshold(replace(rounds, zero_variance=None), scores)
-    outcomes = [feedback(one, values, settings, seed) for one, values in zip(samples, scores, strict=True)]
-    n_scored = sum(score is not None for values in scores for score in values)
-    single = stage.format in ("binary", "scalar")
-    if n_scored and (single or any(isinstance(one, list) for one in outcomes)):
-        return
-    counts = Counter(str(one) for one in outcomes if not isinstance(one, list)).most_common()
-    why = "; ".join(f"{count} prompts: {reason}" for reason, count in counts)
-    raise ConfigError(
-        "rounds.feedback",
-        rounds.feedback,
-        f"leaves nothing of {n_scored} scored samples of {len(samples)} prompts ({why}): look at the reward; "
-        "format=scalar keeps every score",
-    )

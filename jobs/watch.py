@@ -15,8 +15,7 @@ from jobs.checks import check_first_scores
 from jobs.diagnostics import Diagnostics
 from jobs.evaluation import Evaluator, Metrics
 from jobs.observers import Observers
-from jobs.ranking import EnoughError, Patience, Ranking
-from jobs.saving import Saver
+from jobs.saving import EnoughError, Patience, Ranking, Saver
 from jobs.signals import Signals
 from jobs.step_log import StepLog
 from models.distributed import on_main

@@ -14,7 +14,7 @@ import torch
 
 from config.cli import compose
 from jobs.observers import Observers
-from jobs.ranking import Patience
+from jobs.saving import Patience
 from launch.pictures import in_words
 from models.distributed import start
 from reports.report import final_table
