@@ -7,8 +7,7 @@ reaches the owner as a WorkerError. For an exception, the error has the worker's
 lives on. If the worker dies or does not answer in time, the error has the end of its log, and the rest of its
 process group is killed.
 
-Every request has a number, which its reply repeats. A reply with another number is an error. A process that
-the worker's code forks cannot use the pipe.
+A process that the worker's code forks cannot use the pipe.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import tempfile
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -77,8 +75,6 @@ class WorkerProcess:
         The output is appended to the file ``log``. If ``log`` is None, it goes to an unnamed temporary file,
         which is deleted with the worker, until ``log_to`` is called."""
         self.module, self.log = module, log
-        self._requested: deque[int] = deque()
-        self._count = 0
         self._answer: tuple[bool, Any] | None = None
         """whether the oldest request succeeded, and its value; None before it is answered"""
         self._output, self._since = _opened(log)
@@ -114,19 +110,17 @@ class WorkerProcess:
 
     def send(self, method: str, *arguments: Any) -> None:
         """Send a request without waiting for the reply. Raises WorkerError if the worker has died."""
-        self._count += 1
         try:
-            self._connection.send((self._count, method, arguments))
+            self._connection.send((method, arguments))
         except OSError as error:
             raise self._gone("died") from error
-        self._requested.append(self._count)
 
     def receive(self, timeout: float, begun: float | None = None) -> Any:
         """Return the reply to the oldest unanswered request.
 
-        Raises WorkerError if the request raised an exception, if the worker died, if no reply came within
-        ``timeout`` seconds, or if the reply belongs to another request. In the last two cases the worker is
-        killed. The seconds count from ``begun`` on the monotonic clock, or from now if ``begun`` is None.
+        Raises WorkerError if the request raised an exception, if the worker died, or if no reply came within
+        ``timeout`` seconds; it is then killed. The seconds count from ``begun`` on the monotonic clock, or
+        from now if ``begun`` is None.
         """
         deadline = (time.monotonic() if begun is None else begun) + timeout
         while not self.ready(min(_POLL_S, max(0.0, deadline - time.monotonic()))):
@@ -134,27 +128,22 @@ class WorkerProcess:
                 raise self._gone(f"did not answer within {timeout:g} s and was killed", wait=0.0)
         assert self._answer is not None
         (succeeded, value), self._answer = self._answer, None
-        self._requested.popleft()
         if not succeeded:
             raise WorkerError(f"{self.module} raised an exception:\n{value}")
         return value
 
     def ready(self, seconds: float) -> bool:
         """Return whether the reply to the oldest unanswered request has arrived. Wait for it at most
-        ``seconds``. Raises WorkerError if the worker died, or if it answered another request (it is then
+        ``seconds``. Raises WorkerError if the worker died, or if it wrote what is no reply (it is then
         killed)."""
         try:
             if self._answer is None and self._connection.poll(seconds):
                 try:
-                    number, succeeded, value = self._connection.recv()
+                    succeeded, value = self._connection.recv()
                 except (EOFError, OSError):
                     raise
                 except Exception as error:  # code in the worker may write into every descriptor that it finds
                     raise self._gone("wrote what is no reply and was killed", wait=0.0) from error
-                expected = self._requested[0] if self._requested else None
-                if number != expected:
-                    how = f"answered request {number} in the place of {expected} and was killed"
-                    raise self._gone(how, wait=0.0)
                 self._answer = (succeeded, value)
             # Processes that the worker started may hold its end of the pipe open: its death does not always
             # show as an end of file.
@@ -192,7 +181,7 @@ class WorkerProcess:
         if self._connection.closed:
             return
         with contextlib.suppress(OSError):
-            self._connection.send((0, _LEAVE, ()))
+            self._connection.send((_LEAVE, ()))
         self._connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(grace)
@@ -253,22 +242,20 @@ def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
     os.register_at_fork(after_in_child=connection.close)
     all_handlers: dict[str, Callable[..., Any]] = {**handlers, _LOG_TO: _log_to}
     try:
-        while (request := connection.recv())[1] != _LEAVE:
-            number, method, arguments = request
-            connection.send_bytes(_reply(number, all_handlers, method, arguments))
+        while (request := connection.recv())[0] != _LEAVE:
+            method, arguments = request
+            connection.send_bytes(_reply(all_handlers, method, arguments))
     except (EOFError, ConnectionError):
         _kill_group()
 
 
-def _reply(
-    number: int, handlers: Mapping[str, Callable[..., Any]], method: str, arguments: tuple[Any, ...]
-) -> Any:
-    """Return the pickled answer to one request: (number, whether the handler succeeded, its value or the
+def _reply(handlers: Mapping[str, Callable[..., Any]], method: str, arguments: tuple[Any, ...]) -> Any:
+    """Return the pickled answer to one request: (whether the handler succeeded, its value or the
     traceback)."""
     try:
-        return ForkingPickler.dumps((number, True, handlers[method](*arguments)))
+        return ForkingPickler.dumps((True, handlers[method](*arguments)))
     except Exception:
-        return ForkingPickler.dumps((number, False, traceback.format_exc()))
+        return ForkingPickler.dumps((False, traceback.format_exc()))
 
 
 def _log_to(log: str) -> None:

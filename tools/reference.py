@@ -1,20 +1,17 @@
 """Write the parts of docs/ that are made from the code: settings.md from the yaml comments, the tables of
 settings in from-halos-and-trl.md from config/foreign_names.yaml, and the lines that tour.md links to.
 
-python -m tools.reference            # write them
-python -m tools.reference --check    # exit 1 if any is out of date
+python -m tools.reference
 """
 
 from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from common.options import options_of
 from config.unknown_keys import guide_table, sources
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -204,23 +201,10 @@ def line_of(tree: ast.Module | ast.ClassDef, names: list[str]) -> int | None:
     return None
 
 
-def main() -> int:
-    parser = options_of("python -m tools.reference", __doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
-    check = parser.parse_args().check
-    stale = []
-    pages = {"settings.md": settings_page, GUIDE: guide_page, TOUR: tour_page}
-    for name, page in pages.items():
-        text = page()
-        path = ROOT / "docs" / name
-        if not path.exists() or path.read_text() != text:
-            stale.append(name)
-            if not check:
-                path.write_text(text)
-    if check and stale:
-        print(f"out of date: {', '.join(stale)}; run python -m tools.reference", file=sys.stderr)
-    return int(check and bool(stale))
+PAGES = {"settings.md": settings_page, GUIDE: guide_page, TOUR: tour_page}
+"""File of docs/ -> what makes it."""
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    for name, page in PAGES.items():
+        (ROOT / "docs" / name).write_text(page())

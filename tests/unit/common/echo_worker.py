@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import time
-from multiprocessing.connection import Connection
 
 from common.worker_process import serve
 
@@ -36,18 +35,13 @@ def fork_and_return() -> int:
     return os.fork()
 
 
-def forge(number: int) -> None:
-    """A reply of one's own, before the right one."""
-    Connection(int(sys.argv[1])).send((number, True, "forged"))
-
-
 def scribble() -> None:
     """What code does that writes into every descriptor."""
     os.write(int(sys.argv[1]), b"\0\0\0\5hello")
 
 
 if __name__ == "__main__":
-    own = (fail, say, hang, spawn, spawn_holder, fork_and_return, forge, scribble)
+    own = (fail, say, hang, spawn, spawn_holder, fork_and_return, scribble)
     others = {"echo": lambda value: value, "environment": os.environ.get, "unsendable": lambda: (lambda: 1)}
     serve({handler.__name__: handler for handler in own} | others)
     print("left")

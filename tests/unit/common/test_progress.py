@@ -25,29 +25,6 @@ import sys
 from common.errors import ConfigError
 from config.cli import guarded
 """
-PRINTS = """
-import resource, sys
-from common.progress import guard_output
-guard_output()
-_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-resource.setrlimit(resource.RLIMIT_FSIZE, (2000, most))
-for number in range(100):
-    print(f"line {number} of a log that is full", flush=True)
-    print(f"warning {number}", file=sys.stderr)
-resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-print("the last line")
-"""
-
-
-def test_a_log_that_is_full_ends_no_program(tmp_path):
-    command = [sys.executable, "-c", PRINTS]
-    with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
-        subprocess.run(command, cwd=ROOT, stdout=out, stderr=err, timeout=900, check=True)
-    lines = (tmp_path / "out").read_text().splitlines()
-    assert lines[0] == "line 0 of a log that is full"
-    assert lines[-1].endswith("the last line") and len(lines) < 100
-    assert (tmp_path / "err").read_text().splitlines() == [f"warning {n}" for n in range(100)]
-
 
 BOTH = "(sys.stdout, sys.stderr)"
 ENDS = {

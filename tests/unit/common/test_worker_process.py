@@ -89,7 +89,6 @@ def test_a_child_that_returns_from_its_fork_replies_to_nothing(worker):
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        (("forge", 7), r"answered request 7 in the place of \d and was killed"),
         (("scribble",), "wrote what is no reply and was killed"),
         (("hang",), r"did not answer within 0\.7 s and was killed"),
     ],

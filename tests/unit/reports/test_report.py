@@ -204,18 +204,10 @@ FIRST = {
 }
 
 
-def side(rng: np.random.Generator, drift: float | None = -0.1) -> dict:
-    counts = rng.integers(0, 9, BINS).tolist()
-    found = {"rows": 8, "tokens": sum(counts), "length": 9.5, "log_ratio": 0.01, "spread": 0.2}
-    return found | {"drift": drift, "histogram": counts}
-
-
-def intervals(*sides: str, drift: float | None = -0.1) -> list[dict]:
-    rng = np.random.default_rng(0)
-    return [
-        {"step": 2 * i + 1, "first_step": 2 * i, "entropy": 0.3, **{name: side(rng, drift) for name in sides}}
-        for i in range(5)
-    ]
+def intervals(*sides: str, count: int = 5, **changed: float | None) -> list[dict]:
+    one = {"rows": 8, "tokens": 9, "length": 9.5, "log_ratio": 0.01, "spread": 0.2, "drift": -0.1} | changed
+    one["histogram"] = [0] * BINS
+    return [{"step": i, "first_step": i, "entropy": 0.3} | dict.fromkeys(sides, one) for i in range(count)]
 
 
 def titles(lines: list[dict]) -> list[str]:
@@ -241,6 +233,5 @@ def test_every_figure_is_drawn_but_of_what_was_not_measured():
 
 def test_one_interval_is_no_curve_and_a_spread_of_0_has_no_logarithm():
     """Policy and reference are the same weights in the first step."""
-    one = side(np.random.default_rng(0), 0.0) | {"spread": 0.0}
-    lines = [FIRST, *({"step": i, "first_step": i, "entropy": 0.4, "chosen": one} for i in range(2))]
-    assert set(titles(lines)) == {DRIFT, ENTROPY} and titles(lines[:2]) == [ENTROPY]
+    lines = [FIRST, *intervals("chosen", count=2, drift=0.0, spread=0.0)]
+    assert titles(lines) == [DRIFT, ENTROPY] and titles(lines[:2]) == [ENTROPY]
