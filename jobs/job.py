@@ -21,7 +21,7 @@ from jobs.evaluation import make_evaluator
 from jobs.hub import push_or_say
 from jobs.initial_scores import scored_with
 from jobs.likelihood import ready_rows
-from jobs.memory import MemoryPlan, PeakLine, measured, plan_run, short_of_memory
+from jobs.memory import MemoryPlan, measured, plan_run, short_of_memory
 from jobs.observers import Observers
 from jobs.plan import Plan
 from jobs.prepare import Prepared
@@ -105,7 +105,7 @@ class Job:
         watch = RunWatch(folder, trainer, evaluator, ready.steps, signals, diagnostics, observers, inputs)
         if prepared.online is None:
             watch.log.bar.weigh(watch.costs(ready.train))
-        watch.log.peak = PeakLine(self.memory, world, watch.log.bar.say)
+        watch.log.memory = self.memory
         self.begin(watch, exists)
         self.train(trainer, policy, ready, watch)
         return self.finish(watch, policy)

@@ -15,7 +15,7 @@ from common.progress import Bar, progress, seconds_so_far
 from data.batches import Segment
 from jobs.checks import check_gathered_weights, without_signal, write_batch
 from jobs.evaluation import Metrics
-from jobs.memory import PeakLine
+from jobs.memory import NEAR, MemoryPlan, measured
 from jobs.observers import Observers
 from reports.evaluations import round_line, status
 from reports.metrics import plain
@@ -59,7 +59,8 @@ class StepLog:
         self.bar.wait()
         self._pending: tuple[StepRecord, float] | None = None
         self._first = True
-        self.peak: PeakLine | None = None
+        self.memory: MemoryPlan | None = None
+        """The plan that is compared with what the fullest rank held, once, after the widest microbatch."""
         self._unseen = trainer.world.size > 1
         """Whether the weights that the forward gathers are still to be compared with those that are kept."""
         self._round: int | None = None
@@ -90,8 +91,9 @@ class StepLog:
         if self._unseen:
             check_gathered_weights(self.trainer)
             self._unseen = False
-        if self.peak is not None:
-            self.peak.after_update(record.widest)
+        if self.memory is not None and record.widest >= NEAR * self.memory.load.tokens:
+            self.bar.say(f"memory so far: {measured(self.trainer.world, self.memory)['measured']}")
+            self.memory = None
         self.flush()
         record.known |= self.state.evaluated | self._of_round(record)
         self.state.evaluated = {}

@@ -16,8 +16,7 @@ from transformers import AutoConfig
 from config.schema import Config, card_memory
 from data.batches import made_distinct
 from data.types import Example, Sequence
-from jobs.memory import Batches, MemoryPlan, make_plan
-from jobs.situations import ASSUMED, Card, RankMemory
+from jobs.memory import ASSUMED, Batches, Card, MemoryPlan, RankMemory, make_plan
 from models import memory
 from models.memory import Load, Shape
 from models.shapes import architecture
