@@ -215,8 +215,8 @@ class DataReport:
         log-probability under the initial reference, in nats.
 
         NaN stands for a completion that was not scored and is left out. For ``clippable_share`` see
-        ``jobs.likelihood``; it is None if nothing is clipped or nothing was scored. ``own``: the same mean of
-        each answer that the initial model itself gave.
+        ``jobs.initial_scores``; it is None if nothing is clipped or nothing was scored. ``own``: the same
+        mean of each answer that the initial model itself gave.
         """
         bar = float(np.quantile(own, LEAST_LIKELY)) if len(own) else PAPER_WORST_QUARTILE[1]
         scored = {kind: values[~np.isnan(values)] for kind, values in kinds.items()}

@@ -19,8 +19,7 @@ from common.secrets import scrub, scrub_words
 from jobs.diagnostics import Diagnostics
 from jobs.evaluation import make_evaluator
 from jobs.hub import push_or_say
-from jobs.initial_scores import scored_with
-from jobs.likelihood import ready_rows
+from jobs.initial_scores import ready_rows, scored_with
 from jobs.memory import MemoryPlan, measured, plan_run, short_of_memory
 from jobs.observers import Observers
 from jobs.plan import Plan

@@ -17,10 +17,9 @@ from config.schema import Config
 from data.batches import Segment
 from data.chat import Renderer, make_renderer
 from data.quality import DataReport, limit_tokens
-from jobs.evaluation_sets import EvaluationSet, load_evaluation_sets
 from jobs.memory import plan_run
 from jobs.online import Online, longest_round, make_online_plan
-from jobs.plan import Plan, first_example, make_plan
+from jobs.plan import EvaluationSet, Plan, first_example, load_evaluation_sets, make_plan
 from jobs.preflight import LoadedData
 from jobs.run_folder import RunFolder
 from models.attention import packs_rows, shares_prompts, why_not_shared

@@ -42,7 +42,7 @@ from config.schema import Config
 LOGS = "logs"
 """Folder of the logs of a run's processes. overwrite=true keeps it, as they may still be writing to it."""
 SELECTION = "selection.json"
-"""File of the groups that are trained on (jobs.likelihood), chosen before the first step."""
+"""File of the groups that are trained on (jobs.initial_scores), chosen before the first step."""
 INPUTS = "inputs"
 """Key of the fingerprints in a checkpoint's state, and of the run's id there."""
 

@@ -24,8 +24,7 @@ from data.chat import Renderer
 from data.examples import groups_digest, prompts_digest, token_values_digest
 from data.types import Group
 from data.views import prompts_of
-from jobs.evaluation_sets import EvaluationSet
-from jobs.plan import Plan
+from jobs.plan import EvaluationSet, Plan
 from jobs.run_folder import note, recorded, run_id, states
 from models.fingerprint import architecture_digest
 from rollouts.ledger import RoundFolder

@@ -11,13 +11,12 @@ from typing import Any
 from common.errors import Requeue
 from common.progress import pause_together, phase
 from data.batches import Segment, token_count
-from jobs.checks import check_first_scores
 from jobs.diagnostics import Diagnostics
 from jobs.evaluation import Evaluator, Metrics
 from jobs.observers import Observers
 from jobs.saving import EnoughError, Patience, Ranking, Saver
 from jobs.signals import Signals
-from jobs.step_log import StepLog
+from jobs.step_log import StepLog, check_first_scores
 from models.distributed import on_main
 from models.watchdog import Watchdog
 from reports.answers import FILE as ANSWERS

@@ -13,8 +13,7 @@ import torch
 from data.batches import Segment, collate
 from data.types import Example, Group, Prompt, Turn
 from data.views import mismatched
-from jobs.evaluation import Evaluator
-from jobs.retention import InitialKL
+from jobs.evaluation import Evaluator, InitialKL
 from models.distributed import Ranks
 from models.heads import ValuePolicy
 from models.policy import Policy

@@ -12,8 +12,8 @@ import torch
 
 from common.errors import StoppedError
 from data.batches import dealing
-from jobs.checks import check_first_scores
 from jobs.initial_scores import initial_scores, scored_with
+from jobs.step_log import check_first_scores
 from models.distributed import start
 from models.loading import load_sharded
 from tests.engine import engine_config, make_segment, make_trainer

@@ -15,7 +15,7 @@ from common.errors import ConfigError
 from common.progress import progress
 from data.quality import select
 from jobs import initial_scores
-from jobs.likelihood import OfRows, completion_means, group_means, kept_before, score_groups
+from jobs.initial_scores import OfRows, completion_means, group_means, kept_before, score_groups
 from models.reference import Reference
 from tests.engine import engine_config, make_trainer
 from tests.tiny import random_groups, tiny_policy

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from data.batches import Segment
-from jobs.checks import without_signal
 from jobs.saving import Patience, RankedCheckpoints, Ranking, Saver
-from jobs.step_log import StepLog
+from jobs.step_log import StepLog, without_signal
 from models.distributed import start
 from reports.outcome import outcome, symptoms, text_of
 from reports.report import final_table
