@@ -328,7 +328,7 @@ def make_evaluator(
         if not one.checkable:
             return None
         if accuracy is not None and replace(one.data, verifier=config.data.verifier) == config.data:
-            verifier = import_function(f"evaluations.{one.name}.verifier", one.data.verifier)
+            verifier = import_function(f"evaluations.{one.name}.verifier", one.data.verifier or "")
             return accuracy.with_verifier(verifier)
         ends = stops if one.data.source == config.data.source else None
         arguments = (config, policy, renderer, one.checkable, world, one.data, ends)
