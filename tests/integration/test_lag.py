@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from common.errors import StoppedError
-from jobs.online_source import OnlineSource
+from jobs.online import OnlineSource
 from rollouts.ledger import RoundFolder
 from rollouts.rewards.base import RewardError
 from rollouts.round_builder import RoundBuilder

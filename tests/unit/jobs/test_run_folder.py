@@ -15,8 +15,8 @@ from config.load import LOCK, MARKER, RECORD, VERSION, load, load_run, marked, s
 from config.removed import LAST
 from config.schema import Config
 from evals.targets import settings_of_run
-from jobs import online_source
-from jobs.online_source import RoundRecords
+from jobs import online
+from jobs.online import RoundRecords
 from jobs.run_folder import SELECTION, RunFolder
 from tests.full_disk import full_disk
 from tests.tiny_files import ROOT, everything
@@ -220,7 +220,7 @@ def test_a_full_disk_refuses_a_new_run_in_a_sentence(at):
 
 
 def test_a_round_that_is_gone_is_one_message(tmp_path, plain, monkeypatch):
-    monkeypatch.setattr(online_source, "on_main", lambda work: work())
+    monkeypatch.setattr(online, "on_main", lambda work: work())
     (tmp_path / MARKER).write_text(sealed({"run": "a"}))
     with pytest.raises(DataError, match=r"rounds/000/round\.json is not as it was written \(it is gone\)"):
         RoundRecords(tmp_path, plain).close(0)

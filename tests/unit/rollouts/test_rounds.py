@@ -19,7 +19,7 @@ from config.schema_sampler import RoundsConfig
 from data.groups import answered_dict, from_dict, to_dict, to_line
 from data.types import Completion, Group, Prompt, Turn
 from data.views import group_advantages
-from jobs.online_source import view_of_rounds
+from jobs.online import view_of_rounds
 from rollouts.ledger import RoundFolder, sampled_line, sampled_of
 from rollouts.round_builder import samples_table
 from rollouts.rounds import (

@@ -13,7 +13,7 @@ from common.errors import ConfigError
 from data.batches import Segment
 from data.types import Completion, Example, Group, Prompt, Sequence, Turn
 from data.views import centred_advantages, group_advantages
-from jobs.online_source import view_of_rounds
+from jobs.online import view_of_rounds
 from models.checkpoint import Checkpoints
 from models.distributed import start
 from models.heads import RewardModel, ValuePolicy
