@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -159,18 +158,14 @@ def check_name(key: str, value: Any) -> None:
 def files_digest(paths: Iterable[Path]) -> str:
     """Return the SHA-256 of one file, as 64 hex digits. For several files, return the SHA-256 of the lines
     that ``sha256sum`` would print for them."""
-    digests = [
-        (path.name, _sha256(path, (about := path.stat()).st_size, about.st_mtime_ns)) for path in paths
-    ]
+    digests = {path.name: _sha256(path) for path in paths}
     if len(digests) == 1:
-        return digests[0][1]
-    return hashlib.sha256("".join(f"{digest}  {name}\n" for name, digest in digests).encode()).hexdigest()
+        return next(iter(digests.values()))
+    lines = "".join(f"{digest}  {name}\n" for name, digest in digests.items())
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
-@cache
-def _sha256(path: Path, size: int, changed: int) -> str:
-    """Return the SHA-256 of a file. Size and modification time are part of the cache key, so an unchanged
-    file is read only once."""
+def _sha256(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -196,7 +191,7 @@ class FileDigests:
         state = [about.st_size, about.st_mtime_ns, about.st_ino]
         digest, *kept = self._kept.get(str(real), [""])
         if kept != state:
-            digest = _sha256(real, *state[:2])
+            digest = _sha256(real)
             if time.time() - about.st_mtime > _SETTLED:
                 self._kept[str(real)] = [digest, *state]
         return str(digest)

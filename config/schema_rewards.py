@@ -257,8 +257,6 @@ def completed(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 KEY = "reward.weighted.parts"
-OWN = ("weight", "reward")
-"""Keys of a part in addition to the settings of its reward."""
 
 
 @dataclasses.dataclass(frozen=True)

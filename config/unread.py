@@ -14,8 +14,8 @@ from config.files import section, walk
 from config.schema import Config
 from config.sections import word_of
 
-REFUSE, NOTE = "refuse", "note"
-"""The values of ``idle_settings``."""
+NOTE = "note"
+"""The value of ``idle_settings`` with which nothing is refused."""
 ABSENT = object()
 ELSEWHERE = "program=train"
 """The condition of a setting that only training reads."""
@@ -57,33 +57,17 @@ def check_idle(
     """
     facts = config if stage is None else vars(config) | vars(stage) | {"program": program}
     typed = dict(_typed(overrides))
-    idle = [
-        (key, value, requires)
-        for key, value in typed.items()
-        if (requires := unread(facts, key, program)) is not None
-    ]
+    idle = {key: why for key in typed if (why := unread(facts, key, program)) is not None}
     carried = section("reads.yaml")["programs"].get(program, {}).get("carries", ())
-    refused = [one for one in idle if not any(_within(one[0], place) for place in carried)]
-    if crossed or config.idle_settings == NOTE:
-        refused = []
-    recipes = ((key, None, unread(facts, key)) for key in _recipes(overrides) if stage is None)
-    notes = [
-        f"{key} has no effect: {requires}"
-        for key, _, requires in idle
-        if key not in {one[0] for one in refused}
-    ] + [
-        f"{key} has no effect: {requires}"
-        for key, _, requires in recipes
-        if requires is not None and key not in typed
-    ]
-    if refused:
-        (key, value, requires), *others = refused
-        first = ConfigError(
-            key, value, f"nothing would read it: {requires}; leave it out, or idle_settings=note"
-        )
-        more = [str(ConfigError(key, value, f"the same: {why}")) for key, value, why in others]
-        raise UserError("\n       ".join([str(first), *more]))
-    return notes
+    refused = [key for key in idle if not any(_within(key, place) for place in carried)]
+    if refused and not crossed and config.idle_settings != NOTE:
+        lines = [ConfigError(key, typed[key], f"the same: {idle[key]}") for key in refused]
+        says = f"nothing would read it: {idle[refused[0]]}; leave it out, or idle_settings=note"
+        lines[0] = ConfigError(refused[0], typed[refused[0]], says)
+        raise UserError("\n       ".join(map(str, lines)))
+    given = [key for key in _recipes(overrides) if stage is None and key not in typed]
+    idle |= {key: why for key in given if (why := unread(facts, key)) is not None}
+    return [f"{key} has no effect: {why}" for key, why in idle.items()]
 
 
 def say(notes: Iterable[str]) -> None:

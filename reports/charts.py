@@ -42,12 +42,11 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Curve:
-    """One key of metrics.jsonl. ``marked``: measured only now and then, so each point gets a marker."""
+    """One key of metrics.jsonl."""
 
     key: str
     label: str
     color: str
-    marked: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Panel:
 
 
 def _both(key: str, training: str = "training", evaluation: str = "evaluation") -> tuple[Curve, Curve]:
-    return Curve(key, training, BLUE), Curve(f"eval_{key}", evaluation, ORANGE, True)
+    return Curve(key, training, BLUE), Curve(f"eval_{key}", evaluation, ORANGE)
 
 
 PANELS = (
@@ -72,8 +71,8 @@ PANELS = (
         "Answers that are right",
         "share of held-out prompts",
         (
-            Curve("eval_accuracy_sampled", "sampled", BLUE, True),
-            Curve("eval_accuracy_greedy", "greedy", ORANGE, True),
+            Curve("eval_accuracy_sampled", "sampled", BLUE),
+            Curve("eval_accuracy_greedy", "greedy", ORANGE),
         ),
         share=True,
     ),
@@ -89,7 +88,7 @@ PANELS = (
         (
             Curve("kl", "from the current reference", BLUE),
             Curve("drift", "from the initial weights", GREEN),
-            Curve("eval_drift", "from the initial weights, evaluation", ORANGE, True),
+            Curve("eval_drift", "from the initial weights, evaluation", ORANGE),
         ),
     ),
     Panel(
@@ -141,7 +140,7 @@ def draw(panel: Panel, records: Sequence[Record]) -> Figure | None:
                 color=curve.color,
                 label=curve.label,
                 linewidth=1.4,
-                marker="." if curve.marked or len(steps) <= FEW_POINTS else None,
+                marker="." if len(steps) <= FEW_POINTS else None,
             )
     axes.margins(y=0.12)
     if panel.share:
@@ -174,17 +173,15 @@ DIAGNOSTIC_PANELS = (
     Panel(
         "Spread of the log-ratios",
         "nats, root mean square",
-        tuple(Curve(f"spread_{side}", side, color, True) for side, color in COLORS.items()),
+        tuple(Curve(f"spread_{side}", side, color) for side, color in COLORS.items()),
         log=True,
     ),
     Panel(
         "Drift from the initial weights",
         "nats per token",
-        (Curve("drift_chosen", "chosen", BLUE, True), Curve("drift_rejected", "rejected", ORANGE, True)),
+        (Curve("drift_chosen", "chosen", BLUE), Curve("drift_rejected", "rejected", ORANGE)),
     ),
-    Panel(
-        "Entropy of the policy", "nats per token", (Curve("entropy", "held-out completions", GREEN, True),)
-    ),
+    Panel("Entropy of the policy", "nats per token", (Curve("entropy", "held-out completions", GREEN),)),
 )
 
 

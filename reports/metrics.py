@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import zlib
 from collections.abc import Container, Iterator
 from numbers import Integral, Real
 from pathlib import Path
@@ -58,9 +57,11 @@ def read_metrics(path: Path) -> list[Record]:
     Raises DataError if another line is no JSON object with a step.
     """
     records: list[Record] = []
-    for number, line in enumerate(_whole_lines(_content(path)), start=1):
+    whole, _, _ = _content(path).rpartition(b"\n")  # a half-written last line alone lacks its line end
+    for number, line in enumerate(whole.split(b"\n") if whole else [], start=1):
         try:
-            records.append(_parsed(line))
+            record: Record = json.loads(line)
+            records.append(record | {"step": int(record["step"])})
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise DataError(
                 f"{path}, line {number} is not a line of metrics ({error}); repair the file or remove it"
@@ -70,29 +71,6 @@ def read_metrics(path: Path) -> list[Record]:
 
 def _content(path: Path) -> bytes:
     return regular_file(path).read_bytes() if path.exists() else b""
-
-
-def _whole_lines(content: bytes) -> list[bytes]:
-    """Return the complete lines: only a half-written last line can lack its line end."""
-    whole, _, _ = content.rpartition(b"\n")
-    return whole.split(b"\n") if whole else []
-
-
-def _parsed(line: bytes) -> Record:
-    record: Record = json.loads(line)
-    record["step"] = int(record["step"])
-    return record
-
-
-def sound_lines(content: bytes) -> list[bytes]:
-    """Return the lines that can be read; of several lines with one step, the first."""
-    lines: dict[int, bytes] = {}
-    for line in _whole_lines(content):
-        try:
-            lines.setdefault(_parsed(line)["step"], line + b"\n")
-        except (ValueError, TypeError, KeyError, RecursionError):
-            continue
-    return list(lines.values())
 
 
 class LineFile:
@@ -109,11 +87,6 @@ class LineFile:
             write_whole(path, "")
         self._waiting: list[bytes] = []
         self._full = False
-        self._open()
-
-    def _open(self) -> None:
-        content = _content(self.path)
-        self._sum = (len(content), zlib.crc32(content))
         descriptor = open_own(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._stream = os.fdopen(descriptor, "ab", buffering=0)
 
@@ -138,25 +111,13 @@ class LineFile:
         except OSError:
             os.ftruncate(self._stream.fileno(), size)
             raise
-        self._sum = (self._sum[0] + len(data), zlib.crc32(data, self._sum[1]))
         self._waiting.clear()
         self._full = False
 
     def settle(self) -> bytes:
-        """Write the waiting lines, check that the file holds what was written to it, and return its content.
-        If something else has changed the file, the lines that can be read stay, and that is printed.
-        Raises OSError."""
+        """Write the waiting lines and return the file's content. Raises OSError."""
         self._write()
-        content = _content(self.path)
-        if (len(content), zlib.crc32(content)) == self._sum:
-            return content
-        lines = sound_lines(content)
-        message = f"{len(lines)} of its lines can be read, and stay"
-        print(f"{self.path}: changed by something else while the run wrote it; {message}", flush=True)
-        self._stream.close()
-        _replace(self.path, b"".join(lines))
-        self._open()
-        return b"".join(lines)
+        return _content(self.path)
 
     def copy_to(self, folder: Path) -> None:
         """Copy the file with all its lines into a checkpoint's ``folder``. Raises OSError."""

@@ -89,7 +89,7 @@ class Tracker:
         self._tell("summary", plain(values))
 
     def settle(self) -> None:
-        """Check that the files hold every line that was logged (LineFile.settle). Raises OSError."""
+        """Write every line that waits for room. Raises OSError."""
         for file in self._files.values():
             file.settle()
 

@@ -56,27 +56,6 @@ def test_lines_without_room_wait_and_are_written_when_there_is_some(tmp_path_fac
     assert steps(path) == list(range(count + 1))
 
 
-# -- changed while it is written -------------------------------------------------------------------
-
-
-DAMAGE = {
-    "0 of its lines": lambda path: path.write_bytes(b""),
-    "1 of its lines": lambda path: path.write_text('{"step": 1}\nxx\n{"step": 1}\n'),
-    "5 of its lines": lambda path: path.write_bytes(path.read_bytes() * 2),
-}
-
-
-@pytest.mark.parametrize("said", DAMAGE)
-def test_a_file_that_something_else_changes_is_repaired_and_that_is_said(tmp_path, capsys, said):
-    file = filled(tmp_path / METRICS, 5)
-    DAMAGE[said](tmp_path / METRICS)
-    file.settle()
-    assert said in capsys.readouterr().out
-    file.append({"step": 7})
-    file.settle()
-    assert capsys.readouterr().out == "" and len(steps(tmp_path / METRICS)) == int(said[0]) + 1
-
-
 # -- going on --------------------------------------------------------------------------------------
 
 
