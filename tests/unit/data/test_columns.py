@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from common.errors import ConfigError, DataError, UserError
 from data.columns import READ, WORDS, typed
 from data.rows import Loaded
-from data.sources import load_groups
+from data.sources import load_groups, load_splits
 from data.views import prompts_of
 from tests.tiny import make_config
 from tests.unit.data.people import lines, load, local, said
@@ -183,10 +183,8 @@ def test_marks_that_a_row_of_one_answer_cannot_train_are_refused() -> None:
 def test_the_answers_of_one_conversation_are_held_out_together(tmp_path) -> None:
     rows = [{"messages": said(f"q {i}", "a", f"{i}", "b")} for i in range(40)]
     config = local(lines(tmp_path / "a.jsonl", rows), trained_turns="all", eval_fraction=0.3)
-    sides = [
-        {g.prompt.turns[0].content for g in load_groups(config, one).groups} for one in ("train", "eval")
-    ]
-    assert sides[0] and sides[1] and not sides[0] & sides[1]
+    train, held_out = ({g.prompt.turns[0].content for g in side.groups} for side in load_splits(config))
+    assert train and held_out and not train & held_out
 
 
 def test_tools_may_lie_in_the_object_of_a_conversation() -> None:
@@ -196,18 +194,16 @@ def test_tools_may_lie_in_the_object_of_a_conversation() -> None:
     assert json.loads(group.prompt.tools) == tools
 
 
-@pytest.mark.parametrize(
-    ("record", "name"),
-    [
-        ({"prompt": Q, "completion": A, "label": False, "is_desirable": True}, "is_desirable"),
-        ({"prompt": Q, "completions": [A, B], "rewards": [1, 0], "weight": 0.0}, "weight"),
-        ({"prompt": Q, "completion": A, "reward": 1.0, "score": 4}, "score"),
-    ],
-)
-def test_a_number_that_decides_is_not_missed_beside_other_numbers(record: dict, name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"nothing reads '{name}'"):
-        load(record, record)
-    assert len(load(record, record, ignore_columns=[name]).groups) in (1, 2)
+def test_a_number_that_decides_is_not_missed_beside_other_numbers() -> None:
+    for record in (
+        {"prompt": Q, "completion": A, "label": False, "is_desirable": True},
+        {"prompt": Q, "completions": [A, B], "rewards": [1, 0], "weight": 0.0},
+        {"prompt": Q, "completion": A, "reward": 1.0, "score": 4},
+    ):
+        (*_, name) = record
+        with pytest.raises(ConfigError, match=rf"nothing reads '{name}'"):
+            load(record, record)
+        assert len(load(record, record, ignore_columns=[name]).groups) in (1, 2)
 
 
 @pytest.mark.parametrize("first", [None, math.nan, ""])
@@ -233,8 +229,7 @@ def test_a_pair_whose_prompt_is_empty_has_none_and_is_not_given_one() -> None:
     loaded = load(*rows, empty)
     assert len(loaded.groups) == 9 and [d.reason for d in loaded.dropped] == ["no 'prompt'"]
     asked = f"USER: {Q} ASSISTANT:"
-    whole = {"prompt": None, "chosen": f"{asked} I think {A}", "rejected": f"{asked} I see"}
-    assert groups(whole) == [([("user", Q)], [f"I think {A}", "I see"], (1.0, -1.0))]
+    assert groups({"prompt": None, "chosen": f"{asked} {A}", "rejected": f"{asked} {B}"}) == [PAIR]
 
 
 def test_the_same_prompt_with_other_columns_is_counted_and_the_first_kept() -> None:
@@ -259,10 +254,9 @@ def test_an_ignored_column_is_not_read_and_must_be_there() -> None:
 
 def test_columns_may_be_paths_into_columns() -> None:
     row = {"prompt": Q, "reward_model": {"ground_truth": 4}, "extra": '{"answers": ["a", "b"]}'}
-    for path, answer in (("reward_model.ground_truth", "4"), ("extra.answers.1", "b")):
-        (group,) = load(
-            row, columns={"reference": path}, ignore_columns=["reward_model"][: path[0] == "e"]
-        ).groups
+    for path, answer, ignored in (("reward_model.ground_truth", "4", []),
+                                  ("extra.answers.1", "b", ["reward_model"])):  # fmt: skip
+        (group,) = load(row, columns={"reference": path}, ignore_columns=ignored).groups
         assert group.prompt.reference_answer == answer
     with pytest.raises(ConfigError, match=r"reward_model.truth: .*reward_model has ground_truth"):
         load(row, columns={"reference": "reward_model.truth"})
@@ -296,23 +290,20 @@ def test_rows_that_cannot_be_read_are_refused_beyond_a_tenth(tmp_path) -> None:
 
 @pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
 def test_the_separator_and_a_byte_order_mark_of_a_table_are_recognised(tmp_path, separator: str) -> None:
-    path = tmp_path / "a.csv"
+    path, asked = tmp_path / "a.csv", f"{Q}, {Q}; {Q}\n\t"
     with path.open("w", encoding="utf-8-sig", newline="") as stream:
         out = csv.writer(stream, delimiter=separator)
-        out.writerows([["prompt", "chosen; or, not", "rejected"], *[[f"{Q}, {Q}; {Q}\n\t", A, B]] * 30])
+        out.writerows([["prompt", "chosen; or, not", "rejected"], *[[asked, A, B]] * 30])
     loaded = load_groups(local(path, columns={"chosen": "chosen; or, not"}), "train")
-    assert [t.content for t in loaded.groups[0].prompt.turns] == [f"{Q}, {Q}; {Q}\n\t"] and len(
-        loaded.groups
-    ) == 30
+    assert [[t.content for t in g.prompt.turns] for g in loaded.groups] == [[asked]] * 30
 
 
 def test_a_table_adds_no_nulls_and_keeps_the_order_of_arguments(tmp_path) -> None:
-    def row(**arguments: str) -> dict:
+    records = [{"messages": said(Q, "", "4", A)} for _ in range(2)]
+    for record, arguments in zip(records, ({"zone": "a", "city": "b"}, {"zone": "c"}), strict=True):
         call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-        asked = [{"role": "user", "content": Q}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        return {"messages": [*asked, {"role": "tool", "content": "4"}, {"role": "assistant", "content": A}]}
-
-    records = [row(zone="a", city="b"), row(zone="c")]
+        record["messages"][1] |= {"tool_calls": [call]}
+        record["messages"][2] |= {"role": "tool"}
     datasets.Dataset.from_list(records).to_parquet(tmp_path / "a.parquet")
     found = load_groups(local(tmp_path / "a.parquet"), "train").groups
     assert found == load_groups(local(lines(tmp_path / "a.jsonl", records)), "train").groups
@@ -407,11 +398,8 @@ def test_public_rows_are_read_or_refused_and_every_line_to_type_works(name: str)
 @pytest.mark.parametrize(
     ("key", "value", "read"),
     [
-        ("reasoning_content", "Red?", {"reasoning_content": "Red?"}),
-        ("reasoning", "Red?", {"reasoning": "Red?"}),
-        ("thinking", "Red?", {"thinking": "Red?"}),
-        ("thought", "Red?", {"reasoning_content": "Red?"}),
-        ("thinking_content", "Red?", {"reasoning_content": "Red?"}),
+        *((key, "Red?", {key: "Red?"}) for key in ("reasoning_content", "reasoning", "thinking")),
+        *((key, "Red?", {"reasoning_content": "Red?"}) for key in ("thought", "thinking_content")),
         ("reasoning_details", [{"type": "reasoning.text", "text": "Red?"}], {"reasoning_content": "Red?"}),
         ("reasoning_effort", "high", "nothing of the key 'reasoning_effort' of messages"),
         ("mood", "glad", "nothing of the key 'mood' of messages"),
@@ -420,7 +408,7 @@ def test_public_rows_are_read_or_refused_and_every_line_to_type_works(name: str)
     ],
 )
 def test_a_thought_reaches_the_template_whatever_its_name(key: str, value: object, read: dict | str) -> None:
-    messages = said("Name a colour.", "Blue.")
+    messages = said(Q, A)
     loaded = load({"messages": [messages[0], messages[1] | {key: value}]})
     if isinstance(read, str):
         assert read in str([*loaded.read_back, *loaded.dropped])
@@ -428,12 +416,10 @@ def test_a_thought_reaches_the_template_whatever_its_name(key: str, value: objec
         assert json.loads(loaded.groups[0].completions[0].keys) == read and not loaded.read_back
 
 
-@pytest.mark.parametrize("name", ["thinking", "thought", "reasoning"])
-def test_a_column_of_thoughts_is_mapped(name: str) -> None:
-    row = {"prompt": "Name a colour.", name: "Red?", "completion": "Blue."}
-    with pytest.raises(ConfigError) as error:
-        load(row)
-    (settings, *_) = typed_lines(error.value)
-    assert settings == {"columns": {"reasoning_content": name}}
-    (group,) = load(row, **settings).groups
-    assert json.loads(group.completions[0].keys) == {"reasoning_content": "Red?"}
+def test_a_column_of_thoughts_is_mapped() -> None:
+    for name in ("thinking", "thought", "reasoning"):
+        row = {"prompt": Q, name: "Red?", "completion": A}
+        (settings, *_) = typed_lines(outcome([row]))
+        assert settings == {"columns": {"reasoning_content": name}}
+        (group,) = load(row, **settings).groups
+        assert json.loads(group.completions[0].keys) == {"reasoning_content": "Red?"}

@@ -111,18 +111,14 @@ def test_a_prompt_at_the_head_of_every_answer_is_taken_off_and_counted():
 
 BEHIND = {
     " Blue.": "Blue.",
-    "\nBlue.": "Blue.",
     "\n\n Blue.": "Blue.",
     "\n    c = a\n    return c": "    c = a\n    return c",
     "  \n\treturn": "\treturn",
 }
 ENDS = {
     "It is <s>old</s>": None,
-    "<s>x</s>": None,
-    "Yes.</s>": "Yes.",
     "<s>a</s> b</s>": "<s>a</s> b",
     "Yes.<|im_end|>\n": "Yes.",
-    "Yes.<|eot_id|>": "Yes.",
     "<|x|>": None,
 }
 

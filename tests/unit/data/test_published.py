@@ -59,10 +59,7 @@ def test_hh() -> None:
         {"chosen": twice + "c", "rejected": twice + "d"},
     )
     assert words(loaded) == [(["hello", "hi", "and?"], ["yes", "no"], (1.0, -1.0))]
-    assert [d.reason for d in loaded.dropped] == [
-        "chosen and rejected answer different conversations",
-        "chosen and rejected answer different conversations",
-    ]
+    assert [d.reason for d in loaded.dropped] == ["chosen and rejected answer different conversations"] * 2
 
 
 def test_alpacaeval_judgements_and_outputs() -> None:

@@ -30,12 +30,9 @@ def row(prompt: int, completion: int) -> Sequence:
 
 @pytest.fixture
 def report() -> DataReport:
-    loaded = Loaded(
-        [group("q1"), group("q2"), group("q2")],
-        6,
-        [Dropped("f.jsonl", n, why) for n, why in ((2, "a tie"), (5, "a tie"), (4, "no | column\n'x'"))],
-        "f.jsonl",
-    )
+    whys = (2, "a tie"), (5, "a tie"), (4, "no | column\n'x'")
+    dropped = [Dropped("f.jsonl", n, why) for n, why in whys]
+    loaded = Loaded([group("q1"), group("q2"), group("q2")], 6, dropped, "f.jsonl")
     evaluation = Loaded([group("q2"), group("q9")], 2, [], "g.jsonl")
     rows = (row(3, 5), row(3, 7)), (row(9, 1), row(9, 2))
     examples = Examples(tuple((Example("a", two),) for two in rows), {"no completion token": 1})
@@ -110,12 +107,10 @@ def test_the_gate_warns_of_data_like_the_papers_lowest_quarter(report: DataRepor
 
 # data.logprob_range: a slice of the order by likelihood, and ranges that meet part the data
 
-VALUES = st.lists(st.floats(-20, 0).map(lambda v: round(v, 1)), min_size=4, max_size=60).map(
-    np.array
-)  # rounded: equal ones happen
+ROUNDED = st.floats(-20, 0).map(lambda v: round(v, 1))  # equal ones happen
 
 
-@given(VALUES, st.floats(0, 1), st.floats(0, 1))
+@given(st.lists(ROUNDED, min_size=4, max_size=60).map(np.array), st.floats(0, 1), st.floats(0, 1))
 def test_what_is_kept_is_a_slice_of_the_order_by_likelihood(values, a, b) -> None:
     """Ranges that meet part the groups."""
     ends = [0.0, *sorted((a, b)), 1.0]

@@ -75,7 +75,6 @@ CUT = gzip.compress(b'{"prompt": "a"}\n' * 99, mtime=0)[:-9]
         ("pairs.jsonl.gz", b"not gzip", "not JSON"),
         ("pairs.jsonl.gz", CUT, "cannot be read to its end"),
         ("pairs.parquet", b"not parquet", "cannot be read"),
-        ("pairs.jsonl", b"\xff\xfe", "cannot be read"),
         ("pairs.jsonl", b"\n", "holds no row"),
         ("pairs.json", b"[]", "holds no row"),
     ],
@@ -88,22 +87,18 @@ def test_a_wrong_file_is_refused_with_a_remedy(tmp_path, name: str, content: byt
         load_groups(config(tmp_path / name), "train")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
+def test_a_wrong_source_path_or_format_is_refused_by_its_name(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    path = lines(tmp_path / "pairs.jsonl", RECORDS)
+    for settings in (
         {"source": "data.sources.nothing"},
-        {"source": "function"},
         {"path": None},
         {"format": "./myfmt.convert"},
         *({"source": f"data.sources.{of}", "path": LONG} for of in ("local", "hub_table")),
-    ],
-)
-def test_a_wrong_source_path_or_format_is_refused_by_its_name(tmp_path, monkeypatch, settings) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    path = lines(tmp_path / "pairs.jsonl", RECORDS)
-    *_, key = settings
-    with pytest.raises(ConfigError, match=rf"^data\.{key}="):
-        load_groups(replace(config(path), **settings), "train")
+    ):
+        *_, key = settings
+        with pytest.raises(ConfigError, match=rf"^data\.{key}="):
+            load_groups(replace(config(path), **settings), "train")
 
 
 # Splits
@@ -273,7 +268,6 @@ WHOLE = [(p["prompt"], p["chosen"], p["rejected"]) for p in PAIRS]
 
 
 def table(path: Path, rows: list[dict]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.DictWriter(stream, list(rows[0]))
         writer.writeheader()
@@ -281,52 +275,41 @@ def table(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-def saved(folder: Path) -> Path:
-    datasets.Dataset.from_list(PAIRS).save_to_disk(folder)
-    return folder
+SHARDS = {
+    "parquet": {f"train-0000{i}-of-00003": PAIRS[4 * i : 4 * i + 4] for i in range(3)}
+    | {"test-00000-of-00001": PAIRS[:3]},
+    "lines": {f"pairs-{i}": PAIRS[i : i + 4] for i in (0, 4, 8)},
+    "folders": {"train/0": PAIRS[:5], "train/1": PAIRS[5:], "test/0": PAIRS[:3], ".cache/old": PAIRS[:1]},
+}
 
 
-def saved_dict(folder: Path) -> Path:
+def made(kind: str, folder: Path) -> Path:
+    """A folder with the pairs, and in most kinds a split of the first three."""
     one, other = datasets.Dataset.from_list(PAIRS), datasets.Dataset.from_list(PAIRS[:3])
-    datasets.DatasetDict({"train": one, "test": other}).save_to_disk(folder)
+    if kind not in SHARDS:
+        (one if kind == "saved" else datasets.DatasetDict({"train": one, "test": other})).save_to_disk(folder)
+    for name, rows in SHARDS.get(kind, {}).items():
+        if kind == "parquet":
+            datasets.Dataset.from_list(rows).to_parquet(folder / "data" / f"{name}.parquet")
+        else:
+            lines(folder / f"{name}.jsonl", rows)
     return folder
 
 
-def parquet_shards(folder: Path) -> Path:
-    for i in range(3):
-        part = datasets.Dataset.from_list(PAIRS[4 * i : 4 * i + 4])
-        part.to_parquet(folder / "data" / f"train-0000{i}-of-00003.parquet")
-    datasets.Dataset.from_list(PAIRS[:3]).to_parquet(folder / "data" / "test-00000-of-00001.parquet")
+@pytest.mark.parametrize("kind", ["saved", "saved dict", *SHARDS])
+def test_a_folder_gives_what_a_file_gives(tmp_path, kind) -> None:
+    folder, path = made(kind, tmp_path / "set"), lines(tmp_path / "a.jsonl", PAIRS)
     (folder / "README.md").write_text("about")
-    return folder
-
-
-def line_shards(folder: Path) -> Path:
-    for i in range(0, 12, 4):
-        lines(folder / f"pairs-{i}.jsonl", PAIRS[i : i + 4])
-    return folder
-
-
-def split_folders(folder: Path) -> Path:
-    parts = {"train/0": PAIRS[:5], "train/1": PAIRS[5:], "test/0": PAIRS[:3], ".cache/old": PAIRS[:1]}
-    for name, rows in parts.items():
-        lines(folder / f"{name}.jsonl", rows)
-    return folder
-
-
-@pytest.mark.parametrize("make", [saved, saved_dict, parquet_shards, line_shards, split_folders])
-def test_a_folder_gives_what_a_file_gives(tmp_path, make) -> None:
-    folder, path = make(tmp_path / "set"), lines(tmp_path / "a.jsonl", PAIRS)
     loaded = load(folder)
     assert texts(loaded) == WHOLE and loaded.read == 12 and loaded.format == "preference"
     splits = [[texts(part) for part in load_splits(local(of, eval_fraction=0.3))] for of in (folder, path)]
     assert splits[0] == splits[1], "prompts are held out as of a file"
-    if make not in (saved, line_shards):
+    if kind not in ("saved", "lines"):
         assert texts(load(folder, "eval", eval_split="test")) == WHOLE[:3]
         assert texts(load(path, "eval", eval_path=str(folder), eval_split="test")) == WHOLE[:3]
         with pytest.raises(ConfigError, match=r"data.split=nope: .* has test, train: give one of them"):
             load_groups(replace(local(folder), split="nope"), "train")
-    if make is saved_dict:
+    if kind == "saved dict":
         hub = {"source": "data.sources.hub_table"}
         assert texts(load(folder, **hub)) == WHOLE
         assert texts(load(folder, "eval", eval_split="test", **hub)) == WHOLE[:3]
@@ -384,12 +367,12 @@ def test_what_is_read_of_a_folder_and_what_is_wrong_with_it_is_said(tmp_path) ->
     assert loaded.origin == f"{tmp_path}/two (Train.jsonl)" and texts(loaded) == WHOLE
     held_out = load_groups(local(tmp_path / "two", split="held_out"), "train")
     assert held_out.origin == f"{tmp_path}/two (Held_out.jsonl)"
-    folder = line_shards(tmp_path / "set")
+    folder = made("lines", tmp_path / "set")
     with (folder / "pairs-4.jsonl").open("a") as stream:
         stream.write("{broken\n")
     loaded = load(folder)
     assert [(d.file, d.row) for d in loaded.dropped] == [("pairs-4.jsonl", 5)] and texts(loaded) == WHOLE
-    broken = saved(tmp_path / "broken")
+    broken = made("saved", tmp_path / "broken")
     next(broken.glob("*.arrow")).write_bytes(b"not arrow")
     with pytest.raises(DataError, match="save it again with save_to_disk"):
         load(broken)
@@ -401,9 +384,8 @@ def test_what_is_read_of_a_folder_and_what_is_wrong_with_it_is_said(tmp_path) ->
 def test_a_label_is_true_or_false_in_any_spelling_and_a_row_with_another_is_dropped(tmp_path) -> None:
     right = {"True": 1, "true": 1, "TRUE": 1, "1": 1, "1 ": 1, "False": -1, "FALSE": -1, "0": -1}
     wrong = ("1 star", "0 (bad)")
-    rows = [
-        {"prompt": str(i), "completion": "NA", "label": label} for i, label in enumerate([*right, *wrong])
-    ]
+    labels = enumerate([*right, *wrong])
+    rows = [{"prompt": str(i), "completion": "NA", "label": label} for i, label in labels]
     loaded = load(table(tmp_path / "a.csv", rows), max_unreadable=0.7)
     assert [group.rewards for group in loaded.groups] == [(float(reward),) for reward in right.values()]
     assert texts(loaded) == [(str(i), "NA") for i in range(len(right))]

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
 from common.errors import ConfigError
 from config.schema_data import DataConfig
@@ -20,6 +19,7 @@ from data.chat import make_renderer
 from data.constraints import KINDS, PROMPTS, TOPICS, all_met, constrained, met, prompt, prompts, yaml
 from data.sources import load_groups
 from data.types import Completion, Prompt, Turn
+from models.pretrained import load_tokenizer
 from rollouts.rewards.base import Missing, RewardError, make_reward
 from rollouts.rewards.constraints import fluency
 from tests.tiny import ROOT, make_config
@@ -54,15 +54,10 @@ def test_the_splits_hold_every_addition_once_and_share_none() -> None:
 # Demonstrations
 
 
-def test_the_two_worked_forms() -> None:
-    assert demonstration(37, 58, CLEAN, random.Random(0)) == "7+8=15;3+5+1=9;95"
-    assert demonstration(37, 58, replace(CLEAN, decompose=1.0), random.Random(0)) == "30+50=80;7+8=15;95"
-    assert demonstration(3, 4, CLEAN, random.Random(0)) == "3+4=7;0+0=0;7"
-    assert demonstration(3, 4, replace(CLEAN, direct=1.0), random.Random(0)) == "7"
-
-
 @given(DIGITS, DIGITS, st.integers(), st.sampled_from([{"decompose": 0.5}, {"direct": 0.5}]))
 def test_without_noise_steps_are_true_equations_and_every_sum_is_right(a, b, seed, style) -> None:
+    assert demonstration(37, 58, CLEAN, random.Random(0)) == "7+8=15;3+5+1=9;95"
+    assert demonstration(37, 58, replace(CLEAN, decompose=1.0), random.Random(0)) == "30+50=80;7+8=15;95"
     text = demonstration(a, b, replace(CLEAN, **style), random.Random(seed))
     for step in text.split(";")[:-1]:
         left, _, right = step.partition("=")
@@ -141,17 +136,12 @@ def test_shipped_pairs_are_of_their_split_and_scored_as_the_task_scores(split, c
 
 
 def test_rows_have_one_beginning_one_end_and_a_token_a_character() -> None:
-    config = make_config("model=adder", "data=adder", "model.max_prompt_length=32")
-    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "model")
-    renderer, prompt = make_renderer(tokenizer, config.model, config.data), addition(37, 58)
-    row = renderer.sequence(prompt, Completion(text="7+8=15;3+5+1=9;95"))
-    assert not isinstance(row, str)
-    assert (len(row.prompt_ids), len(row.completion_ids)) == (9, 18)
-    assert tokenizer.decode(row.prompt_ids) == "<bos><user>37+58=<assistant>"
-    assert tokenizer.decode(row.completion_ids) == "7+8=15;3+5+1=9;95<eos>"
-    assert renderer.stop_token_ids == (tokenizer.eos_token_id,)
-    asked_again = Prompt((*prompt.turns, Turn("assistant", "95"), Turn("user", "01+02=")))
-    assert tokenizer.decode(renderer.prompt_ids(asked_again)[-9:]) == "<eos><user>01+02=<assistant>"
+    config = make_config("model.max_prompt_length=32")
+    made = make_renderer(load_tokenizer(config.model), config.model, config.data)
+    asked = Prompt((*addition(37, 58).turns, Turn("assistant", "95"), Turn("user", "01+02=")))
+    row, decode = made.sequence(asked, Completion(text="3")), made.tokenizer.decode
+    assert decode(row.prompt_ids) == "<bos><user>37+58=<assistant>95<eos><user>01+02=<assistant>"
+    assert decode(row.completion_ids) == "3<eos>" and len(row.completion_ids) == 2
 
 
 # Constraints: prompts apart by topic, checks that follow the words, a reward whose guard is seen
@@ -160,16 +150,13 @@ def test_rows_have_one_beginning_one_end_and_a_token_a_character() -> None:
 CASES = [
     ("words_at_most", 2, "Two words.", "No, three words."),
     ("words_at_least", 3, "It's three words", "Well-known"),
-    ("include_word", "light", "A Light, at last", "A lighthouse"),
     ("include_word", "C++", "I like C++, too.", "I like C."),
-    ("include_word", "naïve", "A naïve one", "A naïveté"),
+    ("include_word", "naïve", "A Naïve one", "A naïveté"),
     ("avoid_word", "is", "This island", "It is"),
     ("avoid_letter", "x", "a fine day", "Xylophones"),
-    ("avoid_letter", "K", "a fine day", "a kite"),
     ("avoid_letter", "Ж", "день", "жук"),
     ("no_comma", None, "none here", "one, here"),
     ("first_word", "Once", '"Once upon a time', "At once"),
-    ("first_word", "C++", "C++ is old.", "C is old."),
     ("first_word", "…so", "…so it began", "so it began"),
     ("digits", None, "about 3 of them", "about three of them"),
     ("bullets", None, "Here:\n* one", "2 * 3"),
@@ -219,10 +206,8 @@ def test_the_source_gives_held_out_halves() -> None:
 def test_the_reward_is_the_share_times_a_guard_that_is_reported_beside_it() -> None:
     reward = make_reward(make_config("data=constraints", "online=true").reward_config)
     asked = Prompt((Turn("user", "Describe rain."),), json.dumps({"no_comma": None, "avoid_word": "as"}))
-    good, half = (
-        "Is the rain cold tonight? The street shines under it.",
-        "The rain is cold tonight, and the street shines.",
-    )
+    good = "Is the rain cold tonight? The street shines under it."
+    half = "The rain is cold tonight, and the street shines."
     loop, noise = "Is it rain? " * 12, "Qzx vkr? lwq zzt prf."
     assert reward.score([asked] * 2, [good, half]) == [8.0, 4.0]
     assert reward.metrics["reward_met"] == 0.75 and reward.metrics["reward_fluency"] == 1.0

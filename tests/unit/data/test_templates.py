@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,19 +47,11 @@ EOS = {  # of the models that the templates belong to
     "smolvlm": "<end_of_utterance>",
 }
 ASK = {"role": "user", "content": "What is one and two?"}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "plus",
-        "description": "adds",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
-    },
-}
-CALL = {
-    "type": "function",
-    "id": "abcdefghi",
-    "function": {"name": "plus", "arguments": {"b": None, "a": 71}},
-}
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TOOL = {"type": "function", "function": {"name": "plus", "description": "adds", "parameters": PARAMETERS}}
+ARGUMENTS = {"name": "plus", "arguments": {"b": None, "a": 71}}
+CALL = {"type": "function", "id": "abcdefghi", "function": ARGUMENTS}
+RESULT = {"role": "tool", "content": "3", "name": "plus", "tool_call_id": "abcdefghi"}
 THOUGHT = "i add"
 
 
@@ -79,14 +72,7 @@ PROMPTS: dict[str, dict[str, Any]] = {
     "a system turn": {"prompt": [{"role": "system", "content": "Be brief."}, ASK]},
     "turns": {"prompt": [ASK, says(reasoning_content="Count."), {"role": "user", "content": "And four?"}]},
     "tools": {"prompt": [ASK], "tools": [TOOL]},
-    "a call": {
-        "prompt": [
-            ASK,
-            {"role": "assistant", "content": "", "tool_calls": [CALL]},
-            {"role": "tool", "content": "3", "name": "plus", "tool_call_id": "abcdefghi"},
-        ],
-        "tools": json.dumps([TOOL]),
-    },
+    "a call": {"prompt": [ASK, says(content="", tool_calls=[CALL]), RESULT], "tools": json.dumps([TOOL])},
 }
 
 
@@ -133,12 +119,10 @@ class Truth:
         if messages[0]["role"] == "system" and not self.chat.takes_system:
             messages = [{"role": "user", "content": f"{messages[0]['content']}\n\n{ASK['content']}"}]
         self.messages = [self.as_parts(message) for message in [*messages, answer]]
-        self.words = [m["content"] for m in (*messages, answer)] + [answer.get("reasoning_content", "")]
-        self.words += [
-            answer.get("thinking", ""),
-            "adds" if found else "",
-            "71" if any("tool_calls" in message for message in messages) else "",
-        ]
+        self.words = [m["content"] for m in (*messages, answer)]
+        self.words += [answer.get(key, "") for key in ("reasoning_content", "thinking")]
+        calls = any("tool_calls" in message for message in messages)
+        self.words += ["adds" * bool(found), "71" * calls]
 
     def as_parts(self, message: dict[str, Any]) -> dict[str, Any]:
         if message["role"] not in self.chat.parts:
@@ -146,17 +130,11 @@ class Truth:
         return message | {"content": [{"type": "text", "text": message["content"]}]}
 
     def text(self, end: int | None, add_generation_prompt: bool = False) -> str:
+        more = {"add_generation_prompt": add_generation_prompt, "tools": self.tools, **DATE}
         try:
-            made = self.tokenizer.apply_chat_template(
-                self.messages[:end],
-                tools=self.tools,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **DATE,
-            )
+            return str(self.tokenizer.apply_chat_template(self.messages[:end], tokenize=False, **more))
         except (jinja2.TemplateError, TypeError):
             return ""
-        return str(made)
 
     def refusable(self) -> bool:
         """Whether the template does not write the row, or not as its prompt and what stands behind it."""
@@ -172,14 +150,8 @@ class Truth:
 
     def span(self, twin: str) -> str:
         """What the twin template marks as the last thing that the assistant wrote."""
-        made = self.tokenizer.apply_chat_template(
-            self.messages,
-            tools=self.tools,
-            chat_template=twin,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            **DATE,
-        )
+        more = {"return_dict": True, "return_assistant_tokens_mask": True, "tools": self.tools, **DATE}
+        made = self.tokenizer.apply_chat_template(self.messages, chat_template=twin, **more)
         ids, marked = made["input_ids"], "".join(map(str, made["assistant_masks"]))
         end = marked.rindex("1") + 1
         return str(self.tokenizer.decode(ids[marked.rfind("0", 0, end) + 1 : end]))
@@ -225,17 +197,15 @@ def renderer_of(template: str) -> Renderer:
 def test_variables_reach_the_template_as_transformers_gives_them(name: str, thinks: bool) -> None:
     source = (FOLDER / f"{name}.jinja").read_text()
     tokenizer = tokenizer_of(name, source)
-    given = {"enable_thinking": thinks}
-    template = chosen_template(tokenizer, None, given)
+    render = partial(tokenizer.apply_chat_template, [ASK], tokenize=False, add_generation_prompt=True)
+    template = chosen_template(tokenizer, None, {"enable_thinking": thinks})
     renderer = Renderer(tokenizer, max_length=900, max_prompt_length=800, template=template)
-    expected = tokenizer.apply_chat_template([ASK], tokenize=False, add_generation_prompt=True, **given)
-    prompt = Prompt((Turn("user", ASK["content"]),))
+    expected, prompt = render(enable_thinking=thinks), Prompt((Turn("user", ASK["content"]),))
     assert tokenizer.decode(renderer.prompt_ids(prompt)) == expected
     tokenizer.chat_template = template  # as it is exported: a default, which a server may still change
-    assert tokenizer.apply_chat_template([ASK], tokenize=False, add_generation_prompt=True) == expected
-    other = {"enable_thinking": not thinks, "tokenize": False, "add_generation_prompt": True}
-    changed = tokenizer.apply_chat_template([ASK], **other)
-    assert changed == tokenizer.apply_chat_template([ASK], chat_template=source, **other)
+    assert render() == expected
+    other = {"enable_thinking": not thinks}
+    assert render(**other) == render(chat_template=source, **other)
     row = renderer.sequence(prompt, Completion("3", keys='{"reasoning_content": "i add"}'))
     assert isinstance(row, str) != thinks or name in ("qwen3", "gemma4_v5")
 

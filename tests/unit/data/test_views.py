@@ -15,9 +15,7 @@ from data.types import Completion, Example, Group, Prompt, Sequence, Turn
 
 
 def group(*rewards: float) -> Group:
-    return Group(
-        Prompt((Turn("user", "q"),)), tuple(Completion(str(i)) for i in range(len(rewards))), rewards
-    )
+    return Group(Prompt((Turn("user", "q"),)), (Completion("a"),) * len(rewards), rewards)
 
 
 def example(prompt: str, tokens: int = 3) -> Example:
