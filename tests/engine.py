@@ -13,13 +13,16 @@ import torch
 
 from config.schema import Config
 from data.batches import Segment
+from data.types import Example, Microbatch
 from jobs.initial_scores import initial_scores
 from models.distributed import World, start
 from models.policy import Policy, decoder_blocks
+from models.reference import Reference
 from models.sharding import local, shard
 from tests.tiny import KINDS, make_config, random_groups, tiny_policy
 from trainers.assembly import Offline, make_loss, trainer_class
 from trainers.basic import BasicTrainer, StepRecord
+from trainers.meters import Meters
 
 
 @dataclass
@@ -85,6 +88,24 @@ def run(
     log = Log(each=each or (lambda: None))
     trainer.train(Offline(segment), log)
     return trainer, log.lines
+
+
+def first_gradient(
+    trainer: BasicTrainer, batch: list[Example], micros: list[Microbatch], reference: Reference
+) -> tuple[torch.Tensor, float, dict[str, float]]:
+    """(gradient, loss, metrics) of the global ``batch``, which is in these microbatches, against another
+    model's scores at step 0."""
+    scorer, meters, total = trainer.scorer_with(reference, trainer.scorer.humanline), Meters(), 0.0
+    prepared = trainer.prepare([(0, micro) for micro in micros], scorer)
+    for micro, item in zip(micros, prepared, strict=True):
+        result = trainer.compute_loss(micro, scorer.score(0, micro.sequences), item)
+        part = result.total / trainer.loss_denominator(batch)
+        part.backward()
+        total += part.item()
+        meters.add(result.metrics)
+    gradient = torch.cat([local(p.grad).flatten() for p in trainer.policy.parameters()])
+    means = meters.reduce().read() if meters.parts else {}
+    return gradient, total, {name: mean for name, mean in means.items() if mean is not None}
 
 
 def weights(trainer: BasicTrainer) -> dict[str, torch.Tensor]:

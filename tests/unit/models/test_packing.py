@@ -33,18 +33,25 @@ def folder(tmp_path_factory):
     return path
 
 
-def no_gpu(monkeypatch, present: bool = False, fails: str | None = None) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: present)
-    monkeypatch.setattr(attention, "flash_fails", lambda heads, shared=False, compiled=False: fails)
+def machine(monkeypatch, fails=False) -> None:
+    """One without a GPU (False), or whose GPU's kernel ``fails`` for so (rows that share prompts, compiled
+    layers)."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: fails is not False)
+    monkeypatch.setattr(
+        attention, "flash_fails", lambda heads, shared=False, compiled=False: fails(shared, compiled)
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_left_open_rows_are_packed_where_each_can_attend_to_itself(monkeypatch, family):
-    no_gpu(monkeypatch)
+    machine(monkeypatch)
     found = FAMILIES[family]
     kernel, takes = found._attn_implementation or "sdpa", found.model_type in MODEL_TYPES
     packed, why = packs_rows(replace(OPEN, attn_implementation=kernel), found)
     assert packed == takes and (f"{family} with {kernel} has no packed" in why) != takes
+    for on in (True, False) if family in PACKED else ():
+        wanted = (on, f"model.packing={str(on).lower()}")
+        assert packs_rows(replace(OPEN, packing=on, compile=True), found) == wanted
 
 
 def llama(**found):
@@ -55,77 +62,64 @@ def llama(**found):
     return config
 
 
-EAGER, COMPILED = {"attn_implementation": "eager"}, {"compile": True}
+EAGER, COMPILED, HALF = {"attn_implementation": "eager"}, {"compile": True}, {"dtype": "bfloat16"}
+FLASH = {"attn_implementation": "flash_attention_2"}
+FAILS = {
+    "none": False,
+    "good": lambda shared, compiled: None,
+    "not compiled": lambda shared, compiled: "no such image" if compiled else None,
+    "compiled alone": lambda shared, compiled: None if compiled else "no such image",
+    "not shared": lambda shared, compiled: "no such image" if shared else None,
+}
+"""GPU -> why its kernel fails."""
 
 
 @pytest.mark.parametrize(
-    ("change", "found", "why"),
+    ("gpu", "change", "found", "why"),
     [
-        (EAGER, {}, "llama with eager"),
-        ({"attn_implementation": "flash_attention_2"}, {}, "llama with flash_attention_2"),
-        (COMPILED, {}, "model.compile=true"),
-        ({}, {"sliding_window": 4}, "has no packed attention"),
-        ({}, {"model_type": "falcon"}, "falcon with sdpa"),
+        ("none", EAGER, {}, "llama with eager"),
+        ("none", FLASH, {}, "llama with flash_attention_2"),
+        ("none", COMPILED, {}, "model.compile=true"),
+        ("none", {}, {"sliding_window": 4}, "has no packed attention"),
+        ("none", {}, {"model_type": "falcon"}, "falcon with sdpa"),
+        ("good", {}, {}, "float32"),
+        ("good", HALF, {}, None),
+        ("not compiled", HALF, {}, None),
+        ("not compiled", HALF | COMPILED, {}, "no such image"),
+        ("compiled alone", HALF | COMPILED, {}, None),
+        ("compiled alone", HALF, {}, "no such image"),
     ],
 )
-def test_left_open_rows_are_padded_elsewhere_and_what_is_said_is_done(monkeypatch, change, found, why):
-    no_gpu(monkeypatch)
-    packed, said = packs_rows(replace(OPEN, **change), llama(**found))
-    assert not packed and why in said
-    for family in (family for family in PACKED if family in FAMILIES):
-        for on in (True, False):
-            wanted = (on, f"model.packing={str(on).lower()}")
-            assert packs_rows(replace(OPEN, packing=on, compile=True), FAMILIES[family]) == wanted
+def test_rows_are_padded_where_packing_cannot_be_and_the_reason_is_said(monkeypatch, gpu, change, found, why):
+    machine(monkeypatch, FAILS[gpu])
+    packed, said = packs_rows(replace(OPEN, **({"dtype": "float32"} | change)), llama(**found))
+    assert packed is (why is None) and (why or "") in said
 
 
 @pytest.mark.parametrize(
-    ("fails", "dtype", "why"),
-    [(None, "bfloat16", ""), ("no such image", "bfloat16", "no such image"), (None, "float32", "float32")],
-)
-@pytest.mark.parametrize("compiled", [False, True])
-def test_on_a_gpu_its_kernel_decides(monkeypatch, fails, dtype, why, compiled):
-    no_gpu(monkeypatch, present=True)
-    tried = {compiled: fails, not compiled: "that of the other way"}
-    monkeypatch.setattr(attention, "flash_fails", lambda heads, shared=False, compiled=False: tried[compiled])
-    packed, said = packs_rows(replace(OPEN, dtype=dtype, compile=compiled), FAMILIES["llama"])
-    assert packed is (why == "") and why in said and "other way" not in said
-
-
-@pytest.mark.parametrize(
-    ("change", "found", "why"),
+    ("gpu", "change", "found", "why"),
     [
-        (EAGER | {"packing": True}, {}, "a mask that knows of no shared prompt"),
-        (EAGER, {}, "no packed attention"),
-        (COMPILED, {}, "padded (model.compile=true)"),
-        ({"packing": False}, {}, "padded (model.packing=false)"),
-        ({"router_aux_loss_coef": 0.1}, {}, "router_aux_loss_coef"),
-        ({"head": "reward"}, {}, "a reward model"),
-        ({}, {"sliding_window": 4}, "no packed attention"),
+        ("none", EAGER | {"packing": True}, {}, "a mask that knows of no shared prompt"),
+        ("none", EAGER, {}, "no packed attention"),
+        ("none", COMPILED, {}, "padded (model.compile=true)"),
+        ("none", {"packing": False}, {}, "padded (model.packing=false)"),
+        ("none", {"router_aux_loss_coef": 0.1}, {}, "router_aux_loss_coef"),
+        ("none", {"head": "reward"}, {}, "a reward model"),
+        ("none", {}, {"sliding_window": 4}, "no packed attention"),
+        ("not shared", HALF, {}, "no such image"),
     ],
 )
 def test_a_prompt_cannot_be_shared_where_rows_are_padded_or_kept_apart_by_a_mask(
-    monkeypatch, change, found, why
+    monkeypatch, gpu, change, found, why
 ):
-    no_gpu(monkeypatch)
+    machine(monkeypatch, FAILS[gpu])
     config, settings = llama(**found), replace(OPEN, share_prompts=True, **change)
     packing, _ = packs_rows(settings, config)
+    assert packing or gpu == "none"
     with pytest.raises(ConfigError, match=f"share_prompts.*{re.escape(why)}"):
         shares_prompts(settings, config, packing)
     for other in (False, None):
         assert not shares_prompts(replace(settings, share_prompts=other), config, packing)
-
-
-def test_on_a_gpu_whose_kernel_cannot_prompts_are_not_shared(monkeypatch):
-    no_gpu(monkeypatch, present=True)
-    why = "no such image"
-    monkeypatch.setattr(
-        attention, "flash_fails", lambda heads, shared=False, compiled=False: why * shared or None
-    )
-    settings = replace(OPEN, share_prompts=True, dtype="bfloat16")
-    assert packs_rows(settings, FAMILIES["llama"])[0]
-    with pytest.raises(ConfigError, match=why):
-        shares_prompts(settings, FAMILIES["llama"], True)
-    assert not shares_prompts(replace(settings, share_prompts=None), FAMILIES["llama"], True)
 
 
 def trained(folder, loss: str, packing: str, *overrides: str):

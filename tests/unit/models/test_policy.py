@@ -1,5 +1,6 @@
 """Loading, refusing, exporting, generating, and what the forward promises beyond its values."""
 
+import contextlib
 import json
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +23,7 @@ from models.distributed import start
 from models.export import export, full_state
 from models.policy import decoder_blocks
 from models.pretrained import export_dtype, load_policy, load_tokenizer
-from models.sharding import shard
+from models.sharding import rounded, shard
 from tests.tiny import VOCABULARY, random_row, tiny_llama, tiny_policy
 
 CPU = torch.device("cpu")
@@ -71,26 +72,11 @@ def test_rows_that_fill_a_batch_up_give_zeros_and_a_zero_gradient_to_every_weigh
         assert not parameter.grad.any(), name
 
 
-def test_compiled_layers_agree_with_plain_ones(run, monkeypatch):
-    """For rows of any number and length. Graphs are run as they are: no C++ is made of them."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr(torch._dynamo.config, "assume_static_by_default", False)
-    torch._dynamo.reset()
-    plain, compiled = (
-        load_policy(settings(run, activation_checkpointing="selective", compile=on), CPU)
-        for on in (False, True)
-    )
-    assert list(plain.state_dict()) == list(compiled.state_dict())
-    for n in (3, 5):  # another shape needs no other answer
-        torch.testing.assert_close(compiled(batch(n)), plain(batch(n)), rtol=1e-5, atol=1e-5)
-        gradients = (torch.autograd.grad(p(batch(n)).sum(), list(p.parameters())) for p in (compiled, plain))
-        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
-
-
 LAYERS = 10  # dynamo gives a function up after 8 variants of it
 
 
-def test_layers_are_compiled_in_training_whatever_the_policy_did_before(tmp_path, monkeypatch):
+def test_compiled_layers_agree_with_plain_ones_and_are_used_in_training_alone(tmp_path, monkeypatch):
+    """For rows of any number and length, whatever the policy did before. Graphs are run as they are."""
     calls: list[torch.fx.GraphModule] = []
 
     def noted(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
@@ -99,15 +85,25 @@ def test_layers_are_compiled_in_training_whatever_the_policy_did_before(tmp_path
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=noted))
     torch._dynamo.reset()
     tiny_llama(layers=LAYERS).save_pretrained(tmp_path)
-    policy = load_policy(settings(tmp_path, compile=True), CPU)
+    plain, policy = (
+        load_policy(settings(tmp_path, activation_checkpointing="selective", compile=on), CPU)
+        for on in (False, True)
+    )
+    assert list(plain.state_dict()) == list(policy.state_dict())
     greedy = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
     prompts, answers = torch.randint(3, VOCABULARY, (3, 7)), []
-    for _ in range(2):
+    for n in (3, 5):  # another shape needs no other answer
         calls.clear()
         answers.append(policy.generate(prompts, torch.ones_like(prompts), greedy))
         assert answers[-1].shape == (3, 12) and not calls
-        policy(batch()).sum().backward()
+        values, wanted = (each(batch(n)) for each in (policy, plain))
         assert len(calls) == LAYERS
+        torch.testing.assert_close(values, wanted, rtol=1e-5, atol=1e-5)
+        gradients = (
+            torch.autograd.grad(v.sum(), list(each.parameters()))
+            for v, each in ((values, policy), (wanted, plain))
+        )
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
     assert torch.equal(*answers)
 
 
@@ -142,6 +138,17 @@ def test_masters_are_float32_whatever_the_file_and_the_computation_are(run):
     assert torch.equal(policy.model.lm_head.weight, tiny_llama().lm_head.weight.bfloat16().float())
     assert export_dtype(settings(run)) == torch.bfloat16
     assert export_dtype(settings(run, export_dtype="float16")) == torch.float16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_rounded_within_and_as_they_were_behind_whatever_happens(dtype):
+    policy = tiny_policy()
+    before = [p.detach().clone() for p in policy.parameters()]
+    with contextlib.suppress(KeyError), rounded(policy, dtype):
+        for p, master in zip(policy.parameters(), before, strict=True):
+            assert torch.equal(p, master.to(dtype).float())
+        raise KeyError
+    assert all(torch.equal(p, master) for p, master in zip(policy.parameters(), before, strict=True))
 
 
 def test_random_weights_of_an_architecture_are_the_same_on_every_rank(run):

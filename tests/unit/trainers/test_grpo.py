@@ -6,15 +6,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import get_args, get_type_hints
 
-import numpy as np
 import pytest
 import torch
 
 from config.schema_trainer import LossKeys
 from data import views
 from models.reference import Reference
-from models.sharding import local
-from tests.engine import engine_config, make_segment, make_trainer
+from tests.engine import engine_config, first_gradient, make_segment, make_trainer
 from tests.tiny import make_config, tiny_policy
 from trainers.assembly import make_loss, trainer_class
 from trainers.losses.grpo import grpo
@@ -32,27 +30,11 @@ def settings(cache, parts=1, humanline=False, **loss):
 
 
 def begun(config):
-    """(trainer, its microbatches of the first batch, a scorer of them against other weights)"""
+    """(trainer, the first batch, its microbatches, scores of them by other weights)"""
     trainer, segment = make_trainer(config), make_segment(config, pairs=5, longest=20)
-    other = Reference()
+    other, batch = Reference(), segment.batch(0)
     other.refresh(tiny_policy(seed=3), 0, trainer.reference.upcoming(segment, 0, 0))
-    micros = trainer.dealer.microbatches(segment.batch(0))
-    return trainer, micros, trainer.scorer_with(other, trainer.scorer.humanline)
-
-
-def first_gradient(config):
-    """(gradient of the first batch, its metrics)"""
-    trainer, micros, scorer = begun(config)
-    examples = [example for micro in micros for example in micro.examples]
-    sums: dict[str, np.ndarray] = {}
-    prepared = trainer.prepare([(0, micro) for micro in micros], scorer)
-    for micro, item in zip(micros, prepared, strict=True):
-        result = trainer.compute_loss(micro, scorer.score(0, micro.sequences), item)
-        (result.total / trainer.loss_denominator(examples)).backward()
-        for name, value in result.metrics.items():
-            sums[name] = sums.get(name, 0) + np.array([float(value.sum), float(value.count)])
-    gradient = torch.cat([local(p.grad).flatten() for p in trainer.policy.parameters()])
-    return gradient, {name: float(total / count) for name, (total, count) in sums.items() if count}
+    return trainer, batch, trainer.dealer.microbatches(batch), other
 
 
 @pytest.mark.parametrize(("humanline", "normalization"), [(False, "token"), (True, "sequence")])
@@ -62,7 +44,11 @@ def test_neither_shape_nor_advantage_depends_on_how_the_batch_is_cut(
 ):
     loss = {"shape": shape, "normalization": normalization} | BOUNDS.get(shape, {})
     cuts = (settings(tmp_path, parts, humanline, **loss) for parts in (1, 4))
-    (whole, metrics), (cut, other) = map(first_gradient, cuts)
+    begins = [begun(config) for config in cuts]
+    (whole, _, metrics), (cut, _, other) = (first_gradient(*begin) for begin in begins)
+    trainer, batch, *_ = begins[0]
+    tokens = sum(len(example.rows[0].completion_ids) for example in batch)
+    assert trainer.loss_denominator(batch) == {"token": tokens, "sequence": len(batch)}[normalization]
     assert whole.norm() > 1e-3 and (cut - whole).norm() / whole.norm() < 1e-5
     assert metrics == pytest.approx(other, rel=1e-4)
     shares = [value for name, value in metrics.items() if name.endswith(("ratio_clipped", "tokens_masked"))]
@@ -92,7 +78,7 @@ def test_the_view_is_the_one_that_the_setting_names_or_the_trainers_own(words, v
 
 
 def test_the_batchs_advantages_are_normalised_before_it_is_cut(tmp_path):
-    _, micros, _ = begun(settings(tmp_path, 4))
+    _, _, micros, _ = begun(settings(tmp_path, 4))
     of_tokens = [torch.repeat_interleave(m.labels.double(), m.sequences.mask.sum(dim=1)) for m in micros]
     tokens = torch.cat(of_tokens)
     assert float(tokens.mean()) == pytest.approx(0, abs=1e-6)

@@ -16,32 +16,31 @@ from transformers.optimization import (
     get_linear_schedule_with_warmup,
 )
 
-from data.balance import part_tokens, share_tokens
-from data.batches import Segment, deal, microbatch, size_of
+from data.balance import share_tokens
+from data.batches import Segment, microbatch, size_of
 from models.distributed import start
 from models.policy import decoder_blocks
 from models.reference import Reference, score, sequences_of
 from models.sharding import local, shard
-from tests.engine import engine_config, make_segment, make_trainer, run, weights
+from tests.engine import engine_config, first_gradient, make_segment, make_trainer, run, weights
 from tests.tiny import random_groups, tiny_policy
+from tests.unit.trainers.test_syncing import BEFORE
 from trainers import basic
 from trainers.optimizer import lr_factor, make_optimizer, update
-
-TABLE = {1: [0, 0, 1, 2, 3, 4], 2: [0, 0, 0, 2, 2, 4], 4: [0, 0, 0, 0, 0, 4]}
-"""k -> the step whose weights the reference has in the loss of steps 0, 1, 2, ... (paper C.2.1)."""
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_which_weights_the_reference_has_at_which_step(tmp_path, k):
     """Without humanline it stays."""
+    table = BEFORE[k][:6]
     config = engine_config(tmp_path, "dpo", "model.batch_size=2", "humanline=true", f"sync_freq={k}")
-    segment, trainer = make_segment(config, pairs=2 * len(TABLE[k])), make_trainer(config)
+    segment, trainer = make_segment(config, pairs=2 * len(table)), make_trainer(config)
     snapshots, found = [], []
 
     def before_each_step():
         """Which earlier weights give exactly the log-probabilities that the reference holds for this step's
         batch?"""
-        step, last_sync = len(snapshots), TABLE[k][len(snapshots)]
+        step, last_sync = len(snapshots), table[len(snapshots)]
         kept = {int(key.split("/")[0]) for key in trainer.reference.scores}
         assert min(kept) == (last_sync + 1 if step else 0), "scores of the reference before are forgotten"
         snapshots.append({n: local(p.detach()).clone() for n, p in trainer.policy.named_parameters()})
@@ -56,8 +55,8 @@ def test_which_weights_the_reference_has_at_which_step(tmp_path, k):
         found.append(matching)
 
     _, lines = run(config, segment, trainer, before_each_step)
-    assert [f[0] for f in found] == TABLE[k] and all(len(f) == 1 for f in found)
-    assert [line["reference_step"] for line in lines] == TABLE[k]
+    assert [f[0] for f in found] == table and all(len(f) == 1 for f in found)
+    assert [line["reference_step"] for line in lines] == table
     plain = engine_config(tmp_path, "dpo", "model.batch_size=2")
     _, lines = run(plain, make_segment(plain, pairs=8))
     assert [line["reference_step"] for line in lines] == [0] * 4
@@ -108,37 +107,13 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(tmp_path, loss):
         if tokens is not None:
             assert len(micros) > ranks, "more than one slot"
             assert max(share_tokens(micro.examples, packing, share) for micro in micros) <= tokens
-        scorer, total = trainer.scorer_with(other, trainer.scorer.humanline), 0.0
-        found = trainer.prepare([(0, micro) for micro in micros], scorer)
-        for micro, prepared in zip(micros, found, strict=True):
-            result = trainer.compute_loss(micro, scorer.score(0, micro.sequences), prepared)
-            part = result.total / trainer.loss_denominator(batch)
-            part.backward()
-            total += part.item()
+        gradient, total, _ = first_gradient(trainer, batch, micros, other)
         losses.append(total)
-        gradients.append(torch.cat([local(p.grad).flatten() for p in trainer.policy.parameters()]))
+        gradients.append(gradient)
     assert gradients[0].norm() > 1e-3
     for gradient, total in zip(gradients[1:], losses[1:], strict=True):
         assert (gradient - gradients[0]).norm() / gradients[0].norm() < 1e-6
         assert abs(total - losses[0]) < 1e-6 * max(1, abs(losses[0]))
-
-
-def test_a_step_says_how_evenly_its_tokens_lie_on_the_ranks(tmp_path):
-    """Every rank the same number, without asking the others; a single rank never waits."""
-    sizes = "model.batch_size=16", "model.microbatches=2"
-    config = engine_config(tmp_path, "kto", "model.packing=true", *sizes)
-    segment, found = make_segment(config, pairs=8), []
-    for rank, ranks in ((0, 1), (0, 2), (1, 2)):
-        trainer = make_trainer(config)
-        trainer.world = trainer.dealer.world = replace(trainer.world, rank=rank, size=ranks)
-        trainer.dealer.size //= ranks
-        trainer.reference.refresh(trainer.policy, 0, trainer.reference.upcoming(segment, 0, 0))
-        record = trainer.step(trainer.dealer.dealt(segment, trainer.progress.position))
-        found.append(record.known["token_balance"])
-    slots = deal(trainer.arrange(segment.batch(0)), 2, 4, 1, work=trainer.dealer.work)
-    loads = [[part_tokens(part, packed=True) for part in slot] for slot in slots]
-    assert all(e.mismatched is not None for slot in slots for part in slot for e in part)
-    assert found == [1.0, *[sum(map(sum, loads)) / 2 / sum(map(max, loads))] * 2]
 
 
 def test_a_non_finite_gradient_skips_the_update_and_is_counted(tmp_path):
