@@ -95,25 +95,15 @@ def models(here: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from tests.tiny import TINY
     from tests.tiny_tokenizers import tiny_tokenizer
 
     tokenizer = tiny_tokenizer("qwen2")
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=8192,
-        eos_token_id=tokenizer.eos_token_id,
-        tie_word_embeddings=False,
-    )
+    own = {"max_position_embeddings": 8192, "initializer_range": 0.02}
+    config = LlamaConfig(**(TINY | own), eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=False)
     model = LlamaForCausalLM(config)
-    with (
-        torch.no_grad()
-    ):  # every hidden state points along the first dimension, and so does the end's row of the head
+    with torch.no_grad():  # every hidden state points along the first dimension, as the end's row of the head
         model.model.embed_tokens.weight[:, 0] = 1.0
         logit = math.log(ENDS / (1 - ENDS) * (config.vocab_size - 1))
         model.lm_head.weight[tokenizer.eos_token_id, 0] = logit / math.sqrt(config.hidden_size)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from benchmarks.steps import Pair, shape
 from data.balance import Work
-from data.batches import Tokens, deal
+from data.batches import deal
 from data.types import Example, Sequence
 from data.views import mismatched
 
@@ -18,16 +16,6 @@ COMPUTED = shape("qwen2.5-1.5b")
 DRAWN = ("log-normal", "heavy", "bimodal")
 GROUP = 8
 """Answers to a prompt in GRPO."""
-
-
-@dataclass(frozen=True)
-class Balance:
-    """Of one batch."""
-
-    after: float
-    """the evenness of operations where rows are dealt by them"""
-    possible: float
-    """the most that the longest example allows beside the shortest others"""
 
 
 def pairs_of(kind: str, count: int, longest: int) -> list[Pair]:
@@ -74,19 +62,19 @@ def busy(slots: Slots, work: Work, shared: bool) -> tuple[float, float]:
     return float(loads.mean(axis=1).sum() / loads.max(axis=1).sum()), float(loads.max(axis=1).sum())
 
 
-def allowed(costs: list[int], ranks: int, size: int | Tokens) -> float:
+def allowed(costs: list[int], ranks: int, size: int) -> float:
     """The most even that a batch of these ``costs``, in ascending order, can be: the rank that has the
     longest example has the shortest others beside it, and the others of its slot at most the longest."""
-    mean = most = sum(costs) / ranks
-    longest = costs[-1]
-    if isinstance(size, int):
-        longest, most = longest + sum(costs[: size - 1]), sum(costs[-ranks * size :]) / ranks
-    return mean / (mean + max(0.0, longest - most))
+    mean, most = sum(costs) / ranks, sum(costs[-ranks * size :]) / ranks
+    return mean / (mean + max(0.0, costs[-1] + sum(costs[: size - 1]) - most))
 
 
-def measure(pairs: list[Pair], loss: str, ranks: int, size: int, slots: int, longest: int) -> Balance:
-    """Deal a batch drawn from ``pairs`` of as many examples as fill every rank in every slot."""
+def measure(
+    pairs: list[Pair], loss: str, ranks: int, size: int, slots: int, longest: int
+) -> tuple[float, float]:
+    """Deal a batch drawn from ``pairs`` of as many examples as fill every rank in every slot: (the evenness
+    of operations, the most that the longest example allows beside the shortest others)."""
     work, width = Work.of(COMPUTED, other=1 / 2), 2 if loss == "dpo" else 1
     batch = batch_of(pairs, loss, ranks * slots * size, longest, np.random.default_rng(0))
     even, _ = busy(deal(batch, ranks, size, width, work=work), work, False)
-    return Balance(even, allowed(sorted(work.part([example]) for example in batch), ranks, size))
+    return even, allowed(sorted(work.part([example]) for example in batch), ranks, size)

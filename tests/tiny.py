@@ -28,6 +28,17 @@ from models.policy import Policy
 
 ROOT = Path(__file__).parent.parent
 VOCABULARY = 61
+TINY: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+}
+"""The shape of a small model; that of ``tiny_tokenizer``'s vocabulary."""
 
 
 def make_config(*overrides: str) -> Config:
@@ -83,17 +94,8 @@ def _files(choices: tuple[str, ...]) -> DictConfig:
 
 def tiny_llama(seed: int = 0, layers: int = 2, tied: bool = True) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-    )
+    own = {"vocab_size": VOCABULARY, "num_hidden_layers": layers, "max_position_embeddings": 128}
+    config = LlamaConfig(**(TINY | own | {"initializer_range": 0.2}), tie_word_embeddings=tied)
     return LlamaForCausalLM(config).eval()
 
 

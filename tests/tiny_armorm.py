@@ -6,18 +6,8 @@ import torch
 from transformers import LlamaConfig
 
 from rollouts.rewards.armorm import ArmoRM
+from tests.tiny import TINY
 from tests.tiny_tokenizers import tiny_tokenizer
-
-TINY = {
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.3,
-}
 
 
 def save_armorm(path, **settings):

@@ -43,14 +43,9 @@ LLAMA3_WORDS = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+LLAMA3_SPECIALS = ("begin_of_text", "end_of_text", "start_header_id", "end_header_id", "eot_id")
 SPECIALS = {
-    "llama3": [
-        "<|begin_of_text|>",
-        "<|end_of_text|>",
-        "<|start_header_id|>",
-        "<|end_header_id|>",
-        "<|eot_id|>",
-    ],
+    "llama3": [f"<|{name}|>" for name in LLAMA3_SPECIALS],
     "qwen2": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     "gemma2": ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
     "llama2": ["<s>", "</s>"],
@@ -64,13 +59,7 @@ FAMILIES = {
     "llama2": ("<s>", "</s>", "</s>", LLAMA2, True),
     "base": (None, "<|endoftext|>", "<|endoftext|>", None, False),
 }
-END_OF_TURN = {
-    "llama3": "<|eot_id|>",
-    "qwen2": "<|im_end|>",
-    "gemma2": "<end_of_turn>",
-    "llama2": "</s>",
-    "base": "<|endoftext|>",
-}
+END_OF_TURN = {family: eos for family, (_, eos, *_) in FAMILIES.items()} | {"gemma2": "<end_of_turn>"}
 
 
 def tiny_tokenizer(family: str) -> PreTrainedTokenizerFast:
@@ -92,16 +81,8 @@ def tiny_tokenizer(family: str) -> PreTrainedTokenizerFast:
 
 def byte_level() -> Tokenizer:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [
-        ("Ġ", "t"),
-        ("h", "e"),
-        ("Ġt", "he"),
-        ("i", "n"),
-        ("Ċ", "Ċ"),
-        ("o", "n"),
-        ("Ġ", "a"),
-        ("e", "r"),
-    ]
+    pairs = ("Ġ t", "h e", "Ġt he", "i n", "Ċ Ċ", "o n", "Ġ a", "e r")
+    merges = [tuple(pair.split()) for pair in pairs]
     vocabulary = {token: i for i, token in enumerate([*letters, *("".join(merge) for merge in merges)])}
     machine = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     machine.pre_tokenizer = pre_tokenizers.Sequence(

@@ -28,8 +28,8 @@ from rollouts.rewards.armorm import make as armorm
 from rollouts.rewards.base import Missing, make_reward
 from rollouts.rewards.models import by_length
 from rollouts.rewards.models import make as classifier
-from tests.tiny import reward_of
-from tests.tiny_armorm import TINY, save_armorm
+from tests.tiny import TINY, reward_of
+from tests.tiny_armorm import save_armorm
 from tests.tiny_tokenizers import tiny_tokenizer
 
 FAMILIES = {"llama3": LlamaConfig, "qwen2": Qwen2Config, "gemma2": Gemma2Config}
