@@ -3,16 +3,11 @@ clipped."""
 
 from __future__ import annotations
 
-import io
-import re
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
 
 from common.errors import ConfigError
-from common.progress import progress
 from data.quality import select
 from jobs import initial_scores
 from jobs.initial_scores import OfRows, completion_means, group_means, kept_before, score_groups
@@ -48,7 +43,7 @@ def test_a_groups_place_is_the_mean_over_all_its_completion_tokens(tmp_path, los
 
 @pytest.mark.parametrize("window", [5, 100])
 def test_rows_that_are_scored_alone_come_in_windows(tmp_path, monkeypatch, window):
-    """Each row once, and the bar counts each microbatch's tokens of those that it began with."""
+    """Each row once."""
     groups = random_groups(9, seed=3, kind="pairs")
     config = engine_config(tmp_path, "dpo", "reference_batch_size=4")
     trainer, batches = make_trainer(config), [list(group) for group in groups]
@@ -58,14 +53,7 @@ def test_rows_that_are_scored_alone_come_in_windows(tmp_path, monkeypatch, windo
     work = initial_scores._work(trainer, batches, missing, 4, reference)
     seen = [row.key for _, micros in work for micro in micros for row in micro.sequences.rows]
     assert sorted(seen) == sorted(row.key for row in rows)
-    shown = io.StringIO()
-    monkeypatch.setattr("common.progress.SECONDS_BETWEEN_LINES", 0.0)
-    monkeypatch.setattr(initial_scores, "progress", partial(progress, stream=shown))
-    monkeypatch.setattr(initial_scores, "SOON", 0.0)
     scores = score_groups(trainer, groups, {"weights": "test"})
-    tokens = sum(map(len, rows))
-    counts = [int(n) for n in re.findall(rf": (\d+)/{tokens} tokens", shown.getvalue())]
-    assert counts == sorted(set(counts)) and counts[-1] == tokens and len(counts) > len(rows) // 4
     for row in rows:
         np.testing.assert_allclose(scores[row.key], by_hand(row), rtol=0, atol=1e-5)
 

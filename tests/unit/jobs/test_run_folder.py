@@ -118,14 +118,9 @@ def test_a_run_is_deleted_only_once_it_is_prepared(at, tmp_path):
     assert not started(path) and marked(path)
 
 
-def test_a_name_is_no_path(at, tmp_path):
-    (tmp_path / "precious").mkdir()
-    begin(at())
-    for flag in ("overwrite", "resume"):
-        assert refused(at(**{flag: True}), "../precious").key == "exp_name"
-
-
 def test_a_folder_that_is_not_a_run_s_is_neither_written_nor_emptied(at, tmp_path):
+    (tmp_path / "precious").mkdir()
+    assert refused(at(overwrite=True), "../precious").key == "exp_name", "a name is no path"
     for name in ("run.json", "config.yaml", "metrics.jsonl", "model/a"):
         path = tmp_path / "runs" / "a" / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from data.batches import Segment
 from jobs.saving import Patience, RankedCheckpoints, Ranking, Saver
 from jobs.step_log import StepLog, without_signal
 from models.distributed import start
@@ -19,14 +18,6 @@ from reports.outcome import outcome, symptoms, text_of
 from reports.report import final_table
 from tests.tiny import make_config
 from trainers.dealing import Progress
-
-
-def test_rounds_to_come_count_as_those_so_far_and_an_empty_first_one_says_nothing() -> None:
-    for examples, end, done, total in ((16, 0.25, 0, 8), (16, 0.5, 3, 10), (0, 0.5, 3, 6), (0, 0.0, 0, 100)):
-        at: Any = SimpleNamespace(progress=SimpleNamespace(step=done, position=0))
-        watch: Any = SimpleNamespace(trainer=at, bar=SimpleNamespace(total=100))
-        StepLog.round_planned(watch, Segment((), 8, examples, seed=0, end=end))
-        assert watch.bar.total == total
 
 
 def test_a_run_on_several_ranks_looks_once_whether_its_forward_gathers_what_it_keeps(tmp_path, monkeypatch):
