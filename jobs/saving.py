@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,16 @@ from trainers.basic import BasicTrainer
 from trainers.dealing import Progress
 
 
+@dataclass(frozen=True)
 class Ranking:
     """Converts values of a metric to scores, of which the higher is better."""
 
-    def __init__(self, metric: str | None) -> None:
-        self.metric = metric
-        self._sign = -1 if (metric or "").endswith("_loss") else 1
+    metric: str | None
 
     def score(self, evaluated: Mapping[str, float | None]) -> float | None:
         """Return the score of an evaluation; None where the metric was not evaluated."""
         value = evaluated.get(self.metric or "")
-        return None if value is None else self._sign * value
+        return -value if value is not None and str(self.metric).endswith("_loss") else value
 
 
 class RankedCheckpoints(Checkpoints):
@@ -56,13 +55,13 @@ class EnoughError(Exception):
     The final evaluation, checkpoint and export still have to be done."""
 
 
+@dataclass
 class Patience:
     """Counts evaluations without improvement. ``limit``: evaluations in a row; None for no early stop."""
 
-    def __init__(self, limit: int | None) -> None:
-        self.limit = limit
-        self.best: float | None = None
-        self.no_better = 0
+    limit: int | None
+    best: float | None = None
+    no_better: int = 0
 
     def judge(self, score: float | None) -> None:
         """Record an evaluation's score, higher is better; None where nothing was evaluated."""
@@ -76,12 +75,6 @@ class Patience:
     @property
     def spent(self) -> bool:
         return self.limit is not None and self.no_better >= self.limit
-
-    def state(self) -> dict[str, float | int | None]:
-        return {"best": self.best, "no_better": self.no_better}
-
-    def restore(self, state: dict[str, float | int | None]) -> None:
-        self.best, self.no_better = state["best"], int(state["no_better"] or 0)
 
 
 class Saver:
@@ -129,7 +122,7 @@ class Saver:
         self._saved = replace(self.trainer.progress)
         self.log.restore(state)
         if state["keep_best"] == self.ranking.metric:  # else patience counts anew
-            self.patience.restore(state["patience"])
+            self.patience.best, self.patience.no_better = state["patience"]
         if self.diagnostics is not None:
             self.diagnostics.restore(state["diagnostics"])
 
@@ -145,7 +138,7 @@ class Saver:
             | {
                 "wall": self.log.wall(),
                 "keep_best": self.ranking.metric,
-                "patience": self.patience.state(),
+                "patience": [self.patience.best, self.patience.no_better],
                 "wandb_id": self.log.tracker.wandb_id,
                 "diagnostics": None if self.diagnostics is None else self.diagnostics.state(),
                 "asked_to_stop": self.log.observers.state(),

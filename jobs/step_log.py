@@ -82,18 +82,15 @@ def without_signal(index: int, metrics: dict[str, Any], config: Config) -> str |
     spread of its rewards and what may be changed; None for any other round. ``metrics``: those of the round's
     samples."""
     lowest, highest = metrics.get("lowest_reward"), metrics.get("highest_reward")
-    equal: Any = metrics.get("zero_variance")
-    if lowest is None or highest is None:
-        what = "no sample has a reward"
-    elif not exceeds(highest, lowest):
-        what = f"every sample has the reward {lowest:g}"
-    elif config.rounds.feedback == "threshold" or (equal < 1 and metrics["keep_rate"] > 0):
-        return None
-    else:
-        by = f" by rounds.tau={config.rounds.tau:g}" if equal < 1 else ""
-        what = f"of no prompt two samples have rewards that differ{by}; all lie in [{lowest:g}, {highest:g}]"
+    found = "no sample has a reward" if lowest is None else f"all rewards lie in [{lowest:g}, {highest:g}]"
+    if lowest is not None and exceeds(highest, lowest):
+        if config.rounds.feedback == "threshold" or (
+            metrics["zero_variance"] < 1 and metrics["keep_rate"] > 0
+        ):
+            return None
+        found += f", and no two of a prompt differ (rounds.tau={config.rounds.tau:g})"
     return (
-        f"warning: round {index}: {what}, so there is nothing to learn from it. See whether reward="
+        f"warning: round {index}: {found}, so there is nothing to learn from it. See whether reward="
         f"{config.reward_config.name} gets what it needs; if these rewards are right, other prompts, a "
         f"higher sampler.temperature ({config.sampler.temperature:g} now) or more rounds.samples "
         f"({config.rounds.samples} now) may give answers that differ (docs/symptoms.md)"

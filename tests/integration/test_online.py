@@ -231,7 +231,7 @@ def test_rewards_without_spread_teach_nothing_and_everybody_is_told(tmp_path, ca
         assert all(told in text for text in (said, card, str(ending_of_folder(run))))
         assert [line["round_zero_variance"] for line in lines(run) if "round_reward" in line] == [1.0, 1.0]
     for index in (0, 1):
-        assert f"warning: round {index}: every sample has the reward 0, so" in said
+        assert f"warning: round {index}: all rewards lie in [0, 0], so" in said
 
 
 def test_updates_that_were_all_skipped_are_nothing_learnt(tmp_path):
