@@ -15,13 +15,10 @@ from data.batches import Segment
 from models import attention
 from models.attention import MODEL_TYPES, packs_rows, shares_prompts
 from models.distributed import start
-from models.policy import decoder_blocks
 from models.pretrained import load_policy
-from models.sharding import shard
-from tests.engine import engine_config, run, weights
+from tests.engine import engine_config, make_trainer, run, weights
 from tests.tiny import random_groups, tiny_llama
 from tests.unit.models.test_families import FAMILIES, PACKED
-from trainers.assembly import make_loss, trainer_class
 
 OPEN = ModelConfig(name="m", name_or_path="m", max_length=64, max_prompt_length=32)
 
@@ -126,10 +123,8 @@ def trained(folder, loss: str, packing: str, *overrides: str):
     """A run through the loading that a real one takes: (trainer, lines of metrics)."""
     units, kind = (3, "pairs") if loss == "dpo" else (6, "labelled")
     words = [f"model.batch_size={units}", f"model.name_or_path={folder}", f"model.packing={packing}"]
-    config, world = engine_config(folder / f"cache-{packing}", loss, *words, *overrides), start()
-    policy = load_policy(config.model, world.device)
-    shard(policy, decoder_blocks(policy), world, torch.float32)
-    trainer = trainer_class(config)(config, policy, make_loss(config), world)
+    config = engine_config(folder / f"cache-{packing}", loss, *words, *overrides)
+    trainer = make_trainer(config, load_policy(config.model, start().device))
     (first, *_) = trainer.dealer.microbatches(random_groups(2, kind=kind)[0])
     packs = packing != "false"
     assert trainer.dealer.packing == packs == (first.sequences.position_ids is not None)

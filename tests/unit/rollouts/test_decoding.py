@@ -16,8 +16,7 @@ from models.policy import Policy
 from rollouts.decoding import ENDED, FEWEST, Decoder, GrowingLayer, selectable_cache
 from rollouts.embedded import uniforms
 from tests.tiny import tiny_policy
-from tests.unit.models.test_families import tiny
-from tests.unit.models.test_rope import SWITCH, phi3
+from tests.unit.models.test_families import SWITCH, phi3, tiny
 
 CPU = torch.device("cpu")
 STOPS = (5, 9, 11, 20, 33, 34, 35)

@@ -17,10 +17,8 @@ from jobs.diagnostics import Diagnostics
 from models.distributed import start
 from models.policy import decoder_blocks
 from models.pretrained import load_policy
-from models.sharding import shard
-from tests.engine import engine_config
+from tests.engine import engine_config, make_trainer
 from tests.tiny import ROOT, random_groups, tiny_llama
-from trainers.assembly import make_loss, trainer_class
 from trainers.basic import BasicTrainer
 
 aten = torch.ops.aten
@@ -114,10 +112,8 @@ def weights(tmp_path_factory):
 def prepared(weights, loss: str, *overrides: str) -> tuple[BasicTrainer, Segment]:
     """A trainer before its first step, on batches of several microbatches, the last of which is short."""
     words = ["model.batch_size=4", "model.microbatches=2", f"model.name_or_path={weights}", *overrides]
-    config, world = engine_config(weights, loss, *words), start()
-    policy = load_policy(config.model, world.device)
-    shard(policy, decoder_blocks(policy), world, torch.float32)
-    trainer = trainer_class(config)(config, policy, make_loss(config), world)
+    config = engine_config(weights, loss, *words)
+    trainer = make_trainer(config, load_policy(config.model, start().device))
     groups = random_groups(7, kind="pairs" if trainer.rows_per_example == 2 else "labelled")
     segment = Segment(groups, config.model.batch_size, sum(map(len, groups)), config.seed)
     trainer.reference.refresh(trainer.policy, 0, trainer.reference.upcoming(segment, 0, 0))
