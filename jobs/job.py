@@ -20,7 +20,7 @@ from jobs.diagnostics import Diagnostics
 from jobs.evaluation import make_evaluator
 from jobs.hub import push_or_say
 from jobs.initial_scores import ready_rows, scored_with
-from jobs.memory import MemoryPlan, measured, plan_run, short_of_memory
+from jobs.memory import measured, short_of_memory
 from jobs.observers import Observers
 from jobs.plan import Plan
 from jobs.prepare import Prepared
@@ -64,9 +64,7 @@ class Job:
         no cut makes fit."""
         prepared = self.prepared
         if not prepared.config.dry_run:
-            arguments = prepared.config, prepared.plan.train, prepared.held_out, self.world.size
-            with phase("plan the memory", "model.microbatch_tokens"):
-                self.memory: MemoryPlan = on_main(lambda: plan_run(*arguments))
+            self.memory = prepared.plan_memory(self.world.size)
             if self.memory.refusal is not None:
                 raise self.memory.refusal
             self.say(f"memory: {self.memory.text}")

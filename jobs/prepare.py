@@ -14,10 +14,9 @@ from transformers.utils.logging import disable_progress_bar
 from common.imports import import_function
 from common.progress import phase
 from config.schema import Config
-from data.batches import Segment
 from data.chat import Renderer, make_renderer
 from data.quality import DataReport, limit_tokens
-from jobs.memory import plan_run
+from jobs.memory import MemoryPlan, plan_run
 from jobs.online import Online, longest_round, make_online_plan
 from jobs.plan import EvaluationSet, Plan, first_example, load_evaluation_sets, make_plan
 from jobs.preflight import LoadedData
@@ -50,11 +49,12 @@ class Prepared:
     report: DataReport
     messages: list[str]
 
-    @property
-    def held_out(self) -> list[Segment]:
-        """Everything that is evaluated."""
+    def plan_memory(self, ranks: int) -> MemoryPlan:
+        """Return what the fullest of ``ranks`` holds; a collective."""
         sets = [self.plan.held_out, *(one.held_out for one in self.evaluation_sets)]
-        return [part for part in sets if part is not None]
+        held_out = [part for part in sets if part is not None]
+        with phase("plan the memory", "model.microbatch_tokens"):
+            return on_main(lambda: plan_run(self.config, self.plan.train, held_out, ranks))
 
 
 def prepare(config: Config, data: LoadedData, loss: Loss, folder: RunFolder, world: World) -> Prepared:
@@ -167,8 +167,7 @@ def describe(prepared: Prepared, world: World) -> dict[str, Any]:
     tokens = round(plan.train.n_examples * prepared.trainer_class.rows_per_example * length)
     if world.is_main:
         print(data_page(report.to_dict()), f"{most}{tokens:,} tokens to train on", sep="\n")
-    with phase("plan the memory", "plan"):
-        memory = on_main(lambda: plan_run(config, plan.train, prepared.held_out, ranks))
+    memory = prepared.plan_memory(ranks)
     if world.is_main:
         print(memory.text, flush=True)
     if memory.refusal is not None:

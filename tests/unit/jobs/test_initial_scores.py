@@ -4,6 +4,7 @@ policy and reference are the same weights: what the gate says where their log-pr
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -53,38 +54,33 @@ def test_scores_are_scored_anew_only_where_rows_are_dealt_otherwise(tmp_path, lo
     assert said[0] == said[1] and (said[0] == said[2]) is alike
 
 
-def gated(folder, policy=None, spoil=None):
-    """A trainer with its reference scored, at its gate; ``spoil`` takes a score's place before."""
-    config = engine_config(folder, "dpo", "model.batch_size=4")
+STALE, OVERFLOW = (
+    r"a stale score cache.*Delete",
+    r"not finite .* before step 0, though its weights are: .*float32 and",
+)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "overflows", "said"),
+    [(None, False, None), *((x, False, STALE) for x in (-3.0, math.nan, -math.inf)), (None, True, OVERFLOW)],
+)
+def test_first_scores_are_the_policys_or_say_why_not(tmp_path, spoil, overflows, said):
+    """``spoil`` takes the place of a score; weights that are finite may be too large to compute with."""
+    policy = tiny_policy()
+    if overflows:
+        with torch.no_grad():
+            policy.model.model.layers[0].mlp.up_proj.weight.fill_(3e38)
+    config = engine_config(tmp_path, "dpo", "model.batch_size=4")
     trainer, segment = make_trainer(config, policy), make_segment(config, 8)
     batches = [segment.batch(i) for i in range(segment.steps)]
-    parts = {"weights": "test"}
-    trainer.reference.scores = dict(
-        initial_scores(trainer, batches, trainer.dealer.size, trainer.reference, parts, "score")
-    )
+    scored = (trainer, batches, trainer.dealer.size, trainer.reference, {"weights": "test"}, "score")
+    trainer.reference.scores = dict(initial_scores(*scored))
     if spoil is not None:
         trainer.reference.scores[trainer.reference.key(0, batches[0][1].rows[0])][0] = spoil
-    micro = trainer.dealer.microbatches(batches[0])[0]
-    check_first_scores(config, trainer.scorer.score(0, micro.sequences))
-
-
-def test_equal_weights_pass(tmp_path):
-    gated(tmp_path)
-
-
-@pytest.mark.parametrize("spoil", [-3.0, float("nan"), float("-inf")])
-def test_scores_that_are_not_the_policys_are_said_to_be_stale(tmp_path, spoil):
-    with pytest.raises(StoppedError, match=rf"a stale score cache.*Delete {tmp_path}"):
-        gated(tmp_path, spoil=spoil)
-
-
-def test_a_forward_that_overflows_is_not_blamed_on_the_cache(tmp_path):
-    """Weights that are finite, and too large to compute with."""
-    policy = tiny_policy()
-    with torch.no_grad():
-        policy.model.model.layers[0].mlp.up_proj.weight.fill_(3e38)
-    with pytest.raises(
-        StoppedError, match=r"not finite .* before step 0, though its weights are: .*float32 and"
-    ) as error:
-        gated(tmp_path, policy)
-    assert "cache" not in str(error.value)
+    scores = trainer.scorer.score(0, trainer.dealer.microbatches(batches[0])[0].sequences)
+    if said is None:
+        check_first_scores(config, scores)
+        return
+    with pytest.raises(StoppedError, match=said) as error:
+        check_first_scores(config, scores)
+    assert ("cache" in str(error.value)) is not overflows
