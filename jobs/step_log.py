@@ -81,7 +81,8 @@ def without_signal(index: int, metrics: dict[str, Any], config: Config) -> str |
     """Return a warning for round ``index`` if nothing in it tells a better answer from a worse one, with the
     spread of its rewards and what may be changed; None for any other round. ``metrics``: those of the round's
     samples."""
-    lowest, highest = metrics.get("lowest_reward"), metrics.get("highest_reward")
+    lowest: Any = metrics.get("lowest_reward")
+    highest: Any = metrics.get("highest_reward")
     found = "no sample has a reward" if lowest is None else f"all rewards lie in [{lowest:g}, {highest:g}]"
     if lowest is not None and exceeds(highest, lowest):
         if config.rounds.feedback == "threshold" or (
