@@ -140,7 +140,7 @@ class Accuracy:
         lengths = [n for _, part, *_ in gathered for n in part]
         self.samples += [row for *_, part in gathered for row in part][: self.kept]
         if self.world.is_main:
-            failed = sum((part for _, _, part, _ in gathered), Counter())
+            failed: Counter[str] = sum((part for _, _, part, _ in gathered), Counter())
             say_failures(failed, len(lengths), f"{kind} answers")
         return sum(decided) / len(decided) if decided else None, sum(lengths) / len(lengths)
 
