@@ -16,8 +16,7 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests import programs
-from tests.blank_charts import blank_charts
-from tests.quick_start import compose_quickly, prepare_once
+from tests.quick_start import blank_charts, compose_quickly, prepare_once
 
 gc.disable()  # until everything is imported: a quarter of the time that it takes would be spent on looking
 sys.dont_write_bytecode = False  # or each worker rewrites the assertions of every test: a third of its start

@@ -38,7 +38,7 @@ torch._dynamo torch.distributed.fsdp torch.distributed.checkpoint.state_dict
 transformers.models.auto.modeling_auto transformers.models.llama.modeling_llama hydra.core.plugins
 datasets peft wandb math_verify scipy.stats matplotlib.backends.backend_svg
 reports.report jobs.job jobs.stages evals.running evals.accuracy evals.compare
-tests.blank_charts tests.quick_start
+tests.quick_start
 """
 SERVER.set_forkserver_preload(HEAVY.split())
 
@@ -197,12 +197,10 @@ def _be(words: list[str], cwd: str, env: dict[str, str], streams: tuple[str, str
     os.chdir(cwd)
     from tqdm import tqdm
 
-    from tests.blank_charts import blank_charts
-    from tests.quick_start import compose_quickly
+    from tests.quick_start import blank_charts, compose_quickly
 
-    tqdm.set_lock(
-        threading.RLock()
-    )  # the forks share its own: one that is killed while it holds it would stop others
+    # the forks share its own: one that is killed while it holds it would stop others
+    tqdm.set_lock(threading.RLock())
     compose_quickly()
     blank_charts()
     try:

@@ -1,13 +1,19 @@
-"""What every program works out again when it starts, worked out once or faster, with the same result."""
+"""What every program works out again when it starts, worked out once or faster, with the same result; and
+charts without their drawing: made of a run's own numbers as ever, and saved as a blank picture."""
 
 from __future__ import annotations
 
 import functools
+import io
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 from hydra._internal.hydra import Hydra
+from matplotlib.figure import Figure
+
+from reports import charts
 
 if TYPE_CHECKING:
     from data.chat import Renderer
@@ -77,3 +83,24 @@ def tokenise_once() -> None:
             kept[key] = path.read_bytes(), cuts
 
     token_cache._write = write
+
+
+BLANK = b'<svg xmlns="http://www.w3.org/2000/svg"/>'
+
+
+def blank_charts(setattr: Callable[[Any, str, Any], None] = setattr) -> None:
+    """From now on, figures are saved blank, and the curves of a run are not drawn on them."""
+
+    def blank(self: Figure, to: Any, **_: Any) -> None:
+        if isinstance(to, io.TextIOBase):
+            to.write(BLANK.decode())
+        elif hasattr(to, "write"):
+            to.write(BLANK)
+        else:
+            Path(to).write_bytes(BLANK)
+
+    def bare(panel: charts.Panel, records: Sequence[charts.Record]) -> Figure | None:
+        return Figure() if charts.is_drawn(panel, records) else None
+
+    setattr(Figure, "savefig", blank)
+    setattr(charts, "draw", bare)

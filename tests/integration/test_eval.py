@@ -12,19 +12,11 @@ import pytest
 
 from data.adder import accuracy, rewards
 from launch.collect import read_run
+from tests.integration.online import run_online
 from tests.integration.test_stages import command
 
-TRAIN = (
-    "n_examples=64",
-    "model.batch_size=32",
-    "save_every=32",
-    "n_eval_examples=8",
-    "n_eval_prompts=8",
-    "log_drift=false",
-    "warmup=0",
-    "wandb.enabled=false",
-    "lr=3e-4",
-)
+TRAIN = ("loss=dpo", "n_examples=64", "model.batch_size=32", "save_every=32")
+TRAIN += ("data.verifier=data.adder.accuracy", "n_eval_prompts=8", "~reward")
 FEW = ("limit=40", "resamples=200")
 
 
@@ -32,8 +24,7 @@ FEW = ("limit=40", "resamples=200")
 def folder(tmp_path_factory) -> Path:
     """A finished run ``a``."""
     path = tmp_path_factory.mktemp("runs")
-    done = command("train", "exp_name=a", f"runs_dir={path}", f"cache_dir={path}/cache", *TRAIN)
-    assert done.returncode == 0, done.stderr
+    run_online(path, "a", *TRAIN)
     return path
 
 
@@ -74,58 +65,39 @@ def test_the_numbers_are_those_of_the_answers(folder, result):
         assert found["sampled"][f"pass@{k}"] == pytest.approx(by_hand)
         low, high = found["sampled"][f"pass@{k}_ci"]
         assert low <= by_hand <= high
-    assert found["greedy"]["length"] == pytest.approx(
-        fmean(row["tokens"] for row in rows if row["drawn"] == "greedy")
-    )
+    lengths = [row["tokens"] for row in rows if row["drawn"] == "greedy"]
+    assert found["greedy"]["length"] == pytest.approx(fmean(lengths))
     assert {len(found["fingerprints"][part]) for part in ("weights", "prompts")} == {64}
     assert found["settings"]["sampler"]["temperature"] == 0.7 and found["settings"]["sampler"]["top_p"] == 1.0
 
 
 def test_a_checkpoint_is_another_model_and_the_same_weights_give_the_same_answers(folder, result):
-    evaluated(
-        f"run={folder}/a/checkpoints/step_00000002", "accuracy.samples=0", f"cache_dir={folder}/other"
-    )  # where nothing is kept
+    nothing_kept = f"cache_dir={folder}/other"
+    evaluated(f"run={folder}/a/checkpoints/step_00000002", "accuracy.samples=0", nothing_kept)
     evaluated(f"run={folder}/a", "step=1", "accuracy.samples=0")
     last, answers = read(folder / "a" / "evals" / "accuracy-adder-step2.json")
     before, _ = read(folder / "a" / "evals" / "accuracy-adder-step1.json")
     found, rows = result
-    assert (
-        last["fingerprints"]["weights"]
-        == found["fingerprints"]["weights"]
-        != before["fingerprints"]["weights"]
-    )
+    weights = [one["fingerprints"]["weights"] for one in (last, found, before)]
+    assert weights[0] == weights[1] != weights[2]
     assert answers == [row for row in rows if row["drawn"] == "greedy"]
 
 
 def test_a_comparison_of_models_and_one_of_their_answers_agree(folder, result):
-    against = "against=assets/adder/model"
-    evaluated(
-        f"run={folder}/a",
-        "kind=compare",
-        against,
-        "reward=adder",
-        f"cache_dir={folder}/cache",
-    )
+    against = ("kind=compare", "reward=adder", "against=assets/adder/model")
+    evaluated(f"run={folder}/a", *against, f"cache_dir={folder}/cache")
     found, rows = read(folder / "a" / "evals" / "compare-adder-adder.json")
     differences = [fmean(row["rewards"]) - fmean(row["rewards_against"]) for row in rows]
     assert all(row["rewards"] == rewards(row["answers"], [row["reference"]]) for row in rows)
     assert found["mean_difference"] == pytest.approx(fmean(differences))
     assert found["win"] == pytest.approx(fmean(d > 0 for d in differences))
     for side, key in (("a", "answers"), ("b", "answers_against")):
-        (folder / f"{side}.jsonl").write_text(
-            "".join(
-                json.dumps({"prompt": row["prompt"], "reference": row["reference"], "output": row[key][0]})
-                + "\n"
-                for row in rows
-            )
-        )
-    evaluated(
-        "kind=compare",
-        f"answers={folder}/a.jsonl",
-        f"against={folder}/b.jsonl",
-        "reward=adder",
-        f"out={folder}/files",
-    )
+        answers = [
+            {"prompt": row["prompt"], "reference": row["reference"], "output": row[key][0]} for row in rows
+        ]
+        (folder / f"{side}.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    files = (f"answers={folder}/a.jsonl", f"against={folder}/b.jsonl", f"out={folder}/files")
+    evaluated("kind=compare", "reward=adder", *files)
     of_files, _ = read(folder / "files" / "compare-adder-b.json")
     for key in ("win_rate", "mean_difference", "p_t", "p_wilcoxon", "p_sign", "mean_difference_ci"):
         assert of_files[key] == found[key]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from export import export_run
 from models.pretrained import check_model, load_policy
+from tests.integration.online import lines
 from tests.tiny import ROOT, make_config
 from train import train
 from trainers.sft import control_tokens
@@ -37,8 +36,7 @@ def test_a_run_trains_and_exports_them(tmp_path, capfd):
     places = (f"runs_dir={tmp_path}", f"cache_dir={tmp_path}/cache")
     train(make_config(*SHORT, *NEW, *places), "run")
     assert "<|good|>, <|bad|>: tokens of their own, with new rows" in capfd.readouterr().out
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert len([line for line in lines if "loss" in line]) == 4
+    assert len([line for line in lines(tmp_path / "run") if "loss" in line]) == 4
     export_run(tmp_path / "run", 2, tmp_path / "earlier")
     for folder in (tmp_path / "run" / "model", tmp_path / "earlier"):
         model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)

@@ -15,23 +15,16 @@ from common.errors import StoppedError, UserError
 from data.groups import read_groups
 from launch.state import ending_of_folder
 from tests import programs
-from tests.integration.online import SHORT, function, lines, rounds, run_online, scored_again
+from tests.integration.online import SHORT, cut_off, function, lines, rounds, run_online, scored_again
 from tests.tiny_armorm import save_armorm
-from trainers.basic import BasicTrainer
 
 
 @pytest.fixture
-def batches(monkeypatch):
+def batches():
     """The global batches that training steps were given, in order."""
     seen = []
-    step = BasicTrainer.step
-
-    def watched(self, batch, observe=None):
-        seen.append(batch.examples)
-        return step(self, batch, observe)
-
-    monkeypatch.setattr(BasicTrainer, "step", watched)
-    return seen
+    with cut_off(None, seen):
+        yield seen
 
 
 def test_the_tokens_that_were_sampled_are_the_tokens_that_are_trained(tmp_path, batches):
@@ -44,9 +37,8 @@ def test_the_tokens_that_were_sampled_are_the_tokens_that_are_trained(tmp_path, 
             best, worst = max(scored["scores"]), min(scored["scores"])
             if best - worst >= 0.01:
                 ids = [tuple(c["token_ids"]) for c in sampled["completions"]]
-                wanted.add(
-                    (sampled["id"], ids[scored["scores"].index(best)], ids[scored["scores"].index(worst)])
-                )
+                chosen, rejected = (ids[scored["scores"].index(score)] for score in (best, worst))
+                wanted.add((sampled["id"], chosen, rejected))
     trained = [
         (e.prompt_id, *(tuple(row.completion_ids.tolist()) for row in e.rows))
         for batch in batches
@@ -70,24 +62,16 @@ def test_a_round_replayed_offline_trains_the_same(tmp_path):
     gradients, to the bit."""
     run = run_online(tmp_path, "r", "online=true", "loss=kto")
     first = [line for line in lines(run) if line["round"] == 0]
-    replayed = run_online(
-        tmp_path,
-        "replay",
-        "loss=kto",
-        "data=local",
-        f"data.path={run}/rounds/000/groups.jsonl",
-        "data.eval_fraction=0",
-        "~reward",
-    )
+    data = ("data=local", f"data.path={run}/rounds/000/groups.jsonl", "data.eval_fraction=0", "~reward")
+    replayed = run_online(tmp_path, "replay", "loss=kto", *data)
     assert len(first) > 2
     for key in ("loss", "grad_norm", "kl", "reward_margin"):
         assert [line[key] for line in lines(replayed)] == [line[key] for line in first]
 
 
 def test_whole_groups_with_equal_scores_take_the_same_steps(tmp_path, batches):
-    run = run_online(
-        tmp_path, "r", "online=true", "loss=grpo", "rounds.feedback=group", "rounds.contexts_per_round=12"
-    )
+    words = ("online=true", "loss=grpo", "rounds.feedback=group")
+    run = run_online(tmp_path, "r", *words, "rounds.contexts_per_round=12")
     assert len(lines(run)) == 48 * 4 / 8
     assert any(len(set(group.rewards)) == 1 for folder in rounds(run) for group in folder.groups())
     groups = {
@@ -100,21 +84,13 @@ def test_whole_groups_with_equal_scores_take_the_same_steps(tmp_path, batches):
         values = groups[example.prompt_id, tuple(example.rows[0].completion_ids.tolist())]
         possible = {0.0} if np.std(values) == 0 else {(v - np.mean(values)) / np.std(values) for v in values}
         assert any(math.isclose(example.label, a, abs_tol=1e-9) for a in possible)
-    dropped = run_online(
-        tmp_path, "d", "online=true", "loss=grpo", "rounds.feedback=group", "rounds.zero_variance=drop"
-    )
+    dropped = run_online(tmp_path, "d", *words, "rounds.zero_variance=drop")
     assert len(lines(dropped)) < len(lines(run))
 
 
 def test_an_empty_round_is_no_step(tmp_path):
-    run = run_online(
-        tmp_path,
-        "r",
-        "online=true",
-        "loss=dpo",
-        "rounds.contexts_per_round=16",
-        *function("silent_second_time"),
-    )
+    words = ("online=true", "loss=dpo", "rounds.contexts_per_round=16")
+    run = run_online(tmp_path, "r", *words, *function("silent_second_time"))
     records = [folder.record for folder in rounds(run)]
     assert [record["kept"] > 0 for record in records] == [True, False, True]
     assert records[1]["steps"] == 0
@@ -123,15 +99,8 @@ def test_an_empty_round_is_no_step(tmp_path):
 
 
 def test_filling_up_samples_on_until_enough_are_kept(tmp_path):
-    run = run_online(
-        tmp_path,
-        "r",
-        "online=true",
-        "loss=dpo",
-        "rounds.contexts=80",
-        "rounds.contexts_per_round=16",
-        "rounds.fill=true",
-    )
+    words = ("rounds.contexts=80", "rounds.contexts_per_round=16", "rounds.fill=true")
+    run = run_online(tmp_path, "r", "online=true", "loss=dpo", *words)
     records = [folder.record for folder in rounds(run)]
     assert all(record["kept"] == 16 for record in records[:-1])
     assert len(records[0]["parts"]) > 1
@@ -188,18 +157,8 @@ def test_several_ranks_and_one_sample_score_and_train_alike(tmp_path):
 def test_a_run_may_be_as_long_as_an_offline_one_of_so_many_examples(tmp_path, batches):
     """``rounds.examples``: as many examples as offline, on the same schedule, whatever share of contexts is
     dropped."""
-    run = run_online(
-        tmp_path,
-        "r",
-        "online=true",
-        "loss=dpo",
-        "warmup=1.0",
-        "lr=1e-3",
-        "rounds.contexts=200",
-        "rounds.contexts_per_round=12",
-        "rounds.fill=true",
-        "rounds.examples=30",
-    )
+    words = ("online=true", "loss=dpo", "warmup=1.0", "lr=1e-3", "rounds.contexts=200", "rounds.fill=true")
+    run = run_online(tmp_path, "r", *words, "rounds.contexts_per_round=12", "rounds.examples=30")
     assert sum(len(batch) for batch in batches) == 30
     sizes = [folder.record["examples"] for folder in rounds(run)]
     assert len(sizes) == 3 and sum(sizes[:2]) < 30 <= sum(sizes), "the last round is cut, not left out"

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.errors import StoppedError
+from tests.integration.online import lines
 from tests.tiny import ROOT, make_config
 from train import train
 from trainers.paired import PairedPreferenceTrainer
@@ -34,10 +35,6 @@ def settings(folder: Path, cache: Path, *more: str):
     return make_config(f"runs_dir={folder}", f"cache_dir={cache}", *SMALL, *more)
 
 
-def lines(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_what_a_run_leaves_loads_in_transformers_and_chains(tmp_path, cache):
     summary = train(settings(tmp_path, cache, "loss=kto", "humanline=true", "eval_every=24"), "run")
     run = tmp_path / "run"
@@ -48,14 +45,8 @@ def test_what_a_run_leaves_loads_in_transformers_and_chains(tmp_path, cache):
     assert all(set(WANTED.split()) <= set(line) for line in lines(run))
     assert [bool("eval_loss" in line) for line in lines(run)] == [i in (0, 6) for i in range(12)]
     assert summary["before"]["eval_reward_margin"] == 0.0 and summary["before"]["eval_reward_accuracy"] == 0.5
-    for name in (
-        "config.yaml",
-        "data_report.md",
-        "report.html",
-        "model/README.md",
-        "model/generation_config.json",
-    ):
-        assert (run / name).stat().st_size > 0
+    left = ("config.yaml", "data_report.md", "report.html", "model/README.md", "model/generation_config.json")
+    assert all((run / name).stat().st_size > 0 for name in left)
     train(settings(tmp_path, cache, "loss=dpo", f"model.name_or_path={run}", "n_examples=4"), "next")
 
 
