@@ -46,18 +46,18 @@ MOST_BRANCHES = 20
 BRANCHES_OF = {"_remedy": 28, "remedy": 26, "proposal": 26}
 # Lines that a room may have; only a reviewed change raises one.
 BUDGETS = {
-    "common": 1_519,
-    "config": 3_505,
+    "common": 1_473,
+    "config": 3_463,
     "data": 6_700,
     "models": 4_766,
     "trainers": 2_684,
-    "reports": 2_021,
+    "reports": 1_958,
     "rollouts": 6_054,
     "jobs": 4_252,
     "evals": 1_616,
     "launch": 2_990,
     "benchmarks": 1_064,
-    "tools": 778,
+    "tools": 762,
     "tests": 27_384,
 }
 

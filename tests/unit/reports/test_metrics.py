@@ -51,6 +51,8 @@ def test_lines_without_room_wait_and_are_written_when_there_is_some(tmp_path_fac
         for step in range(count):
             file.append({"step": step, "loss": step / 7})
             assert path.read_bytes()[-1:] in (b"", b"\n") and steps(path) == list(range(len(steps(path))))
+    file.settle()
+    assert steps(path) == list(range(count))
     file.append({"step": count, "loss": 0.0})
     file.close()
     assert steps(path) == list(range(count + 1))
