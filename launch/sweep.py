@@ -23,7 +23,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -55,8 +55,6 @@ from reports.metrics import numbers
 from reports.outcome import FINISHED
 
 QUEUED = "in the queue"
-JOB = {field.name for field in fields(Job)}
-"""A job's settings"""
 USUAL = -1.0
 """``--rate`` without a number"""
 _TOKENS = re.compile(r"(\d+) tokens to train on")
@@ -68,17 +66,8 @@ OPERATIONS = 8
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    options, left = parser().parse_known_intermixed_args(words)
-
-    def work() -> int:
-        if left:
-            name = left[0].lstrip("-").partition("=")[0]
-            of_job = f"is one of a job's settings, typed as --set {name}=…"
-            why = of_job if name in JOB else "is no option; --help has them all"
-            raise ConfigError(f"--{name}", " ".join(left[1:]), why)
-        return act(options)
-
-    return answered(work)
+    options = parser().parse_intermixed_args(words)
+    return answered(lambda: act(options))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -55,7 +55,7 @@ BUDGETS = {
     "rollouts": 6_054,
     "jobs": 4_252,
     "evals": 1_616,
-    "launch": 2_990,
+    "launch": 2_979,
     "benchmarks": 1_064,
     "tools": 762,
     "tests": 27_384,
