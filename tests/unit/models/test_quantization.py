@@ -22,6 +22,7 @@ from models.export import export, full_state, whole_weights
 from models.policy import Policy, decoder_blocks
 from models.pretrained import check_model, check_weights, load_policy
 from models.quantization import BLOCK, LEVELS, NF4Linear, pack, quantise, quantised, unpack
+from models.shapes import count_weights
 from models.sharding import shard
 from tests.integration import test_two_models
 from tests.tiny import tiny_llama
@@ -105,6 +106,7 @@ def test_it_is_the_model_with_the_rounded_weights(way: str) -> None:
     """Log-probabilities and the adapters' gradients, to the bit; sharded, as it trains."""
     ours, plain = pair(tiny_llama(), **WAYS[way])
     assert len(quantised(ours.model)) == 14  # 7 in each of 2 layers
+    assert count_weights(ours.model) == count_weights(plain.model)
     values, gradients = [], []
     for policy in (ours, plain):
         dtype = torch.bfloat16 if way == "bfloat16" else torch.float32
