@@ -15,13 +15,8 @@ from config.cli import compose
 from tests.tiny import make_config
 from train import train
 
-SMALL = (
-    "n_examples=16",
-    "model.batch_size=4",
-    "n_eval_examples=4",
-    "n_eval_prompts=2",
-    "wandb.enabled=false",
-)
+SMALL = ("n_examples=16", "model.batch_size=4", "n_eval_examples=4", "n_eval_prompts=2")
+SMALL += ("wandb.enabled=false",)
 HERE = "tests.integration.test_observers"
 LABELS = [{"prompt": "1+1=", "completion": "2" * (1 + i), "label": i > 0} for i in range(3)]
 PAIR, STRANGE = (

@@ -13,18 +13,9 @@ from tests import programs
 from tests.tiny import ROOT, make_config
 from train import train
 
-RUN = (
-    "model.batch_size=4",
-    "n_eval_examples=8",
-    "wandb.enabled=false",
-    "lr=1e-3",
-    "data.verifier=null",
-    "retention.kl=false",
-    "log_epsilon_P=-0.1",
-    "log_epsilon_R=0.1",
-    "humanline=true",
-    "model.packing=false",
-)
+RUN = ("model.batch_size=4", "n_eval_examples=8", "wandb.enabled=false", "lr=1e-3", "data.verifier=null")
+RUN += ("retention.kl=false", "humanline=true", "log_epsilon_P=-0.1", "log_epsilon_R=0.1")
+RUN += ("model.packing=false",)
 
 
 @pytest.fixture(scope="module")

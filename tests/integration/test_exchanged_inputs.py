@@ -205,23 +205,10 @@ def test_a_commit_of_the_hub_says_its_files_and_an_unread_file_has_its_digest(
     (local / "config.json").write_text("{}")
     os.utime(local / "config.json", (0, 0))
     named = ("reward.classifier.name_or_path=org/reward", f"model.name_or_path={local}", "data.verifier=null")
-    online = (
-        "loss=dpo",
-        "online=true",
-        "rounds.contexts=1024",
-        "reward=classifier",
-        "model=hub",
-        "data=adder",
-    )
-    config = make_config(
-        *online,
-        *named,
-        f"cache_dir={tmp_path / 'cache'}",
-        "optimizer=torch.optim.SGD",
-        "+evaluations.e.verifier=data.adder.verify",
-        f"+sampler.options.model={local}",
-    )
-    config = replace(config, resume=True)
+    online = ("loss=dpo", "online=true", "rounds.contexts=1024", "reward=classifier", "model=hub")
+    more = ("data=adder", "optimizer=torch.optim.SGD", "+evaluations.e.verifier=data.adder.verify")
+    places = (f"cache_dir={tmp_path / 'cache'}", f"+sampler.options.model={local}")
+    config = replace(make_config(*online, *named, *more, *places), resume=True)
     before = file_inputs(config)
     assert before["reward.classifier.name_or_path"] == {"model.safetensors": "f00d", "commit": "a1"}
     assert before["sampler.options.model"] == before["model.name_or_path"]

@@ -31,20 +31,9 @@ KTO = ("loss=kto", "humanline=true", "sync_freq=4", "model.use_peft=true", "mode
 KTO += ("optimizer=torch.optim.RMSprop", "eval_every=16", "save_every=12")
 """Evaluations and checkpoints at different steps."""
 HELD_OUT = ROOT / "assets" / "adder" / "eval_pairs.jsonl"
-ALL_FILES = (
-    *BARE,
-    "n_examples=80",
-    "model.batch_size=4",
-    "n_eval_prompts=2",
-    "eval_every=16",
-    "save_every=20",
-)
-ALL_FILES += (
-    f"+evaluations.other.path={HELD_OUT}",
-    "keep_best=eval_other_loss",
-    "loss=dpo",
-    "humanline=true",
-)
+ALL_FILES = (*BARE, "n_examples=80", "model.batch_size=4", "n_eval_prompts=2", "eval_every=16")
+ALL_FILES += ("save_every=20", "loss=dpo", "humanline=true")
+ALL_FILES += (f"+evaluations.other.path={HELD_OUT}", "keep_best=eval_other_loss")
 ONLINE = (*SHORT[4:], "online=true", "loss=dpo", "humanline=true", "model.batch_size=4")
 ROUNDS = (*ONLINE, "rounds.contexts=48", "rounds.contexts_per_round=12", "rounds.samples=4", "save_every=8")
 PAIRS = 64

@@ -129,29 +129,16 @@ def test_no_key_leaves_a_run_its_push_its_resume_or_a_crash(tmp_path, hub):  # n
 
 
 def test_no_key_leaves_a_round_or_its_crash(tmp_path):
-    online = (
-        "online=true",
-        "rounds.contexts=8",
-        "rounds.contexts_per_round=4",
-        "reward=function",
-        "reward.function.path=planted_module.reward",
-        "exp_name=r",
-    )
+    online = ("online=true", "rounds.contexts=8", "rounds.contexts_per_round=4", "exp_name=r")
+    online += ("reward=function", "reward.function.path=planted_module.reward")
     for crash in ("", "1"):
         run = start(tmp_path, *online, "overwrite=true", env={"CRASH": crash})
         assert (run.returncode == 0) is (crash == ""), run.stderr
         assert found(tmp_path / "runs", run.stdout, run.stderr) == []
-    judge = start(
-        tmp_path,
-        "online=true",
-        "reward=judge",
-        "reward.judge.base_url=http://me:PLANTpw@127.0.0.1:9/v1",
-        "reward.judge.model=m",
-        "reward.judge.api_key_env=JUDGE_LOGIN",
-        "exp_name=j",
-        "reward.judge.retries=0",
-        "reward.judge.timeout=1",
-    )
+    words = ("reward.judge.model=m", "reward.judge.retries=0", "reward.judge.timeout=1")
+    words += ("reward.judge.base_url=http://me:PLANTpw@127.0.0.1:9/v1",)
+    words += ("reward.judge.api_key_env=JUDGE_LOGIN",)
+    judge = start(tmp_path, "online=true", "reward=judge", "exp_name=j", *words)
     assert judge.returncode != 0
     assert found(tmp_path / "runs", judge.stdout, judge.stderr) == []
 

@@ -236,11 +236,13 @@ def test_a_slow_reference_is_in_the_checkpoint_and_not_in_the_model(tmp_path):
     assert any(name.startswith("soft_reference.") for name in trainer.policy.state_dict())
 
 
+CONSTANTS = [f"humanline_sampling.{name}=5" for name in ("gamma_P", "beta_P", "gamma_R", "beta_R")]
+CONSTANTS += ["humanline_sampling.M_P=2", "humanline_sampling.M_R=2"]
+
+
 def test_sampling_loses_gradient_but_no_value(tmp_path):
     """The first loss is plain's, its gradient is not; the share of rejected tokens is logged."""
-    constants = [f"humanline_sampling.{name}=5" for name in ("gamma_P", "beta_P", "gamma_R", "beta_R")]
-    constants += ["humanline_sampling.M_P=2", "humanline_sampling.M_R=2"]
-    sample = config_of(tmp_path, "humanline=true", "humanline_mode=sample", *constants)
+    sample = config_of(tmp_path, "humanline=true", "humanline_mode=sample", *CONSTANTS)
     plain = config_of(tmp_path, "humanline=true", "log_epsilon_P=-.inf", "log_epsilon_R=.inf")
     (_, some), (_, all_) = (run(c, make_segment(c, pairs=4 * STEPS)) for c in (sample, plain))
     assert some[0]["loss"] == all_[0]["loss"] and some[0]["grad_norm"] != all_[0]["grad_norm"]
@@ -249,20 +251,10 @@ def test_sampling_loses_gradient_but_no_value(tmp_path):
 
 @pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
 def test_a_draw_does_not_depend_on_how_the_batch_is_cut(tmp_path, loss):
-    constants = [f"humanline_sampling.{name}=5" for name in ("gamma_P", "beta_P", "gamma_R", "beta_R")]
     found = []
     for parts in (1, 4):
-        config = engine_config(
-            tmp_path,
-            loss,
-            "model.batch_size=8",
-            f"model.microbatches={parts}",
-            "humanline=true",
-            "humanline_mode=sample",
-            "humanline_sampling.M_P=2",
-            "humanline_sampling.M_R=2",
-            *constants,
-        )
+        cut = ("model.batch_size=8", f"model.microbatches={parts}")
+        config = engine_config(tmp_path, loss, *cut, "humanline=true", "humanline_mode=sample", *CONSTANTS)
         found.append(run(config, make_segment(config, pairs=24))[1])
     for one, other in zip(*found, strict=True):
         assert one["rejected"] == pytest.approx(other["rejected"], abs=0) and one["rejected"] > 0

@@ -35,20 +35,10 @@ NUMBERS = {
 
 
 def settings(cache: Path, loss: str, k: int, bounds: tuple[float, float]) -> Config:
-    humanline = [
-        "humanline=true",
-        f"sync_freq={k}",
-        f"log_epsilon_P={bounds[0]}",
-        f"log_epsilon_R={bounds[1]}",
-    ]
-    numbers = [
-        "weight_decay=0",
-        "eps=1e-3",
-        "beta2=0.999",
-        f"model.batch_size={UNITS[loss]}",
-        "loss.beta=0.1",
-    ]
-    return engine_config(cache, loss, *humanline, *numbers)
+    low, high = bounds
+    humanline = ("humanline=true", f"sync_freq={k}", f"log_epsilon_P={low}", f"log_epsilon_R={high}")
+    numbers = ("weight_decay=0", "eps=1e-3", "beta2=0.999", "loss.beta=0.1")
+    return engine_config(cache, loss, *humanline, *numbers, f"model.batch_size={UNITS[loss]}")
 
 
 @pytest.fixture(scope="module", autouse=True)
