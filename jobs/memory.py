@@ -24,8 +24,8 @@ from data.examples import longest
 from data.types import Example
 from models.attention import packable
 from models.distributed import World, gather_objects
-from models.memory import Estimate, Load, Shape
-from models.shapes import architecture
+from models.memory import MARGIN, Estimate, Load, Shape
+from models.shapes import architecture, layer_work
 from trainers.assembly import trainer_class
 
 GIB = 2.0**30
@@ -44,6 +44,8 @@ HANDED = 1.0
 """GiB in which vLLM takes weights from a trainer on the same GPU, unless one weight is larger."""
 PROBE = 8192
 """Tokens of a microbatch that selective checkpointing has to leave room for."""
+FREE = 0.2
+"""Share of a card that is worth using."""
 NEAR = 0.9
 """Share of the widest planned microbatch from which on one counts as it."""
 LESS = 2 / 3
@@ -153,6 +155,31 @@ class RankMemory(Estimate):
             "weights' hand-over": 4 * (shape.layer_numbers + shape.largest) / GIB + buffer,
         }
 
+    def answers(self, evaluates: bool) -> float:
+        """Return the bytes that it takes while the policy itself answers prompts, besides its weights: for
+        rounds with sampler=embedded, and for the KL divergence of an evaluation."""
+        config, model, most = self.config, self.config.model, 0.0
+        if config.online and not config.sampler.separate:
+            rows = config.sampler.batch_size or model.eval_batch_size
+            most = self._answers(rows, model.max_prompt_length, model.max_prompt_length + config.max_tokens)
+        if evaluates and config.retention.kl and model.head != "reward":
+            prompts, longest = config.retention.counts("cuda" if self.card else "cpu")
+            rows = min(model.eval_batch_size, math.ceil(prompts / self.ranks))
+            tokens = min(model.max_length, model.max_prompt_length + longest)
+            most = max(most, self._answers(rows, model.max_prompt_length, tokens))
+        return most
+
+    def _answers(self, rows: int, prompt: int, tokens: int) -> float:
+        """Return the bytes of ``rows`` answers: the key-value cache of ``tokens`` tokens each, the work of a
+        layer on all prompts at once, and the logits of one token each.
+
+        Logits exist twice in float32, as they are and at the temperature. To draw a token, their
+        probabilities and cumulative sums exist in float64."""
+        shape, layer = self.shape, self.shape.layer
+        cache = 2 * layer.keys * shape.layers * tokens * self.width
+        prefill = prompt * self.width * layer_work(self.hf_config)
+        return MARGIN * rows * (cache + prefill + (4 + 4 + 8 + 8) * shape.vocabulary)
+
     def situations(self, step: Load, evaluation: Load | None) -> list[Situation]:
         """Return what the rank holds in every situation of a run, the training step first. ``evaluation``:
         None without held-out examples."""
@@ -160,6 +187,10 @@ class RankMemory(Estimate):
         found = [Situation("training step", in_gib(self.step(step)) | beside)]
         if evaluation is not None:
             found.append(Situation("evaluation", in_gib(self.evaluation(evaluation)) | beside))
+        if answers := self.answers(evaluation is not None):
+            whole = self.width * self.shape.parameters if self.ranks == 1 else self.gathered(1)
+            parts = {"gathered blocks": whole, "keys, values and logits": answers}
+            found.append(Situation("own answers", resident | in_gib(parts) | beside))
         if self.shares_gpu:
             outside = {part: count * ASSUMED[part] for part, count in self._outside.items()}
             found.append(Situation("sampling", resident | outside | self.engine))
@@ -396,8 +427,8 @@ def why_cut(model: ModelConfig, chosen: RankMemory, tokens: int | None, whole: L
 def described(
     chosen: RankMemory, load: Load, least: Load, situations: Seq[Situation], refusal: ConfigError | None
 ) -> Iterator[str]:
-    """Yield the plan in lines, the first without the others' indent. For a step that does not fit, they have
-    the number to type with which it takes less."""
+    """Yield the plan in lines, the first without the others' indent. For a step that does not fit, and
+    without a GPU, they have the number to type with which it takes less."""
     card, parameters = chosen.card, chosen.shape.parameters
     where = "on the CPU" if card is None else f"on {card.name} ({card.memory:.1f} GiB)"
     yield (
@@ -409,11 +440,12 @@ def described(
     most = max(situation.total for situation in situations)
     if card is None:
         yield f"the process takes about {most:.2f} GiB"
-        return
-    verdict = "fits" if most <= card.room else "warning, may not fit" if refusal is None else "too much"
-    yield f"{verdict}: {most:.1f} GiB at most; {card.room:.1f} are left when {GAPS:.0%} are kept for gaps"
-    yield f"model.activation_checkpointing={str(chosen.config.model.activation_checkpointing).lower()}"
-    narrower = load if chosen.fits(load) else widest_that_fits(chosen, load, least)
+        narrower = load.cut(max(least.tokens, load.tokens // 2))
+    else:
+        verdict = "fits" if most <= card.room else "warning, may not fit" if refusal is None else "too much"
+        yield f"{verdict}: {most:.1f} GiB at most; {card.room:.1f} are left when {GAPS:.0%} are kept for gaps"
+        yield f"model.activation_checkpointing={str(chosen.config.model.activation_checkpointing).lower()}"
+        narrower = load if chosen.fits(load) else widest_that_fits(chosen, load, least)
     total = chosen.step_total(narrower)
     if total < chosen.step_total(load):  # several passes keep the gradients, which may be more
         yield f"model.microbatch_tokens={narrower.tokens} model.microbatches=1: a step takes {total:.2f} GiB"
@@ -435,6 +467,21 @@ def measured(world: World, plan: MemoryPlan) -> dict[str, Any]:
     if (world.device.type == "cuda") == (plan.card is not None):
         beside = f", {most / plan.predicted:.0%} of what was predicted"
     return {"measured": f"{most:.2f} GiB ({what}{beside})", "measured_gib": most}
+
+
+def to_use(plan: MemoryPlan, taken: float, widest: int) -> str:
+    """Return the number of tokens with which microbatches would use what is free of the GPU; "" where it is
+    less than FREE of it. ``taken``: GiB; ``widest``: tokens of the widest microbatch so far."""
+    step = plan.situations[0]
+    if plan.card is None or not plan.load.several:
+        return ""
+    free = plan.card.room - (step.total - step.tensors) - taken
+    variable = sum(step.parts.get(part, 0.0) for part in ("activations", "work", "logits"))
+    growing = taken - (step.tensors - variable)
+    if free < FREE * plan.card.memory or growing <= 0:
+        return ""
+    tokens = math.floor(widest * (1 + free / growing)) // 1000 * 1000
+    return f"; {free:.1f} GiB are free: model.microbatch_tokens={tokens} would use them"
 
 
 class ShortOfMemoryError(RuntimeError):

@@ -23,7 +23,7 @@ from data.batches import Segment
 from data.types import Example
 from data.views import exceeds
 from jobs.evaluation import Metrics
-from jobs.memory import NEAR, MemoryPlan, measured
+from jobs.memory import NEAR, MemoryPlan, measured, to_use
 from jobs.observers import Observers
 from models.distributed import gather_objects
 from models.sharding import unlike_gathered
@@ -182,7 +182,9 @@ class StepLog:
             check_gathered_weights(self.trainer)
             self._unseen = False
         if self.memory is not None and record.widest >= NEAR * self.memory.load.tokens:
-            self.bar.say(f"memory so far: {measured(self.trainer.world, self.memory)['measured']}")
+            found = measured(self.trainer.world, self.memory)
+            more = to_use(self.memory, found["measured_gib"], record.widest)
+            self.bar.say(f"memory so far: {found['measured']}{more}")
             self.memory = None
         self.flush()
         record.known |= self.state.evaluated | self._of_round(record)

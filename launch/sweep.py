@@ -3,6 +3,7 @@
     python -m launch.sweep sweeps/adder.yaml                      # the plan: runs, their states, commands, cost
     python -m launch.sweep sweeps/adder.yaml --local 2            # run here, two at a time
     python -m launch.sweep sweeps/table3.yaml --site my.yaml --submit   # a Slurm job array
+    python -m launch.sweep sweeps/table3.yaml --memory          # what each cell needs of slurm.card
     python -m launch.sweep sweeps/adder.yaml n_examples=640       # … with settings of your own in every run
 
 The same command again does what is left: finished runs are skipped, queued ones left alone, and others go on
@@ -92,6 +93,7 @@ def parser() -> argparse.ArgumentParser:
     option(
         "--set", action="append", default=[], metavar="SETTING=VALUE", help="job settings, such as nodes=8"
     )
+    option("--memory", action="store_true", help="dry-run each cell: the memory it needs of slurm.card")
     option(
         "--rate",
         type=float,
@@ -110,7 +112,7 @@ def refuse_together(options: argparse.Namespace) -> list[str]:
     local, retries, rate = options.local, options.retries, options.rate
     gpus = [gpu for gpu in options.gpus.split(",") if gpu]
     shared = local is None or (len(gpus) >= local and len(gpus) % max(local, 1) == 0)
-    of_job = local is None or rate is not None
+    of_job = local is None or rate is not None or options.memory
     for good, key, value, remedy in (
         (local is None or local >= 1, "--local", local, "must be at least 1"),
         (retries is None or retries >= 0, "--retries", retries, "must be at least 0"),
@@ -150,6 +152,8 @@ def act(options: argparse.Namespace) -> int:
     todo = [s for s in states if s.kind not in (FINISHED, CHANGED) and s.run.name not in waiting]
     if not options.script:
         print(plan(sweep, states, waiting, hours, of_slurm), flush=True)
+    if options.memory:
+        print_memory(todo, job)
     refuse_changed(sweep, states, acting=options.submit or options.script or of_slurm is None)
     if of_slurm is None:
         retries = 1 if options.retries is None else options.retries
@@ -181,7 +185,9 @@ def dry_hours(states: Sequence[State], rate: float | None, job: Job) -> dict[str
     cells = {state.run.cell: state for state in reversed(states)}
     hours = {}
     for cell, state in progress(list(cells.items()), "dry runs (--rate)", unit="cell", delay=SOON):
-        size = dry_run(state)
+        size = size_in(dry_run(state))
+        if size is None:
+            raise EstimateError(f"{state.run.name}: the dry run does not say how much it would train on")
         per_second = rate if rate > 0 else usual_rate(size.parameters, job.card or "")
         hours[cell] = hours_at(size.tokens, per_second, job)
     return {state.run.name: hours[state.run.cell] for state in states}
@@ -309,15 +315,29 @@ class Size:
     parameters: float
 
 
-def dry_run(state: State) -> Size:
-    """Return a run's size, counted by train.py on its real data. Raises EstimateError."""
-    words = [sys.executable, *command(state.run), "dry_run=true"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=DRY_RUN_SECONDS)
-    if done.returncode or (size := size_in(done.stdout)) is None:
+def dry_run(state: State, *words: str) -> str:
+    """Return what a dry run of train.py on a run's real data prints. Raises EstimateError."""
+    line = [sys.executable, *command(state.run), "dry_run=true", *words]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=DRY_RUN_SECONDS)
+    if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines()[-5:]
         failed = f"{state.run.name}: the dry run failed (exit code {done.returncode}):"
         raise EstimateError("\n".join([failed, *lines]))
-    return size
+    return done.stdout
+
+
+def print_memory(todo: Sequence[State], job: Job) -> None:
+    """Print what a run of each cell would hold of the job's card, by part, or why it is refused. Raises
+    ConfigError without a card."""
+    require(bool(job.card), "slurm.card", None, f"is not known: --set card= one of {', '.join(CARDS)}")
+    cells = {state.run.cell: state for state in reversed(todo)}
+    for cell, state in progress(list(cells.items()), "dry runs (--memory)", unit="cell", delay=SOON):
+        try:
+            lines = dry_run(state, f"plan.card={job.card}", f"plan.ranks={job.world_size}").splitlines()
+            first = next((i for i, line in enumerate(lines) if _SIZE.search(line)), 0)
+            print(f"{cell}:", *lines[first:], sep="\n", flush=True)
+        except EstimateError as error:
+            print(error, flush=True)
 
 
 def size_in(output: str) -> Size | None:

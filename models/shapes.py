@@ -59,3 +59,13 @@ def without_weights(hf_config: PretrainedConfig) -> PreTrainedModel:
     with init_empty_weights():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config)
     return model
+
+
+def layer_work(hf_config: PretrainedConfig) -> int:
+    """Return about how many numbers a layer holds per token at once.
+
+    These are its input, its norm, and either queries, keys, values and attention output, or the three
+    intermediate tensors of a gated MLP."""
+    text = hf_config.get_text_config()
+    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    return int(2 * text.hidden_size + max(4 * text.hidden_size, 3 * inner))

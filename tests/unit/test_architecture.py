@@ -49,16 +49,16 @@ BUDGETS = {
     "common": 1_473,
     "config": 3_463,
     "data": 6_700,
-    "models": 4_766,
+    "models": 4_776,
     "trainers": 2_684,
     "reports": 1_958,
     "rollouts": 6_054,
-    "jobs": 4_252,
+    "jobs": 4_301,
     "evals": 1_616,
-    "launch": 2_979,
+    "launch": 2_999,
     "benchmarks": 1_064,
     "tools": 762,
-    "tests": 27_384,
+    "tests": 26_593,
 }
 
 

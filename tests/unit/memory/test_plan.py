@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from common.errors import ConfigError, StoppedError
 from config.schema import Config, card_memory
 from jobs import memory
-from jobs.memory import Batches, Card, RankMemory, ShortOfMemoryError, make_plan, short_of_memory
+from jobs.memory import Batches, Card, RankMemory, ShortOfMemoryError, make_plan, short_of_memory, to_use
 from launch.grid import read_sweep
 from launch.slurm import make_job
 from launch.state import Composer
@@ -200,6 +200,13 @@ def test_a_run_that_cannot_fit_ends_before_its_weights_load(tmp_path: Path, monk
 
 CUT = plan_settings(QWEN, 1, "H100")
 """The plan of microbatches of a 1.5B model."""
+
+
+@pytest.mark.parametrize(("taken", "free"), [(1.0, False), (0.7, True)])
+def test_a_free_fifth_of_a_card_has_the_number_that_would_use_it(taken: float, free: bool) -> None:
+    said = to_use(CUT, taken * CUT.predicted, CUT.load.tokens)
+    number = re.search(r"model\.microbatch_tokens=(\d+) would use them", said)
+    assert (number is not None) == free and (not free or int(number[1]) > CUT.load.tokens)
 
 
 @pytest.mark.parametrize(
