@@ -177,8 +177,8 @@ def deal(
     rank 0 most (data/balance.py). If their prompts are also ``shared``, examples of one prompt stay together
     as long as no rank waits for it. Rows that are padded are dealt by length instead, so
     that rows side by side are about equally long and little is padded. On one rank, where no rank waits, both
-    kinds are dealt by length. Raises ValueError if a single example has more tokens than ``size``, which
-    ``trainers.assembly.check_budget`` refuses before.
+    kinds are dealt by length if ``size`` is a number of examples. Raises ValueError if a single example has
+    more tokens than ``size``, which ``trainers.assembly.check_budget`` refuses before.
     """
     fits = isinstance(size, int) or max(map(row_tokens, batch)) <= size.most  # without sharing
     slots = _apart(batch, ranks, size, work) if packed and not (shared and (ranks == 1 or not fits)) else []

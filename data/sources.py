@@ -1,5 +1,5 @@
-"""Loading of groups from local files, hub data sets or any function that a yaml names, all through
-``load_groups``.
+"""Loading of groups from local files, hub data sets or any function that a yaml names, through
+``load_splits`` (a run's own data) or ``load_groups`` (one split).
 
 Rows that cannot be used are counted and named, never skipped silently. Training and evaluation never share a
 prompt by accident: if no evaluation data are named, a share of the prompts is held out by their identity.
@@ -133,9 +133,9 @@ def hold_out(loaded: Loaded, fraction: float, split: str) -> Loaded:
 
 
 def local(config: DataConfig, split: str) -> Loaded:
-    """Load a local file or folder (``data.path``; ``data.eval_path`` for evaluation): .json, .jsonl, .csv or
-    .parquet, a folder of such files, or what ``datasets`` saved to disk. From a folder with several splits,
-    ``data.split`` and ``data.eval_split`` are read."""
+    """Load a local file or folder (``data.path``; ``data.eval_path`` for evaluation): a file of
+    ``data.rows.SUFFIXES``, a folder of such files, or what ``datasets`` saved to disk. From a folder with
+    several splits, ``data.split`` and ``data.eval_split`` are read."""
     train, own = split == "train", split == "eval" and config.eval_path is not None
     key, path = ("data.eval_path", config.eval_path) if own else ("data.path", config.path)
     split_key, name = ("data.split", config.split) if train else ("data.eval_split", config.eval_split)

@@ -2,7 +2,8 @@
 
 The command is ``python eval.py run=runs/x kind=accuracy``.
 
-A *kind* is a module of this package, imported when ``kind`` names it (``config.schema_stages.Kind``). It has
+A *kind* is a module of this package, imported when ``kind`` names it (``config.schema_stages.Kind``). Its
+settings, if it has any, are a field of its name in ``EvalStage`` and a section of config/eval.yaml. It has
 two functions:
 
     def check(target: Target, stage: EvalStage) -> None

@@ -133,7 +133,7 @@ def check_early(targets: Sequence[Target], stage: EvalStage) -> None:
     if package := PACKAGES.get(stage.kind):
         needs = f"needs the package {package}: make eval-tools, or pip install -r requirements/eval.txt"
         require(find_spec(package) is not None, "kind", stage.kind, needs)
-    options = getattr(stage, stage.kind)
+    options = getattr(stage, stage.kind, None)  # a kind may have no settings
     for key in FILES:
         value = getattr(options, key, None)
         there = value is None or Path(value).is_file()

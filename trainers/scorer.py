@@ -46,7 +46,7 @@ class TokenScorer:
     def score(self, step: int, sequences: Sequences) -> TokenScores:
         """Return the scores of R rows at optimizer step ``step``, with the policy's gradient.
 
-        Raises KeyError for a row that the reference did not score for this step.
+        Raises StoppedError for a row that the reference did not score for this step.
         """
         if self.unmoved and self.reference is not None:
             return self.compared(step, sequences, self.reference.lookup(step, sequences))

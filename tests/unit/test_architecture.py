@@ -54,7 +54,7 @@ BUDGETS = {
     "reports": 1_958,
     "rollouts": 6_054,
     "jobs": 4_301,
-    "evals": 1_616,
+    "evals": 1_617,
     "launch": 2_999,
     "benchmarks": 1_064,
     "tools": 762,
