@@ -39,7 +39,6 @@ ABSENT = {
     "data=local data.path=nope.jsonl": "data.path=nope.jsonl: no such file (the working directory is",
     "data=local data.path={here}/empty": "has no file that can be read",
     "cache_dir=": "cache_dir=: must name a folder",
-    "evaluations.hard.path=nope.jsonl": "evaluations.hard.path=nope.jsonl: no such file",
     f"{ROWS} model=hub model.name_or_path=./nope": "model.name_or_path=./nope: no such folder",
     f"{ROWS} model=hub model.name_or_path=https://hf.co/org/m/tree/main": "model.name_or_path=org/m",
     "data=hub data.path=https://huggingface.co/datasets/org/set": "type the name: data.path=org/set",

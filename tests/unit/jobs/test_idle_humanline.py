@@ -55,8 +55,6 @@ def test_it_speaks_where_the_weights_are_the_same(tmp_path, rounds, k, idle, kep
         (["humanline=true"], 1, "can change nothing"),
         (["humanline=true", "humanline_mode=sample"], 1, "only clips"),
         (["humanline=true", "sync_mode=never"], 2, None),
-        (["humanline=true"], 3, None),
-        ([], 1, None),
     ],
 )
 def test_a_bound_that_may_bind_is_no_silence_about_syncing(words, longest, said):

@@ -39,6 +39,9 @@ def test_a_groups_place_is_the_mean_over_all_its_completion_tokens(tmp_path, los
         (kinds["rejected"], expected[1::2]),
     ):
         np.testing.assert_allclose(found, [np.mean(tokens) for tokens in wanted], rtol=0, atol=1e-5)
+    tokens = sorted(x for row in expected for x in row)
+    share = initial_scores.clippable_share(groups, scores, -(tokens[7] + tokens[8]) / 2)
+    assert share == pytest.approx(8 / len(tokens))
 
 
 @pytest.mark.parametrize("window", [5, 100])
