@@ -101,20 +101,17 @@ def quantise(blocks: list[nn.Module]) -> None:
     """Replace every frozen linear layer of these decoder blocks, that is all but LoRA's adapters, by an
     ``NF4Linear``. Raises ConfigError for rows that no number of blocks fills, and for a model most of whose
     weights are not in linear layers."""
-    frozen = sum(p.numel() for block in blocks for p in block.parameters() if not p.requires_grad)
-    layers = [
-        (block, name, module)
-        for block in blocks
-        for name, module in block.named_modules()
-        if type(module) is nn.Linear and not module.weight.requires_grad
-    ]
-    share = sum(module.weight.numel() for *_, module in layers) / max(frozen, 1)
+    whole = nn.ModuleList(blocks)
+    frozen = sum(p.numel() for p in whole.parameters() if not p.requires_grad)
+    linear = {name: one for name, one in whole.named_modules() if type(one) is nn.Linear}
+    layers = {name: one for name, one in linear.items() if not one.weight.requires_grad}
+    share = sum(one.weight.numel() for one in layers.values()) / max(frozen, 1)
     problem = f"only {share:.0%} of this model's weights are in linear layers (no experts' are): use off"
     require(share >= 0.5, KEY, NF4, problem)
-    for block, name, module in layers:
-        problem = f"{name} has rows of {module.in_features} weights, no multiple of {NARROWEST}: use off"
-        require(module.in_features % NARROWEST == 0, KEY, NF4, problem)
-        block.set_submodule(name, NF4Linear(module))
+    for name, one in layers.items():
+        problem = f"{name} has rows of {one.in_features} weights, no multiple of {NARROWEST}: use off"
+        require(one.in_features % NARROWEST == 0, KEY, NF4, problem)
+        whole.set_submodule(name, NF4Linear(one))
 
 
 def quantised(model: nn.Module) -> dict[str, NF4Linear]:
