@@ -46,16 +46,18 @@ def refuse_removed(settings: Iterable[tuple[str, object]]) -> None:
 
 
 def refuse_command(name: str | None = None) -> None:
-    """End the program with exit code 2 if the command ``name`` is gone; by default the module behind ``-m``
-    on the command line. A package whose commands went calls this when it is imported, which Python does
-    before it looks for the module."""
+    """End the program with exit code 2 if the command ``name`` or an option of it is gone; by default the
+    module behind ``-m`` on the command line. A package whose commands went calls this when it is imported,
+    which Python does before it looks for the module."""
     argv = sys.orig_argv
     name = name or (argv[argv.index("-m") + 1] if "-m" in argv[:-1] else "")
-    remedy = next((removed()[part] for part in _prefixes(name) if part in removed()), None) if name else None
-    if remedy is not None:
-        command = name if " " in name else f"python -m {name}"
-        print(f"error: {command} {remedy}", file=sys.stderr)
-        sys.exit(2)
+    options = [word.partition("=")[0] for word in argv if word.startswith("--")]
+    for typed in [name, *(f"{name} {option}" for option in options)] if name else []:
+        gone = next((part for part in _prefixes(typed) if part in removed()), None)
+        if gone is not None:
+            command = typed if typed.startswith("make ") else f"python -m {typed}"
+            print(f"error: {command} {removed()[gone]}", file=sys.stderr)
+            sys.exit(2)
 
 
 def _prefixes(name: str) -> list[str]:

@@ -2,20 +2,18 @@
 
     python -m launch.results sweeps/adder.yaml
     python -m launch.results runs/adder-* --select lr --baseline adder-dpo-no_humanline
-    python -m launch.results sweeps/off_policy.yaml --effects --within cells
     python -m launch.results sweeps/surface.yaml --frontier
     python -m launch.results runs/pilot-* --power 0.05 --tests 12
     python -m launch.results sweeps/claim.yaml --power
 
 For each cell, the table has the mean and standard error over seeds. Where --select names keys that were tried
 out, these are the numbers of the setting with the best validation metric. Paired tests over seeds with Holm's
-correction compare the cells or, with --effects, the values of each axis of a crossed sweep
-(launch/effects.py), or, with --frontier, its arms with what is tried held equal (launch/frontier.py).
---power says what such tests can see. A sweep file with ``tests:`` has these decided instead
-(launch/decisions.py). Each cell has a learning curve. For a run that is not finished, the
-status is shown: not started, waiting, running, interrupted, or failed, which comes with the run's last
-message and its log. Writes results/<name>/: index.html, table.md, table.csv, tests.csv, runs.csv; prints the
-first two tables.
+correction compare the cells or, with --frontier, a sweep's arms with what is tried held equal
+(launch/frontier.py). --power says what such tests can see. A sweep file with ``tests:`` has these decided
+instead (launch/decisions.py). Each cell has a learning curve. For a run that is not finished, the status is
+shown: not started, waiting, running, interrupted, or failed, which comes with the run's last message and its
+log. Writes results/<name>/: index.html, table.md, table.csv, tests.csv, runs.csv; prints the first two
+tables.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from common.errors import require
 from common.files import check_name, write_whole
@@ -40,7 +37,6 @@ from common.options import options_of, run_folder
 from config.cli import answered
 from launch.collect import Cell, Result, cells_of, of_folders, of_sweep
 from launch.decisions import NOTE, Decision, decide, decision_rows, planned_power_rows
-from launch.effects import Crossing
 from launch.frontier import Frontier, power_rows
 from launch.grid import Sweep, read_sweep
 from launch.slurm import ROOT
@@ -157,14 +153,6 @@ def main(words: Sequence[str] | None = None) -> int:
     option("--metric", help="compared by the tests and drawn; the validation metric if not given")
     option("--baseline", metavar="CELL", help="test each cell against this one, instead of all pairs")
     option(
-        "--effects",
-        action="store_true",
-        help="test what each axis of the sweep changes, averaged over the others, instead of pairs of cells",
-    )
-    option(
-        "--within", metavar="AXIS", help="with --effects: apart for each value of this axis (cells, or a key)"
-    )
-    option(
         "--frontier",
         action="store_true",
         help="compare the sweep's arms (cells) at one common setting, each tuned, and at equal KL",
@@ -205,12 +193,13 @@ def report(options: argparse.Namespace) -> str:
         f"is no cell; cells: {', '.join(names)}",
     )
     failed = [run for run in results if run.status == FAILED]
-    compared = comparison(options, sweep, cells, metric)
-    tests, means, frontier = compared.tests, compared.means, compared.frontier
+    tests, frontier = comparison(options, sweep, cells, metric)
+    arms = [] if frontier is None else frontier.rows()
     decisions = [] if sweep is None else decide(sweep, cells)
     metrics = metrics_of(results)
     compares = len(tests) if tests or not decisions else None
-    notes = [*notes_of(results, select, validation, metric, compares), *apart(cells), *compared.notes]
+    notes = [*notes_of(results, select, validation, metric, compares), *apart(cells)]
+    notes += [] if frontier is None else [FRONTIER]
     powers, of = powers_of(options, tests, decisions)
     folder = options.out or Path("results") / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -223,7 +212,7 @@ def report(options: argparse.Namespace) -> str:
             markdown(cell_table),
             *(["\n".join(map(failure, failed))] if failed else []),
             *notes[1:],
-            *([markdown(means)] if means else []),
+            *([markdown(arms)] if arms else []),
             *([markdown(test_table)] if tests else []),
             *([NOTE.format(len(decisions)), markdown(decided)] if decided else []),
             *([f"Power for {of}:", markdown(powers)] if powers else []),
@@ -236,7 +225,7 @@ def report(options: argparse.Namespace) -> str:
     if decided:
         write_csv(folder / "decisions.csv", decided)
     parts: dict[str, object] = {"name": name, "planned": decided, "planned_note": NOTE.format(len(decisions))}
-    parts |= {"notes": notes, "failed": failed, "table": cell_table, "means": means, "powers": powers}
+    parts |= {"notes": notes, "failed": failed, "table": cell_table, "arms": arms, "powers": powers}
     parts["tests"] = test_table if tests else []
     drawn = None if frontier is None else frontier.figure()
     write_html(folder / "index.html", cells, metric, drawn, parts)
@@ -275,56 +264,38 @@ def powers_of(
     return power_rows(tests, options.power, family), f"a difference of {options.power:g}"
 
 
-class Compared(NamedTuple):
-    """What the tests compare: the tests, a table of means, notes on both, and the arms drawn."""
-
-    tests: list[Comparison]
-    means: list[list[str]]
-    notes: list[str]
-    frontier: Frontier | None
-
-
 def comparison(
     options: argparse.Namespace, sweep: Sweep | None, cells: Sequence[Cell], metric: str
-) -> Compared:
-    """Return the comparison that the options ask for: axes, arms, or cells. Raises ConfigError."""
+) -> tuple[list[Comparison], Frontier | None]:
+    """Return (the tests that the options ask for, of arms or of cells; the arms). Raises ConfigError."""
     refuse_together(options, sweep)
-    if sweep is not None and options.effects:
-        crossing = Crossing.of(sweep, cells, metric)
-        return Compared(crossing.effects(options.within), crossing.means(options.within), [EFFECTS], None)
     if sweep is not None and options.frontier:
-        arms = Frontier.of(sweep, cells, metric)
-        require(len(arms.arms) > 1, "--frontier", sweep.name, "has finished runs of fewer than two arms")
-        return Compared(arms.contrasts(), arms.rows(), [FRONTIER], arms)
+        frontier = Frontier.of(sweep, cells, metric)
+        require(len(frontier.arms) > 1, "--frontier", sweep.name, "has finished runs of fewer than two arms")
+        return frontier.contrasts(), frontier
     if sweep is not None and sweep.tests and options.baseline is None:
-        return Compared([], [], [], None)
-    tests = compare({cell.name: cell.values(metric) for cell in cells}, options.baseline)
-    return Compared(tests, [], [], None)
+        return [], None
+    return compare({cell.name: cell.values(metric) for cell in cells}, options.baseline), None
 
 
 def refuse_together(options: argparse.Namespace, sweep: Sweep | None) -> None:
     """Raise ConfigError for options that have no meaning together, or without a sweep file."""
     power, tests, source = options.power, options.tests, options.sources[0]
-    crossed, arms = options.effects, options.frontier
-    alone = "compares cells: leave {} out"
+    arms = options.frontier
     planned = sweep is not None and bool(sweep.tests)
     positive = power is None or power is OF_TESTS or 0 < power < math.inf
     for good, key, value, remedy in (
-        (crossed or options.within is None, "--within", options.within, "is a part of --effects: give both"),
         (positive, "--power", power, "is a difference above 0"),
         (planned or power is not OF_TESTS, "--power", None, "needs a number, or a sweep file with tests:"),
         (tests is None or power is not None, "--tests", tests, "is a part of --power"),
         (tests is None or power is not OF_TESTS, "--tests", tests, "is given by the sweep file"),
         (tests is None or tests > 0, "--tests", tests, "must be 1 or more"),
-        (not (crossed and arms), "--frontier", "--effects", "are two ways to compare: give one"),
         (
-            not crossed or sweep is not None,
-            "--effects",
-            source,
-            "is of a sweep file, which says what it crosses",
+            not arms or options.baseline is None,
+            "--baseline",
+            options.baseline,
+            "compares cells: leave --frontier out",
         ),
-        (not crossed or options.baseline is None, "--baseline", options.baseline, alone.format("--effects")),
-        (not arms or options.baseline is None, "--baseline", options.baseline, alone.format("--frontier")),
         (not arms or sweep is not None, "--frontier", source, "is of a sweep file, which names its arms"),
     ):
         require(good, key, value, remedy)
@@ -358,13 +329,6 @@ def apart(cells: Sequence[Cell]) -> list[str]:
             each = (f"{value} in {', '.join(names)}" for value, names in by_value.items())
             ways.append(f"{key} is {', '.join(each)}")
     return [f"Not measured alike: {'; '.join(ways)}."] if ways else []
-
-
-EFFECTS = (
-    "Each test is of one value of an axis against the axis' first, over all pairs of cells that differ in it "
-    "alone (their number in brackets); per seed the differences of the pairs are averaged. Cells with a run "
-    "that is not finished are left out, here and in the means (number of cells in brackets)."
-)
 
 
 FRONTIER = (

@@ -33,7 +33,7 @@ NOT_RUN = {
     "tests/unit/launch/test_frontier.py has them",
     r"python -m launch\.sweep (sweeps/table3\.yaml --submit|.*--rate)": "unit/launch types it",
     r"(torchrun|accelerate launch)( .* train\.py …)?$": "is only named; tests/distributed starts ranks",
-    r"python -m launch\.results sweeps/off_policy": "tests/unit/launch/test_effects.py has such runs",
+    r"python -m launch\.results sweeps/off_policy": "wants its 900 runs; unit/launch has others",
     r"export ": "is a shell's",
 }
 EVERY = "n_eval_examples=2 n_eval_prompts=1 wandb.enabled=false diagnostics=false report=false"

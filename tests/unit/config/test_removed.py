@@ -61,7 +61,7 @@ def test_a_name_that_is_gone_is_refused_as_it_was_typed(name, capsys, monkeypatc
         assert removed()[name] in refusal(name if "=" in name else f"{name}=1")
         first = name.partition(".")[0]
         if first in COMMANDS and "=" not in name:
-            monkeypatch.setattr(sys, "orig_argv", ["python", "-m", name, "--help"])
+            monkeypatch.setattr(sys, "orig_argv", ["python", "-m", *name.split(), "--help"])
             assert removed()[name] in command_refused(None, capsys)
             assert "refuse_command()" in read("study.py" if first == "study" else f"{first}/__init__.py")
 
