@@ -15,8 +15,12 @@ from pathlib import Path
 from common.errors import ConfigError, StoppedError, require
 from common.imports import importing
 from common.options import options_of, run_folder
+from common.secrets import scrub_text
 from config.cli import guarded
 from config.load import load_run, settings_of
+from reports.provenance import git_commit
+
+ROOT = Path(__file__).parent
 
 
 def export_run(run: Path, step: int | None, to: Path | None, trust_remote_code: bool = True) -> Path:
@@ -72,18 +76,55 @@ def export_run(run: Path, step: int | None, to: Path | None, trust_remote_code: 
 def push_run(run: Path, exported: Path | None, repository: str, private: bool) -> str:
     """Upload the model of a run with its model card and return its address on the hub.
 
-    The model is the folder ``exported``, or the run's model/ where ``exported`` is None. Raises ConfigError,
+    The model is the folder ``exported``, or the run's model/ where ``exported`` is None. Raises
     StoppedError."""
-    from jobs.hub import check_push, push
     from reports.model_card import write_model_card
 
-    check_push(repository)
     folder = exported or run / "model"
     if not (folder / "README.md").is_file():
         summary = run / "summary.json"
         outcome = json.loads(summary.read_text()) if summary.is_file() and exported is None else {}
         write_model_card(folder, settings_of((run / "config.yaml").read_text("utf-8")), outcome)
     return push(folder, repository, private)
+
+
+def check_push(repository: str) -> None:
+    """Raise ConfigError where ``--push-to-hub`` could not be honoured: invalid id, no token, offline mode."""
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    option = "--push-to-hub"
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        invalid = f"is no id of a repository, as org/name is: {error}"
+        raise ConfigError(option, repository, invalid) from error
+    require(repository.count("/") == 1, option, repository, "names no owner: write it as org/name")
+    offline = "nothing is uploaded with HF_HUB_OFFLINE=1: unset it"
+    require(not constants.HF_HUB_OFFLINE, option, repository, offline)
+    token = "needs a token that may write: `hf auth login` once, or HF_TOKEN in the environment"
+    require(get_token() is not None, option, repository, token)
+
+
+def push(model_dir: Path, repository: str, private: bool) -> str:
+    """Upload an exported model with its card in one commit and return its address.
+
+    An existing repository keeps its visibility. Raises StoppedError."""
+    import huggingface_hub
+
+    api = huggingface_hub.HfApi()
+    try:
+        api.create_repo(repository, private=private, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repository,
+            folder_path=model_dir,
+            commit_message=f"Trained with humanline {git_commit(ROOT) or ''}".strip(),
+        )
+    except Exception as error:  # the client's libraries raise many kinds of errors
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise StoppedError(scrub_text(f"the model could not be uploaded to {repository} ({text})")) from error
+    return str(commit.repo_url)
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -111,11 +152,13 @@ def main(words: Sequence[str] | None = None) -> None:
             options.step is None and options.to is None and (options.run / "model" / "config.json").is_file()
         )
         exported = None
-        if options.push_to_hub is None or not done:
+        if pushed:
+            check_push(options.push_to_hub)
+        if not (pushed and done):
             exported = export_run(options.run, options.step, options.to, options.trust_remote_code)
             kind = json.loads((exported / "config.json").read_text())["architectures"][0].partition("For")[2]
             print(f'{exported}: AutoModelFor{kind}.from_pretrained("{exported}")')
-        if options.push_to_hub is not None:
+        if pushed:
             print(push_run(options.run, exported, options.push_to_hub, not options.public))
 
     guarded(work)

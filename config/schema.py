@@ -218,8 +218,6 @@ class Config:
     watchdog_seconds: Positive
     trackers: dict[str, Any]
     callbacks: dict[str, Any]
-    push_to_hub: Off[Text]
-    hub_private: bool
     report: bool
     wandb: WandbConfig = nested(WandbConfig)
     sampler: SamplerConfig = nested(SamplerConfig)

@@ -18,7 +18,6 @@ from common.progress import phase
 from common.secrets import scrub, scrub_words
 from jobs.diagnostics import Diagnostics
 from jobs.evaluation import make_evaluator
-from jobs.hub import push_or_say
 from jobs.initial_scores import ready_rows, scored_with
 from jobs.memory import measured, short_of_memory
 from jobs.observers import Observers
@@ -203,8 +202,6 @@ class Job:
         watch.log.tracker.summary(summary["after"])
         watch.log.tracker.close()
         watch.log.observers.tell("on_end", plain(summary))
-        if settings.push_to_hub is not None:
-            push_or_say(folder, settings.push_to_hub, settings.hub_private)
         self.say("\n" + "\n".join([final_table(summary), "", *example_lines(folder)]))
 
     def close(self) -> None:

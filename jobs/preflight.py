@@ -44,10 +44,6 @@ def check_without_torch(config: Config, name: str) -> LoadedData:
         RunFolder(config, name).check()
         for key, at in (("runs_dir", Path(config.runs_dir)), ("cache_dir", Path(config.cache_dir))):
             check_writable(key, at, at)
-    if config.push_to_hub is not None:
-        from jobs.hub import check_push  # the hub's client takes a quarter of a second
-
-        check_push(config.push_to_hub)
     check_trackers(config.trackers)
     config.check_ranks((config.dry_run and config.plan.ranks) or int(os.environ.get("WORLD_SIZE") or 1))
     online = {"sampler", "reward"} if config.online else set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,44 +45,51 @@ class Hub:
 @pytest.fixture
 def hub(monkeypatch) -> Hub:
     hub = Hub()
-    monkeypatch.setattr("jobs.hub.HfApi", lambda: hub.client)
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub.client)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     return hub
 
 
-def trained(folder: Path, *more: str) -> tuple[dict, Path]:
+@pytest.fixture
+def run(tmp_path) -> Path:
     words = ("loss=dpo", "n_examples=4", "model.batch_size=2", "n_eval_examples=4", "data.verifier=null")
+    folder = tmp_path / "my runs"
     places = (f"runs_dir='{folder}'", f"cache_dir='{folder}/cache'", "diagnostics=false", "report=false")
-    config, _ = compose(*words, *places, "wandb.enabled=false", *more)
-    return train(config, "run"), folder / "run"
+    config, _ = compose(*words, *places, "wandb.enabled=false")
+    train(config, "run")
+    return folder / "run"
 
 
-def test_the_model_goes_up_private_with_its_card_only_when_asked_for(tmp_path, hub, capsys):
-    trained(tmp_path / "plain")
+def refused(run: Path, repository: str, capsys) -> str:
+    with pytest.raises(SystemExit) as ended:
+        export_main([str(run), "--push-to-hub", repository])
+    assert ended.value.code
+    return capsys.readouterr().err
+
+
+def test_the_model_goes_up_private_with_its_card(run, hub, capsys):
     assert hub.private == {} and hub.files == {}
-    _, run = trained(tmp_path, "push_to_hub=org/name")
+    export_main([str(run), "--push-to-hub", "org/name"])
     sent = {path.name: path.read_bytes() for path in (run / "model").iterdir()}
     assert hub.files == {"org/name": sent} and hub.private == {"org/name": True}
     assert b"Trained with the humanline framework" in sent["README.md"] and "model.safetensors" in sent
     assert hub.messages[0].startswith("Trained with humanline")
     assert "https://hub.test/org/name" in capsys.readouterr().out
-    trained(tmp_path / "public", "push_to_hub=org/open", "hub_private=false")
+    export_main([str(run), "--push-to-hub", "org/open", "--public"])
     assert hub.private["org/open"] is False
 
 
-def test_a_failed_upload_costs_no_run_and_the_command_that_is_named_tries_again(tmp_path, hub, capsys):
+def test_what_cannot_be_uploaded_is_refused_before_anything_is_sent(run, hub, capsys, monkeypatch):
     hub.refuses = True
-    summary, run = trained(tmp_path / "my runs", "push_to_hub=org/name")
-    said = capsys.readouterr()
-    again = f"python export.py '{run}' --push-to-hub org/name"
-    assert summary["examples"] == 4 and (run / "summary.json").is_file()
-    assert "could not be uploaded to org/name" in said.err and "You may not write here" in said.err
-    assert again in said.err and TOKEN not in said.err + said.out
-    with pytest.raises(SystemExit) as ended:
-        export_main(shlex.split(again)[2:])
-    assert ended.value.code == 1
-    hub.refuses = False
-    export_main(shlex.split(again)[2:])
-    assert set(hub.files["org/name"]) == {path.name for path in (run / "model").iterdir()}
-    assert hub.private == {"org/name": True}
+    said = refused(run, "org/name", capsys)
+    assert "could not be uploaded to org/name" in said and "You may not write here" in said
+    assert TOKEN not in said and hub.files == {}
+    shutil.rmtree(run / "model")
+    assert "--push-to-hub=org/name/more: is no id of a repository" in refused(run, "org/name/more", capsys)
+    assert "--push-to-hub=name: names no owner: write it as org/name" in refused(run, "name", capsys)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    assert "needs a token that may write: `hf auth login`" in refused(run, "org/name", capsys)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "with HF_HUB_OFFLINE=1: unset it" in refused(run, "org/name", capsys)
+    assert not (run / "model").exists(), "nothing is exported for a push that cannot be"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.hub import push
+from export import push
 from tests import programs
 from tests.integration.test_hub import TOKEN, hub  # noqa: F401, a fixture
 

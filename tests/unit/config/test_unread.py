@@ -29,7 +29,7 @@ sync_mode=kl sync_freq=2
 sync_mode=ema sync_alpha=.5
 online=true reward=adder
 online=true reward=adder loss=kto rounds.feedback=threshold
-dry_run=true resume=true scheduler=cosine push_to_hub=a/b model.use_peft=true
+dry_run=true resume=true scheduler=cosine model.use_peft=true
 keep_best=eval_loss wandb.enabled=false data.verifier=null
 loss=sft data=adder-sft data.subset=x
 data=local data.path=x
