@@ -87,20 +87,15 @@ def guard_output() -> None:
         if stream is not getattr(sys, f"__{name}__"):
             continue
         if stream is None:  # closed at the start: what this program opens next must not get its number
-            nothing = os.open(os.devnull, os.O_WRONLY)
-            with contextlib.suppress(OSError):
-                os.fstat(number)
-                number = nothing
-            os.dup2(nothing, number)
-            os.set_inheritable(number, True)
-        else:
-            with contextlib.suppress(OSError):
-                stream.flush()
-            number = stream.fileno()
-        raw: Any = _Forgiving(number, "w", closefd=False)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+            setattr(sys, name, os.fdopen(number, "w"))
+            continue
+        with contextlib.suppress(OSError):
+            stream.flush()
+        raw: Any = _Forgiving(stream.fileno(), "w", closefd=False)
         wrapped = _Clean(
             raw,  # nothing waits in a buffer: it could not be dropped from there
-            encoding="utf-8" if stream is None else stream.encoding,
+            encoding=stream.encoding,
             errors="backslashreplace",
             line_buffering=True,
             write_through=True,
@@ -166,10 +161,6 @@ class Bar(tqdm):
         """Take the time left in proportion to the ``costs`` of all steps (such as their tokens), of which the
         first is that of step 0."""
         self._ends = list(accumulate(costs, initial=0.0))
-
-    @classmethod
-    def _get_free_pos(cls, instance: Any = None) -> int:
-        return 0
 
     def display(self, *args: Any, **options: Any) -> Any:
         self.nrows = 2  # a terminal that does not tell its size (a container's) has a line all the same
@@ -271,6 +262,7 @@ def progress(
         unit=unit,
         initial=done,
         leave=leave and work is not None,
+        position=0,
         disable=not (_pulsing if shown is None else shown),
         file=_BarStream(out, terminal),
         bar_format=bar if terminal else line,

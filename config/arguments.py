@@ -25,25 +25,16 @@ from config.unknown_keys import no_file
 HYDRAS = {name: action.nargs is None for name, action in get_args_parser()._option_string_actions.items()}
 """Hydra's own options -> whether each takes a value. ``--info`` may have one."""
 _OPTION = re.compile(r"--(?P<name>[A-Za-z][\w.-]*)(?:=(?P<value>.*))?", re.DOTALL)
-_OPEN = re.compile(r"(evaluations|callbacks|humanline_rule)[.=]")
+FREE = re.compile(r"(evaluations|callbacks|humanline_rule)[.=]|(data\.columns|model\.chat_template_kwargs)\.")
 """Settings whose keys the user defines. Hydra adds a key to a mapping only if it is told to."""
-NONE_OF = {
-    "reward": "; for none write ~reward",
-    "trackers": "; for none write 'trackers=[]'",
-    "experiment": "; for none leave it out",
-}
-"""What to type in order to choose no file of a folder."""
 DATA_FILES = (".json", ".jsonl", ".parquet", ".csv", ".gz")
-_MAPPINGS = re.compile(r"(?P<mapping>data\.columns|model\.chat_template_kwargs)\.(?P<name>\w+)=(?P<value>.*)")
-"""Settings that are mappings as a whole, typed by one of their keys."""
 
 
 def as_settings(arguments: list[str], names_run: bool = False) -> list[str]:
     """Turn ``--lr 1e-5``, ``--lr=1e-5`` and ``--resume`` into ``lr=1e-5`` and ``resume=true``. A ``-`` within
     a name becomes a ``_``, and several values become a list. Mappings whose keys the user defines get Hydra's
-    ``++``, and ``data.columns.prompt=a data.columns.chosen=b`` becomes one mapping. With ``names_run`` words
-    without a ``=`` are folders of runs, ``run=…``. Hydra's own options come first, as Hydra wants it.
-    Everything else stays unchanged."""
+    ``++``. With ``names_run`` words without a ``=`` are folders of runs, ``run=…``. Hydra's own options come
+    first, as Hydra wants it. Everything else stays unchanged."""
     words, rest = [], list(arguments)
     while rest:
         word = rest.pop(0)
@@ -58,28 +49,11 @@ def as_settings(arguments: list[str], names_run: bool = False) -> list[str]:
         words.append(f"{match['name'].replace('-', '_')}={value}")
     options, words = apart(words)
     words = ["~reward" if word in ("reward=none", "reward=null") else word for word in words]
-    words = _as_mappings(words)
     if names_run and (runs := [word for word in words if "=" not in word and word[:1] not in "~-"]):
         folders = runs[0] if len(runs) == 1 else f"[{','.join(map(in_quotes, runs))}]"
         named = as_typed("run", folders) if len(runs) == 1 else f"run={folders}"
         words = [named, *(word for word in words if word not in runs)]
-    return [*options, *(f"++{word}" if _OPEN.match(word) else word for word in words)]
-
-
-def _as_mappings(words: Sequence[str]) -> list[str]:
-    """Return ``words`` with those that set a key of the same mapping as one, in place of the first. Where the
-    mapping is typed as a whole too, they stay, and are refused: one of the two would be lost."""
-    parts: dict[str, list[str]] = {}
-    out: list[str] = []
-    for word in words:
-        match = _MAPPINGS.fullmatch(word.lstrip("+"))
-        if match is None or any(other.lstrip("+").startswith(f"{match['mapping']}=") for other in words):
-            out.append(word)
-            continue
-        if match["mapping"] not in parts:
-            out.append(match["mapping"])
-        parts.setdefault(match["mapping"], []).append(f"{match['name']}: {match['value']}")
-    return [f"{word}={{{', '.join(parts[word])}}}" if word in parts else word for word in out]
+    return [*options, *(f"++{word}" if FREE.match(word) else word for word in words)]
 
 
 def apart(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -124,13 +98,12 @@ def _refusal(override: Override, folders: list[Path]) -> ConfigError | None:
     if override.is_delete() or not any((folder / key).is_dir() for folder in folders):
         return None
     files = sorted({path.stem for folder in folders for path in (folder / key).glob("[!_]*.yaml")})
-    none = NONE_OF.get(key, "")
     for value in _choices(override):
         if not isinstance(value, str) or value == "":
-            choose = f"choose a file of config/{key}: {', '.join(files)}{none}"
+            choose = f"choose a file of config/{key}: {', '.join(files)}"
             return ConfigError(key, "null" if value is None else value, choose)
         if not any(os.path.isfile(folder / key / f"{value}.yaml") for folder in folders):
-            return ConfigError(key, value, _if_path(key, value) or no_file(key, value, files) + none)
+            return ConfigError(key, value, _if_path(key, value) or no_file(key, value, files))
     return None
 
 

@@ -31,7 +31,15 @@ from common.errors import ConfigError, StoppedError, UserError, require
 from common.files import on_disk
 from common.progress import guard_output, no_room, phase, pulse
 from common.secrets import scrub_text, scrub_words
-from config.arguments import DATA_FILES, apart, as_settings, further_folders, override_in, wrong_choices
+from config.arguments import (
+    DATA_FILES,
+    FREE,
+    apart,
+    as_settings,
+    further_folders,
+    override_in,
+    wrong_choices,
+)
 from config.composing import check_jobs, check_loss_file, composed
 from config.files import FOLDER, not_utf8, walk, wrong_line
 from config.load import for_a_cpu, load, run_name
@@ -60,8 +68,6 @@ OTHER_THING = {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, er
 OTHER_THING |= {errno.EINVAL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO}
 """Errors of a file that may not be read or written, or in whose place something else stands (a folder)."""
 INTERRUPTED = "interrupted; what is done is kept, the same command goes on"
-NAMES_RUN = ("eval", "sample")
-"""Programs that take a run's folder as ``run=``, or alone."""
 EMBEDDED = "adder"
 """The embedded task, which is the default. The names of its files in config/data and config/model begin with
 this word."""
@@ -162,7 +168,7 @@ def cli(main: Callable[[], object]) -> None:
     # Threads that spin while they wait take a core from whoever computes; read once, when torch loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # otherwise Hydra prints its own message and exits with 1
-    sys.argv[1:] = as_settings(sys.argv[1:], names_run=program() in NAMES_RUN)
+    sys.argv[1:] = as_settings(sys.argv[1:], names_run=program() in ("eval", "sample"))
     guarded(lambda: refuse_left_over(os.environ))
     guarded(lambda: refuse_foreign(sys.argv[1:]))
     if speaks(os.environ):
@@ -236,10 +242,7 @@ def in_our_words(error: Exception, overrides: Sequence[str]) -> str:
     text = str(error)
     if match := re.search(r"Ambiguous value for argument '([^=']+)=([^']*)'", text):
         key, value = match.groups()
-        point = f"a decimal has a point, as in {key}={value.replace(',', '.')}; "
-        decimal = point if re.fullmatch(r"\d*,\d+(e-?\d+)?", value) else ""
-        several = f"several values need -m, and a list brackets: [{value}]"
-        return str(ConfigError(key, value, decimal + several))
+        return str(ConfigError(key, value, f"several values need -m, and a list brackets: [{value}]"))
     if match := re.match(r"Could not override '([^']+)'", text):
         value = dict(_typed_settings(overrides)).get(match[1], "?")
         message = remedy(match[1], value, _settings_there(overrides))
@@ -298,15 +301,9 @@ def all_unknown(error: ConfigError, overrides: Sequence[str]) -> UserError:
 
 
 def _lines(unknown: Mapping[str, ConfigError]) -> list[str]:
-    """Return a line for each refusal of a key that is no setting, and one for all keys that resemble none."""
-    strange = [error for error in unknown.values() if error.remedy == NOTHING]
-    lines = [str(error) for error in unknown.values() if error.remedy != NOTHING]
-    if len(strange) == 1:
-        lines.append(f"{strange[0]}; {SHOWS_ALL.format(program())}")
-    elif strange:
-        keys = ", ".join(error.key for error in strange)
-        lines.append(f"{keys}: no settings here, nor names of TRL or HALOs; {SHOWS_ALL.format(program())}")
-    return lines
+    """Return a line for each refusal of a key that is no setting."""
+    more = f"; {SHOWS_ALL.format(program())}"
+    return [f"{error}{more if error.remedy == NOTHING else ''}" for error in unknown.values()]
 
 
 def _unknown(overrides: Sequence[str], but: Collection[str]) -> dict[str, ConfigError]:
@@ -315,8 +312,9 @@ def _unknown(overrides: Sequence[str], but: Collection[str]) -> dict[str, Config
     folders = {path.name for path in FOLDER.iterdir() if path.is_dir()}
     lines = {}
     for key, value in _typed_settings(overrides):
+        known = key in {*there, *folders} or FREE.match(f"{key}=") is not None
         # trainer is typed by who comes from HALOs; here it is a section
-        if key.split(".")[0] not in but and (key == "trainer" or key not in {*there, *folders}):
+        if key.split(".")[0] not in but and (key == "trainer" or not known):
             lines[key] = ConfigError(key, value, remedy(key, value, there))
     return lines
 

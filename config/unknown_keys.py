@@ -22,7 +22,7 @@ from config.files import FOLDER, section
 from config.removed import why_removed
 
 MOST_NAMED = 4
-"""Most settings with the same last name that a message lists. A longer list would not help."""
+"""Most settings with the same last name of which a message names the first. Of more, none is meant."""
 NEAR = 0.8
 """Similarity (difflib) from which a name counts as misspelt."""
 SECTIONS = ("model", "loss", "data", "trainer", "rounds", "sampler", "reward")
@@ -94,8 +94,6 @@ def foreign(name: str, value: str) -> tuple[str, Equivalent] | None:
     if exact or len(rows) == 1 or name in rows[0][1].there:
         return (exact or rows)[0]
     of_values = [row for whose, row in rows if whose == rows[0][0] and row.here]
-    listed = {f'{name}="{part}"' for part in bare.strip("[]").split(",")}
-    of_values = [row for row in of_values if listed & {*row.there}] or of_values
     here = tuple(f"{row.here[0]} for {row.there[0].partition('=')[2]}" for row in of_values)
     return rows[0][0], Equivalent((name,), here, own=False)
 
@@ -119,7 +117,7 @@ def remedy(key: str, value: str, settings: Iterable[str]) -> str:
     if row is None and (rewards := _rewards_with(key, settings)):
         return f"{NOTHING} unless {' or '.join(rewards)} is chosen"
     if row is None and 0 < len(here) <= MOST_NAMED:
-        return f"{NOTHING}; here it is {' or '.join(f'{name}={value}' if value else name for name in here)}"
+        return f"{NOTHING}; here it is {here[0]}{f'={value}' if value else ''}"
     if row is None and (losses := _losses_with(last)):
         return f"{NOTHING}; loss.{last} is a setting of loss={', '.join(losses)}"
     if row := row or foreign(last, value):

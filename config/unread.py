@@ -1,4 +1,4 @@
-"""Settings that were given and that nothing will read, by the table config/reads.yaml."""
+"""Settings that were typed and that nothing will read, by the table config/reads.yaml."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def why_idle(config: Settings, key: str, program: str = "train") -> str | None:
 def check_idle(
     config: Config, overrides: Sequence[str], crossed: bool = False, program: str = "train", stage: Any = None
 ) -> list[str]:
-    """Return a note for each setting that was given and that ``program`` does not read, in a recipe
-    (``experiment=``), in a sweep (``crossed``), with ``idle_settings=note``, or of what only the other
-    programs of a pipeline read. ``stage``: the settings of sample.py or label.py alone.
+    """Return a note for each setting that was typed and that ``program`` does not read, in a sweep
+    (``crossed``), with ``idle_settings=note``, or of what only the other programs of a pipeline read.
+    ``stage``: the settings of sample.py or label.py alone.
 
     Raises UserError for those among ``overrides``, as typed. A value of false or null (or its word) asks for
     nothing, so nothing is ignored.
@@ -65,8 +65,6 @@ def check_idle(
         says = f"nothing would read it: {idle[refused[0]]}; leave it out, or idle_settings=note"
         lines[0] = ConfigError(refused[0], typed[refused[0]], says)
         raise UserError("\n       ".join(map(str, lines)))
-    given = [key for key in _recipes(overrides) if stage is None and key not in typed]
-    idle |= {key: why for key in given if (why := unread(facts, key)) is not None}
     return [f"{key} has no effect: {why}" for key, why in idle.items()]
 
 
@@ -137,18 +135,3 @@ def leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     for name, item in walk({key: value}):
         if not isinstance(item, dict) and item not in (None, word_of(Config, name), []) and item is not False:
             yield name, item
-
-
-def _recipes(overrides: Sequence[str]) -> Iterator[str]:
-    """Yield the settings that the chosen recipes give, with those of the files that they start from."""
-    names = [
-        str(o.value()) for o in filter(None, map(override_in, overrides)) if o.key_or_group == "experiment"
-    ]
-    while names:
-        try:
-            tree = dict(section(f"experiment/{names.pop()}.yaml"))
-        except OSError:  # in a folder of the user's own
-            continue
-        names += [part for part in tree.pop("defaults", []) if isinstance(part, str) and part != "_self_"]
-        for key, value in tree.items():
-            yield from (leaf for leaf, _ in leaves(key, value))

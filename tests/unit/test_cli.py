@@ -81,9 +81,7 @@ def test_something_else_in_the_place_of_a_file_or_ctrl_c_ends_a_program_with_one
 
 CHOICES = {
     **{f"{group}=null": f"{group}=null: choose a file of" for group in ("model", "data", "sampler", "loss")},
-    "reward=null": "for none write ~reward",
     "reward=armrom": "reward=armrom: there is no such file in config/reward; did you mean reward=armorm?",
-    "trackers=none": "; for none write 'trackers=[]'",
     "trackers=[tensorbord]": "trackers=tensorbord: there is no such file in config/trackers; did you",
     "=3": "=3: has no setting before the =",
     "loss=./mine.yaml": "is a path, and loss= names a file of config/loss; type loss=mine",
@@ -171,7 +169,7 @@ def test_several_settings_in_one_pair_of_quotes_and_a_module_by_its_path_are_ref
 OPTIONS = {
     "--lr 1e-5": ["lr=1e-5"],
     "--learning-rate 1e-5": ["learning_rate=1e-5"],
-    "data.columns.prompt=q lr=1 data.columns.chosen=a": ["data.columns={prompt: q, chosen: a}", "lr=1"],
+    "data.columns.prompt=q lr=1": ["++data.columns.prompt=q", "lr=1"],
     "--log_epsilon_P -1.5 --humanline": ["log_epsilon_P=-1.5", "humanline=true"],
     "--resume loss=dpo": ["resume=true", "loss=dpo"],
     "--trackers a b --seed 3": ["trackers=[a,b]", "seed=3"],

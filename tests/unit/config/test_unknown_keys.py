@@ -25,7 +25,7 @@ DPO = [key for key, _ in walk(OmegaConf.to_container(composed([]), resolve=False
     [
         ("learning_rate", "1e-5", "is TRL's name, nothing here would read it; here: lr=1e-5"),
         ("beta", "0.1", f"{NOTHING}; here it is loss.beta=0.1"),
-        ("batch_size", "8", "here it is model.batch_size=8 or sampler.batch_size=8"),
+        ("batch_size", "8", "here it is model.batch_size=8"),
         ("max_steps", "100", "here, for example: n_examples=320 (steps times batch size)"),
         ("reward_funcs", "my.reward", "here: online=true reward=function reward.function.path=my.reward ("),
         ("scale_rewards", "group", "here: loss=grpo loss.advantage=group ("),
