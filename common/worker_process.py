@@ -244,18 +244,13 @@ def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
     try:
         while (request := connection.recv())[0] != _LEAVE:
             method, arguments = request
-            connection.send_bytes(_reply(all_handlers, method, arguments))
+            try:
+                answer = ForkingPickler.dumps((True, all_handlers[method](*arguments)))
+            except Exception:
+                answer = ForkingPickler.dumps((False, traceback.format_exc()))
+            connection.send_bytes(answer)
     except (EOFError, ConnectionError):
         _kill_group()
-
-
-def _reply(handlers: Mapping[str, Callable[..., Any]], method: str, arguments: tuple[Any, ...]) -> Any:
-    """Return the pickled answer to one request: (whether the handler succeeded, its value or the
-    traceback)."""
-    try:
-        return ForkingPickler.dumps((True, handlers[method](*arguments)))
-    except Exception:
-        return ForkingPickler.dumps((False, traceback.format_exc()))
 
 
 def _log_to(log: str) -> None:

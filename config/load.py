@@ -246,11 +246,14 @@ def started(folder: Path) -> bool:
     )
 
 
-def settings_before(folder: Path) -> dict[str, Any]:
-    """Return the settings that the run in ``folder`` was started with, as plain data; {} if there is no
-    record of them. Raises ConfigError for a damaged record, and for one of another version."""
+def changes(folder: Path, config: Config) -> list[Change]:
+    """Return the settings that differ between the start of the run in ``folder`` and ``config`` and that
+    change what is computed. The list is empty if there is no record of the run's settings.
+
+    Raises ConfigError for a damaged record, and for one of another version.
+    """
     if not (folder / RECORD).exists():
-        return {}
+        return []
     text = _record(folder)
     before = settings_of(text)
     if not before.keys() >= _SECTIONS:
@@ -263,17 +266,7 @@ def settings_before(folder: Path) -> dict[str, Any]:
             "with",
         )
     check_version(text, folder)
-    return before
-
-
-def changes(folder: Path, config: Config) -> list[Change]:
-    """Return the settings that differ between the start of the run in ``folder`` and ``config`` and that
-    change what is computed. The list is empty if there is no record of the run's settings.
-
-    Raises ConfigError for a damaged record, and for one of another version.
-    """
-    before = settings_before(folder)
-    return changed(before, config) if before else []
+    return changed(before, config)
 
 
 def refused_changes(made: Iterable[Change]) -> list[Change]:

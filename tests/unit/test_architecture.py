@@ -46,8 +46,8 @@ MOST_BRANCHES = 20
 BRANCHES_OF = {"_remedy": 28, "remedy": 26, "proposal": 26}
 # Lines that a room may have; only a reviewed change raises one.
 BUDGETS = {
-    "common": 1_465,
-    "config": 3_415,
+    "common": 1_460,
+    "config": 3_408,
     "data": 6_700,
     "models": 4_776,
     "trainers": 2_684,
