@@ -24,7 +24,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -56,14 +56,9 @@ from reports.metrics import numbers
 from reports.outcome import FINISHED
 
 QUEUED = "in the queue"
-USUAL = -1.0
-"""``--rate`` without a number"""
 _TOKENS = re.compile(r"(\d+) tokens to train on")
 _SIZE = re.compile(r"([\d.]+) M parameters")
 DRY_RUN_SECONDS = 1800.0
-SHARE_OF_PEAK = 0.3
-OPERATIONS = 8
-"""Operations on each weight for a token: 2 in the forward, 4 in the backward, 2 in the reference's."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -97,11 +92,9 @@ def parser() -> argparse.ArgumentParser:
     option(
         "--rate",
         type=float,
-        nargs="?",
-        const=USUAL,
         metavar="R",
         help="dry-run each cell; hours of training at R tokens a second on a rank (a run's "
-        f"tokens_per_second_per_rank), without R at {SHARE_OF_PEAK:.0%}% of slurm.card's peak",
+        "tokens_per_second_per_rank)",
     )
     return about
 
@@ -121,12 +114,7 @@ def refuse_together(options: argparse.Namespace) -> list[str]:
         (not gpus or shared, "--gpus", options.gpus, f"cannot be shared out to {local} runs at a time"),
         (of_job or not options.set, "--set", options.set, "is of a Slurm job, not of --local"),
         (of_job or options.site is None, "--site", options.site, "is of a Slurm job, not of --local"),
-        (
-            rate is USUAL or rate is None or rate > 0,
-            "--rate",
-            rate,
-            "must be above 0: tokens a second on a rank",
-        ),
+        (rate is None or rate > 0, "--rate", rate, "must be above 0: tokens a second on a rank"),
     ):
         require(good, key, value, remedy)
     return gpus
@@ -176,20 +164,17 @@ def refuse_unread(sweep: Sweep, states: Sequence[State]) -> None:
 
 
 def dry_hours(states: Sequence[State], rate: float | None, job: Job) -> dict[str, float]:
-    """Return run name -> hours, from one dry run per cell. ``rate``: tokens a second on a rank, or USUAL;
+    """Return run name -> hours, from one dry run per cell. ``rate``: tokens a second on a rank;
     None: no dry run is asked for."""
     if rate is None:
         return {}
-    no_peak = "has no known peak to take a rate from: --rate R, in tokens a second, or --set card= one of "
-    require(rate > 0 or job.card in CARDS, "slurm.card", job.card, f"{no_peak}{', '.join(CARDS)}")
     cells = {state.run.cell: state for state in reversed(states)}
     hours = {}
     for cell, state in progress(list(cells.items()), "dry runs (--rate)", unit="cell", delay=SOON):
-        size = size_in(dry_run(state))
-        if size is None:
+        tokens = tokens_in(dry_run(state))
+        if tokens is None:
             raise EstimateError(f"{state.run.name}: the dry run does not say how much it would train on")
-        per_second = rate if rate > 0 else usual_rate(size.parameters, job.card or "")
-        hours[cell] = hours_at(size.tokens, per_second, job)
+        hours[cell] = hours_at(tokens, rate, job)
     return {state.run.name: hours[state.run.cell] for state in states}
 
 
@@ -306,15 +291,6 @@ def hours_of(states: Sequence[State]) -> dict[str, float]:
     return {name: hours for name, hours in expected.items() if hours is not None}
 
 
-@dataclass(frozen=True)
-class Size:
-    """What a dry run says of a run. ``tokens``: of prompts and completions, all steps together, at most with
-    rounds. ``parameters``: the model's; 0 where the memory could not be planned."""
-
-    tokens: int
-    parameters: float
-
-
 def dry_run(state: State, *words: str) -> str:
     """Return what a dry run of train.py on a run's real data prints. Raises EstimateError."""
     line = [sys.executable, *command(state.run), "dry_run=true", *words]
@@ -340,20 +316,11 @@ def print_memory(todo: Sequence[State], job: Job) -> None:
             print(error, flush=True)
 
 
-def size_in(output: str) -> Size | None:
-    """Return the Size that the output of a dry run names, or None."""
-    tokens, parameters = (part.search(output.replace(",", "")) for part in (_TOKENS, _SIZE))
-    if tokens is None:
-        return None
-    return Size(int(tokens[1]), float(parameters[1]) * 1e6 if parameters else 0.0)
-
-
-def usual_rate(parameters: float, card: str) -> float:
-    """Return the tokens a second that a rank on ``card`` trains at SHARE_OF_PEAK of its peak. Raises
-    EstimateError for a model of unknown size."""
-    if not parameters:
-        raise EstimateError("the dry run does not say how large the model is: --rate R, in tokens a second")
-    return SHARE_OF_PEAK * CARDS[card][1] / (OPERATIONS * parameters)
+def tokens_in(output: str) -> int | None:
+    """Return the tokens of prompts and completions that a dry run names, all steps together, at most with
+    rounds; None if it names none."""
+    found = _TOKENS.search(output.replace(",", ""))
+    return None if found is None else int(found[1])
 
 
 def hours_at(tokens: int, per_second: float, job: Job) -> float:
