@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from common.options import options_of
 from common.progress import phase, pulse
@@ -30,46 +29,33 @@ IMPORT_SECONDS, DRY_SECONDS = 180, 900
 GPUS = "import torch, transformers; print(torch.cuda.device_count())"
 
 
-class Finding(NamedTuple):
-    what: str
-    level: str
-    text: str
-    remedy: str = ""
-
-    def __str__(self) -> str:
-        line = f"{self.level:<5} {self.what:<10} {self.text}"
-        return f"{line}\n{'':<17}-> {self.remedy}" if self.remedy else line
+Finding = tuple[str, str]
+"""(OK, NOTE or BAD; what was found, with its remedy)"""
 
 
 def examine(config: Config, overrides: Sequence[str]) -> Iterator[Finding]:
     """Yield every finding as it is made, the quick checks first."""
-    about = f"{config.variant} {config.loss['name']}, {config.model.name} on {config.data.name}"
-    yield Finding("settings", OK, about)
+    yield OK, f"{config.variant} {config.loss['name']}, {config.model.name} on {config.data.name}"
     yield runs_folder(config)
-    there = [name for name in ("sbatch", "squeue", "scontrol") if shutil.which(name)]
-    yield Finding("Slurm", OK if there else NOTE, f"{', '.join(there) or 'none of its commands'} here")
+    there = shutil.which("sbatch") is not None
+    yield OK if there else NOTE, f"Slurm's sbatch is {'' if there else 'not '}here"
     yield packages()
     code, out = run("dry run", [sys.executable, "train.py", *overrides, "dry_run=true"], DRY_SECONDS)
-    if code:
-        yield Finding("dry run", BAD, out, "python train.py … dry_run=true shows all of it")
-    else:
-        yield Finding("dry run", OK, "models and data are there")
+    bad = f"the dry run fails: {out}; python train.py … dry_run=true shows all of it"
+    yield (BAD, bad) if code else (OK, "models and data are there")
 
 
 def packages() -> Finding:
     """Import torch and transformers, in a process of its own that a broken driver may end, and count GPUs."""
     code, out = run("packages", [sys.executable, "-c", GPUS], IMPORT_SECONDS)
     if code:
-        return Finding("packages", BAD, f"torch cannot be asked: {out}", "reinstall it: make venv")
+        return BAD, f"torch cannot be asked: {out}; reinstall it: make venv"
     if gpus := int(out):
-        return Finding("GPU", OK, f"torch sees {gpus}")
+        return OK, f"torch sees {gpus} GPUs"
     if shutil.which("nvidia-smi") is None:
-        return Finding("GPU", NOTE, "none is seen by torch", "a run will use the CPU")
-    remedy = (
-        "nvidia-smi is here: torch's CUDA build does not fit the driver. vLLM 0.32 brings CUDA 13, "
-        "which needs driver 580 or newer; nvidia-smi shows this one's"
-    )
-    return Finding("GPU", BAD, "none is seen by torch", remedy)
+        return NOTE, "torch sees no GPU: a run will use the CPU"
+    why = "its CUDA build does not fit the driver. vLLM 0.32 brings CUDA 13, which needs driver 580 or newer"
+    return BAD, f"torch sees no GPU, and nvidia-smi is here: {why}"
 
 
 def runs_folder(config: Config) -> Finding:
@@ -77,8 +63,8 @@ def runs_folder(config: Config) -> Finding:
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        return Finding("disk", BAD, f"{folder} is no folder that can be written to", "runs_dir=… elsewhere")
-    return Finding("disk", OK, f"{shutil.disk_usage(folder).free / 1e9:,.0f} GB free at {folder}")
+        return BAD, f"{folder} is no folder that can be written to: runs_dir=… elsewhere"
+    return OK, f"{shutil.disk_usage(folder).free / 1e9:,.0f} GB free at {folder}"
 
 
 def run(what: str, words: Sequence[str], seconds: int) -> tuple[int, str]:
@@ -101,9 +87,9 @@ def main(words: Sequence[str] | None = None) -> int:
     def work() -> int:
         config, _ = compose(*options.overrides)
         bad = 0
-        for finding in examine(config, options.overrides):
-            print(finding, flush=True)
-            bad += finding.level == BAD
+        for level, text in examine(config, options.overrides):
+            print(f"{level:<5} {text}", flush=True)
+            bad += level == BAD
         print(f"\n{bad} thing{'s' * (bad != 1)} would stop this run" if bad else "\nfit for this run")
         return 1 if bad else 0
 
