@@ -418,9 +418,8 @@ def _dealt(
         loads[part] += bundle_cost
         left[part] -= size
     if ranks > 1:
-        shares = evened(
-            shares, [bundle_cost for _, bundle_cost in placed], max(map(len, shares)) + 1, sizes, most
-        )
+        placed_costs = [bundle_cost for _, bundle_cost in placed]
+        shares = evened(shares, placed_costs, max(map(len, shares)) + 1, sizes, most)
     else:
         shares = [shares[part] for part in np.argsort(-loads, kind="stable")]
     dealt = [[example for i in share for example in placed[i][0]] for share in shares]

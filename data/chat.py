@@ -30,8 +30,8 @@ from common.errors import DataError, require
 from common.files import read_json, resolve_model_path
 from config.schema_data import DataConfig
 from config.schema_model import ModelConfig
-from data.templates import DATE, ChatTemplate, RenderError, is_mark, is_thought, load_template, split_system
-from data.types import Completion, Prompt, Sequence, Turn
+from data.templates import DATE, THINKS, ChatTemplate, RenderError, is_mark, load_template
+from data.types import Completion, Prompt, Sequence, Turn, split_system
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -100,7 +100,7 @@ def control_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     question: those that the tokenizer marks as special, but for the tags of thoughts. It makes the token
     itself of such a text, in training as at inference, so a text can close its turn and open another."""
     tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    tokens = sorted((t for t in tokens if t.strip() and not is_thought(t)), key=len, reverse=True)
+    tokens = sorted((t for t in tokens if t.strip() and not THINKS.fullmatch(t)), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
 
 
@@ -138,9 +138,8 @@ class Renderer:
         self._ends = ends
         key, name = "model.tokenizer_name_or_path", tokenizer.name_or_path
         require(tokenizer.is_fast, key, name, "has no fast tokenizer (tokenizer.json); use one that has")
-        require(
-            tokenizer.eos_token_id is not None, key, name, "has no end-of-sequence token; set its eos_token"
-        )
+        why = "has no end-of-sequence token; set its eos_token"
+        require(tokenizer.eos_token_id is not None, key, name, why)
         self.tokenizer, self.template = tokenizer, template
         self.max_length, self.max_prompt_length = max_length, max_prompt_length
         self.cuts: Counter[str] = Counter()
@@ -148,15 +147,13 @@ class Renderer:
         control tokens (CONTROLLED); and of texts that were cut before they were tokenised."""
         self.control_tokens, self.long_prompts = control_tokens, long_prompts
         self.controls = control_pattern(tokenizer)
-        self._adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [
-            tokenizer.bos_token_id
-        ]
+        bos = tokenizer.bos_token_id
+        self._adds_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
         self._anchor = ""
         alone, behind_eos = (self._encode([text])[0] for text in ("a", tokenizer.eos_token + "a"))
         if behind_eos[0] == tokenizer.eos_token_id and behind_eos[1:] != alone:
-            self._anchor = (
-                tokenizer.eos_token
-            )  # this tokenizer puts a space before a text, which is wrong in the middle of one
+            # this tokenizer puts a space before a text, which is wrong in the middle of one
+            self._anchor = tokenizer.eos_token
         self.chat = None if template is None else ChatTemplate(tokenizer, template)
         self.end_text, self.end_id = str(tokenizer.eos_token), int(tokenizer.eos_token_id)
         """Text up to the end of the token that closes an answer, and the token's id."""
@@ -243,14 +240,13 @@ class Renderer:
     def _sequence(self, opened: _Opened | RenderError, answer: list[int] | RenderError) -> Sequence | str:
         if isinstance(opened, RenderError) or isinstance(answer, RenderError):
             return str(opened if isinstance(opened, RenderError) else answer)
-        prompt = opened.ids
-        room = self.max_length - len(prompt)
+        room = self.max_length - len(opened.ids)
         if len(answer) > room:
             self.cuts["completion end"] += 1
             answer = answer[:room]
         if not answer:
             return "no completion token"
-        return Sequence(prompt, np.array(answer, dtype=np.int32))
+        return Sequence(opened.ids, np.array(answer, dtype=np.int32))
 
     # Answers
 
@@ -295,9 +291,8 @@ class Renderer:
         if len(opened.ids) <= self.max_prompt_length:
             return opened
         if self.long_prompts == DROP:
-            raise RenderError(
-                f"the prompt has more than model.max_prompt_length={self.max_prompt_length} tokens"
-            )
+            limit = f"model.max_prompt_length={self.max_prompt_length}"
+            raise RenderError(f"the prompt has more than {limit} tokens")
         return self._shortened(opened)
 
     def _with_bos(self, ids: list[int]) -> list[int]:
@@ -335,9 +330,8 @@ class Renderer:
         while len(opened.ids) > self.max_prompt_length:
             cut += len(opened.ids) - self.max_prompt_length
             if cut >= len(starts):
-                raise RenderError(
-                    f"system turn and template alone exceed model.max_prompt_length={self.max_prompt_length}"
-                )
+                limit = f"model.max_prompt_length={self.max_prompt_length}"
+                raise RenderError(f"system turn and template alone exceed {limit}")
             turns = (*system, Turn(user.role, content[starts[cut] :]), *rest)
             opened = self._open(replace(opened.prompt, turns=turns))
         self.cuts["last user turn"] += 1
@@ -423,14 +417,12 @@ def chat_fingerprint(
     plain concatenation; ``how``: what is done with control tokens and long prompts, where that is no
     default."""
     machine = json.loads(tokenizer.backend_tokenizer.to_str())
-    state = {
-        key: machine[key] for key in machine if key not in ("padding", "truncation")
-    }  # padding and truncation are remnants of the last call
+    # padding and truncation are remnants of the last call
+    state = {key: machine[key] for key in machine if key not in ("padding", "truncation")}
     today = DATE["date_string"]
     parts = [state, tokenizer.special_tokens_map, template, max_length, max_prompt_length, today, *how]
-    return hashlib.blake2b(
-        json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16
-    ).hexdigest()
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

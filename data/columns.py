@@ -151,9 +151,8 @@ def check_named(config: DataConfig, rows: list[Row]) -> None:
             there = next((row.values[inside] for row in rows if inside in row.values), None)
             has = f"; {inside} has {', '.join(there)}" if isinstance(there, Mapping) else ""
             every = dict.fromkeys(name for row in rows for name in row.values)
-            raise ConfigError(
-                key, theirs, f"{rows[0].file} has no such column; it has {', '.join(every)}{has}"
-            )
+            why = f"{rows[0].file} has no such column; it has {', '.join(every)}{has}"
+            raise ConfigError(key, theirs, why)
 
 
 def typed(columns: Mapping[str, str]) -> str:

@@ -77,13 +77,12 @@ def detect(first: Sequence[Row], columns: dict[str, str] | None, propose: Propos
     """Return the name of the format whose columns the first rows have together. Raises ConfigError if there
     is none."""
     has = _parts([row.values for row in first])
-    require(
-        not {"prompt", "completions", "labels"} <= has or "rewards" in has,
-        "data.path",
-        first[0].file,
+    why = (
         "rows are labelled steps (TRL's stepwise supervision), which no loss here trains on; give one answer "
-        "a row: prompt, completion, label",
+        "a row: prompt, completion, label"
     )
+    steps = {"prompt", "completions", "labels"} <= has and "rewards" not in has
+    require(not steps, "data.path", first[0].file, why)
     for name, needed in FORMS:
         if needed <= has:
             return name

@@ -334,13 +334,10 @@ def groups_digest(groups: ExampleGroups) -> str:
     """Return 32 hex digits of the examples of these groups: token ids, which of them count, labels. Reading a
     million pairs from the token cache takes seconds."""
     digest, columns = hashlib.blake2b(digest_size=16), columns_of(groups)
-    for column, kind in (
-        (columns.sizes, int),
-        (columns.labels, float),
-        (columns.prompts, int),
-        (columns.completions, int),
-    ):
-        digest.update(np.ascontiguousarray(column, np.dtype(kind)).data)
+    digest.update(np.ascontiguousarray(columns.sizes, int).data)
+    digest.update(np.ascontiguousarray(columns.labels, float).data)
+    digest.update(np.ascontiguousarray(columns.prompts, int).data)
+    digest.update(np.ascontiguousarray(columns.completions, int).data)
     if len(groups) and groups[0] and groups[0][0].numbers:  # data.numbers: all examples have some, or none
         digest.update(np.array([example.numbers for group in groups for example in group]).data)
     for row in rows_of(groups):

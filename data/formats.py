@@ -22,7 +22,7 @@ from data.columns import READ, Values, named, two_answers
 from data.json_values import are_finite, choices, is_empty, parsed, unpacked
 from data.markup import answer_at, common_beginning
 from data.rows import Dropped, LeftOutError, Row, RowError
-from data.types import MARKS, THOUGHTS, Completion, Group, Prompt, Turn, of_message, tools_of
+from data.types import MARKS, THOUGHTS, Completion, Group, Prompt, Turn, of_message, split_system, tools_of
 
 Format = Callable[[Iterable[Row], DataConfig], Iterator[Group | Dropped]]
 Sample = tuple[Prompt, Completion, float]
@@ -372,8 +372,8 @@ def answered(
     before, answer = _last(turns(completion, column), column)
     if not before or before[0].role == "assistant":
         return head + before, answer
-    lead, rest = _led(head)
-    new_lead, again = _led(before)
+    lead, rest = split_system(head)
+    new_lead, again = split_system(before)
     if rest and not _within(rest, again):
         if not _within(again, rest) or not _same(again[-1], rest[-1]):
             raise RowError(f"the conversation in {column!r} does not contain the prompt")
@@ -388,12 +388,6 @@ def _last(conversation: tuple[Turn, ...], column: str) -> tuple[tuple[Turn, ...]
     if conversation[-1].calls:
         raise RowError(f"{column!r} ends with a call of a tool and without an answer")
     return conversation[:-1], Completion(conversation[-1].content, keys=conversation[-1].keys)
-
-
-def _led(conversation: tuple[Turn, ...]) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:
-    """Return (its system turn or nothing, the other turns)."""
-    n = int(conversation[:1] != () and conversation[0].role == "system")
-    return conversation[:n], conversation[n:]
 
 
 def _same(one: Turn, other: Turn) -> bool:
@@ -439,9 +433,8 @@ def _paired(values: Values, chosen: str, rejected: str, config: DataConfig) -> G
     if named(values, "prompt") is None and len(whole) == 1:
         head = (*head, *turns(whole[0], chosen)[:-1])  # a conversation, and a text in place of its end
     if named(values, "prompt") is None and not whole:
-        if answer_at(good, text(values, rejected)) is None and (
-            there := [name for name in READ["prompt"] if name in values]
-        ):
+        there = [name for name in READ["prompt"] if name in values]
+        if there and answer_at(good, text(values, rejected)) is None:
             raise RowError(f"no {there[0]!r}")
         shared = common_beginning(good, text(values, rejected))
         head, good, bad = (*head, *turns(shared, chosen)), good[len(shared) :], bad[len(shared) :]
@@ -512,19 +505,13 @@ def prompt_only(values: Values, config: DataConfig) -> Group:
     """A question, and ``reference`` if answers can be checked. Every other column is kept for reward
     functions."""
     prompt = prompt_of(question(values), values.get("reference"))
-    return Group(replace(prompt, columns=other_columns(values, config)))
-
-
-def other_columns(values: Values, config: DataConfig) -> str:
-    """Return the columns of a row that are neither its prompt nor its reference, as a JSON object; "" if it
-    has none."""
     taken = {"prompt", *READ["conversation"], "reference", "tools", *(config.columns or {})}
     # dict() copies without marking them as read: that is for what decides
     rest = {name: cell for name, cell in dict(values).items() if name not in taken}
-    text = json.dumps(rest, ensure_ascii=False, default=str) if rest else ""
-    if "NaN" in text or "Infinity" in text:  # no JSON: null
-        return json.dumps(json.loads(text, parse_constant=lambda _: None), ensure_ascii=False)
-    return text
+    columns = json.dumps(rest, ensure_ascii=False, default=str) if rest else ""
+    if "NaN" in columns or "Infinity" in columns:  # no JSON: null
+        columns = json.dumps(json.loads(columns, parse_constant=lambda _: None), ensure_ascii=False)
+    return Group(replace(prompt, columns=columns))
 
 
 @each_row

@@ -219,6 +219,5 @@ def check_token_ids(groups: Iterable[Group], tokenizer: str, size: int) -> None:
                 )
                 raise DataError(
                     f"{group.place or f'prompt {group.prompt.id}'}: {why}; train the model that they were "
-                    "sampled from, "
-                    "or take token_ids out of the file: then the texts are tokenised"
+                    "sampled from, or take token_ids out of the file: then the texts are tokenised"
                 )

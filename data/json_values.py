@@ -56,15 +56,15 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def whole(text: str) -> Any:
+def whole(text: str, what: str = "a text") -> Any:
     """Return the value of a text that is JSON and nothing else. Raises ValueError with the reason why there
-    is none."""
+    is none, of ``what`` it is."""
     try:
         value, fault = parsed(text)
-    except ValueError as error:
-        raise ValueError("it is no JSON") from error
+    except ValueError:
+        value, fault = None, "it is no JSON"
     if fault is not None:
-        raise ValueError(fault)
+        raise ValueError(f"{what} cannot be used: {fault}")
     return value
 
 
@@ -206,10 +206,8 @@ class Said:
     """What values say."""
 
     def __init__(self, values: Iterable[Any]) -> None:
-        self._pieces = {_plain(piece) for value in values for piece in pieces(unpacked(value))} - {
-            NO_TEXT,
-            "",
-        }
+        said = {_plain(piece) for value in values for piece in pieces(unpacked(value))}
+        self._pieces = said - {NO_TEXT, ""}
         self._text = "\n".join(self._pieces)
 
     def has(self, value: Any) -> bool:

@@ -57,9 +57,8 @@ class Spread:
         array = np.fromiter(values, dtype=np.float64)
         if not array.size:
             return None
-        return cls(
-            array.size, float(array.mean()), *(float(q) for q in np.quantile(array, (0, 0.25, 0.5, 0.75, 1)))
-        )
+        quantiles = np.quantile(array, (0, 0.25, 0.5, 0.75, 1)).tolist()
+        return cls(array.size, float(array.mean()), *quantiles)
 
 
 @dataclass(frozen=True)
@@ -103,8 +102,7 @@ def select(values: np.ndarray, share: Sequence[float]) -> Selection:
     if not np.isfinite(values).all():
         raise StoppedError(
             f"the initial weights give {int((~np.isfinite(values)).sum())} of {len(values)} training groups "
-            "no finite "
-            "log-probability, so data.logprob_range cannot order them; look at the model "
+            "no finite log-probability, so data.logprob_range cannot order them; look at the model "
             "(model.dtype=float32?)"
         )
     first, last = places(len(values), share)
@@ -319,11 +317,8 @@ class DataReport:
 
 def _sizes(examples: Examples) -> dict[str, Any]:
     columns = columns_of(examples.groups)
-    lengths = {
-        "prompt_tokens": Spread.of(columns.prompts),
-        "completion_tokens": Spread.of(columns.completions),
-    }
-    return {"examples": examples.count, **lengths}
+    prompts, completions = Spread.of(columns.prompts), Spread.of(columns.completions)
+    return {"examples": examples.count, "prompt_tokens": prompts, "completion_tokens": completions}
 
 
 _SHOWN = 300
@@ -428,29 +423,26 @@ _LIMIT = "embedding_rows"
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: Iterable[np.ndarray], origin: str) -> None:
     """Raise ConfigError for data that the tokenizer cannot read, or whose tokens the model does not have
     (``limit_tokens``). ``origin`` describes the data in words."""
+    key, name = "model.name_or_path", tokenizer.name_or_path
     if (limit := getattr(tokenizer, _LIMIT, None)) is not None:
         rows = list(rows)
         worst = max((int(ids.max()) for ids in rows if ids.size), default=0)
-        require(
-            worst < limit,
-            "model.name_or_path",
-            tokenizer.name_or_path,
+        why = (
             f"its embedding has {limit} rows, and {origin} have the token "
             f"{tokenizer.convert_ids_to_tokens(worst)!r}, whose id is {worst}: name the model's own "
             "tokenizer in model.tokenizer_name_or_path, or make the embedding larger "
-            "(model.resize_token_embeddings(len(tokenizer)), then save_pretrained)",
+            "(model.resize_token_embeddings(len(tokenizer)), then save_pretrained)"
         )
+        require(worst < limit, key, name, why)
     unknown, count, total = tokenizer.unk_token_id, 0, 0
     others = ("eos_token_id", "bos_token_id", "pad_token_id")
-    if unknown is None or unknown in (getattr(tokenizer, name) for name in others):
+    if unknown is None or unknown in (getattr(tokenizer, other) for other in others):
         return  # it has no separate token for what it does not know
     for ids in rows:
         count, total = count + int(np.count_nonzero(ids == unknown)), total + ids.size
     share = count / max(total, 1)
-    require(
-        share <= MOST_UNKNOWN,
-        "model.name_or_path",
-        tokenizer.name_or_path,
+    why = (
         f"its tokenizer does not know {share:.1%} of the tokens of {origin}; choose a model that can read "
-        "them, as in model=hub model.name_or_path=org/name",
+        "them, as in model=hub model.name_or_path=org/name"
     )
+    require(share <= MOST_UNKNOWN, key, name, why)

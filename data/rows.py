@@ -136,9 +136,8 @@ def _read_parquet(path: Path) -> Iterator[Row | Dropped]:
             about = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
             classes = class_names(about.get("info", {}).get("features"))
         except (ValueError, AttributeError) as error:
-            raise DataError(
-                f"{path}: what datasets wrote of its columns is damaged; write it again"
-            ) from error
+            why = "what datasets wrote of its columns is damaged; write it again"
+            raise DataError(f"{path}: {why}") from error
         yield from table_rows(path.name, file.iter_batches(batch_size=1000), classes)
 
 
@@ -196,9 +195,8 @@ def _separator(lines: list[str]) -> str:
     scores = {}
     for mark in _SEPARATORS:
         with contextlib.suppress(csv.Error):
-            sizes = [len(cells) for cells in csv.reader(lines, delimiter=mark) if cells][
-                : len(lines) // 2 + 1
-            ]
+            sizes = [len(cells) for cells in csv.reader(lines, delimiter=mark) if cells]
+            sizes = sizes[: len(lines) // 2 + 1]
             scores[mark] = (len(set(sizes)) == 1, sizes[0]) if sizes and sizes[0] > 1 else (False, 0)
     return max(_SEPARATORS, key=lambda mark: scores.get(mark, (False, 0)))
 
@@ -216,9 +214,8 @@ def _read_csv(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
         columns = next(lines, [])
         if len(set(columns)) < len(columns) or "" in columns:
             index = "; pandas leaves its index out with index=False" if columns[0] == "" else ""
-            raise DataError(
-                f"{path}: the first line must name every column, each once; it is {columns}{index}"
-            )
+            why = f"the first line must name every column, each once; it is {columns}{index}"
+            raise DataError(f"{path}: {why}")
         begin = lines.line_num + 1
         for number, cells in enumerate(lines, 2):
             begin = lines.line_num + 1
@@ -262,8 +259,9 @@ def _read_lines(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
             values, fault = parsed(text)
         except json.JSONDecodeError as error:
             values, fault = None, f"not JSON: {error.msg}"
-            if number == 1:
-                _refuse_beginning(path, text)
+            for start, message in OTHER_KINDS.items() if number == 1 else ():
+                if text.startswith(start) and (start not in "[{" or text == start):
+                    raise DataError(f"{path}: {message}") from error
             if text.startswith("{'"):
                 fault = "not JSON but Python's notation, which json.dumps turns into JSON"
         if number == 1 and isinstance(values, list):
@@ -278,13 +276,6 @@ OTHER_KINDS = {
     "{": "has a JSON object over several lines: jq -c . OLD > NEW writes each on one",
 }
 """How a file of lines begins that is of another kind -> what it is, and what to do."""
-
-
-def _refuse_beginning(path: Path, line: str) -> None:
-    """Raise DataError if the first line, which is no JSON, shows that the file is of another kind."""
-    for start, message in OTHER_KINDS.items():
-        if line.startswith(start) and (start not in "[{" or line in ("[", "{")):
-            raise DataError(f"{path}: {message}")
 
 
 def _read_json_list(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:

@@ -238,10 +238,7 @@ EARLY = 1000
 
 
 def convert(
-    rows: Iterable[Row | Dropped],
-    config: DataConfig,
-    origin: str,
-    propose: Propose | None = None,
+    rows: Iterable[Row | Dropped], config: DataConfig, origin: str, propose: Propose | None = None
 ) -> Loaded:
     """Convert rows by ``data.format``, or by the format that the columns of the first rows show. ``propose``
     says what to type for columns that nothing reads; by default what reads the first rows."""
@@ -391,9 +388,8 @@ def folder_rows(folder: Path, split: str | None, key: str, split_key: str) -> It
         return
     splits = shards(folder)
     if not splits:
-        raise ConfigError(
-            key, folder, f"has no file that can be read; put {', '.join(SUFFIXES)} into it, or name one"
-        )
+        why = f"has no file that can be read; put {', '.join(SUFFIXES)} into it, or name one"
+        raise ConfigError(key, folder, why)
     for path in splits[_chosen(list(splits), split, folder, split_key)]:
         where = path.relative_to(folder).as_posix()
         yield from (replace(row, file=where) for row in read_rows(path, key))
@@ -410,8 +406,7 @@ def shards(folder: Path) -> dict[str, list[Path]]:
     splits: dict[str, list[Path]] = {}
     for path in sorted(folder.rglob("*")):
         inner = path.relative_to(folder)
-        hidden = any(part.startswith((".", "_")) for part in inner.parts)
-        hidden = hidden or path.name in _ABOUT
+        hidden = path.name in _ABOUT or any(part.startswith((".", "_")) for part in inner.parts)
         if not hidden and not path.is_dir() and path.name.endswith(SUFFIXES):
             splits.setdefault(_split_of(inner), []).append(path)
     return splits
@@ -436,9 +431,8 @@ def _split_of(inner: Path) -> str:
 
 
 def _chosen(there: list[str], split: str | None, folder: Path, key: str) -> str:
-    wanted = [name for name in there if name == split] or [
-        n for n in there if n.lower() == (split or "").lower()
-    ]
+    alike = [name for name in there if name.lower() == (split or "").lower()]
+    wanted = [split] if split in there else alike
     if len(wanted) == 1:
         return wanted[0]
     if split is None and len(there) == 1:

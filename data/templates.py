@@ -28,7 +28,7 @@ import jinja2.meta
 from jinja2 import nodes
 
 from common.errors import ConfigError, require
-from data.types import Prompt, Turn, of_message
+from data.types import Prompt, Turn, of_message, split_system
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,7 +44,7 @@ _GIVEN = {"messages", "tools", "add_generation_prompt", "strftime_now"}
 """What a template reads that is no setting: it comes with the row, or is fixed."""
 SECONDS, GIB = 20, 1
 """CPU seconds, and GiB of further memory, beyond which a rendering is stopped."""
-_THINKS = re.compile(r"<[^<>\s]*(?:think|thought|reason)[^<>\s]*>|\[/?THINK\]", re.IGNORECASE)
+THINKS = re.compile(r"<[^<>\s]*(?:think|thought|reason)[^<>\s]*>|\[/?THINK\]", re.IGNORECASE)
 """The tags between which models think."""
 
 
@@ -53,10 +53,8 @@ def load_template(tokenizer: PreTrainedTokenizerBase) -> str:
     ConfigError for named templates of which none is the default."""
     template = tokenizer.chat_template
     if isinstance(template, dict):
-        names = ", ".join(template)
-        require(
-            "default" in template, KEY, None, f"the tokenizer has several, and no default: choose of {names}"
-        )
+        why = f"the tokenizer has several, and no default: choose of {', '.join(template)}"
+        require("default" in template, KEY, None, why)
         return str(template["default"])
     return template or DEFAULT_TEMPLATE.read_text(encoding="utf-8")
 
@@ -77,12 +75,8 @@ def chosen_template(
         require(Path(chosen).is_file(), KEY, chosen, f"no such file; give a jinja file, or {choices}")
         source = Path(chosen).read_text(encoding="utf-8")
     unread = ", ".join(sorted(set(variables or ()) - _variables(source))) if variables else ""
-    require(
-        not unread,
-        VARIABLES,
-        variables,
-        f"the chat template does not read {unread}; it reads {_listed(source) if unread else ''}",
-    )
+    why = f"the chat template does not read {unread}; it reads {_listed(source) if unread else ''}"
+    require(not unread, VARIABLES, variables, why)
     # The newline is the block's own: jinja drops the first one behind a block (trim_blocks).
     sets = [f"{{% set {key} = {_default(key, value)} %}}\n" for key, value in (variables or {}).items()]
     return "".join(sets) + source
@@ -173,12 +167,9 @@ class ChatTemplate:
         self.parts: set[str] = set()
         """Roles whose contents are given as parts."""
         ask = Turn("user", "a")
-        for role, turns in (
-            ("user", [Turn("user", MARK)]),
-            ("assistant", [ask, Turn("assistant", MARK)]),
-        ):
-            fault = self._fault(role, turns)
-            require(not fault, KEY, "…", fault)
+        fault = self._fault("user", [Turn("user", MARK)])
+        fault = fault or self._fault("assistant", [ask, Turn("assistant", MARK)])
+        require(not fault, KEY, "…", fault)
         self.takes_system = not self._fault("system", [Turn("system", MARK), ask])
         self._probe_answer(ask)
         self._probing = False
@@ -275,7 +266,7 @@ class ChatTemplate:
         before, _, self._behind_mark = closed.rpartition(MARK)
         self._head = before.removeprefix(opened) if before.startswith(opened) else ""
         start = len(os.path.commonprefix([opened, self.apply([ask], add_generation_prompt=False)]))
-        self.thinks = frozenset(_THINKS.findall(before[start:]))
+        self.thinks = frozenset(THINKS.findall(before[start:]))
         """Tags of a think block that the template writes before every answer."""
         self.end_text, self.end_id = self._closing(ask)
         """Text up to the end of the token that closes an answer, and the token's id."""
@@ -324,7 +315,7 @@ class ChatTemplate:
     def heading(self) -> str:
         """What the template writes between a question and its answer, without a think block, stripped."""
         between = self.apply([Turn("user", MARK)], add_generation_prompt=True).rpartition(MARK)[2]
-        return _THINKS.split(between)[0].strip()
+        return THINKS.split(between)[0].strip()
 
     @cached_property
     def forgets(self) -> bool:
@@ -370,20 +361,10 @@ def is_mark(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
     return added is not None and bool(added.content.strip())
 
 
-def is_thought(text: str) -> bool:
-    """Return whether a text is a tag between which a model thinks."""
-    return _THINKS.fullmatch(text) is not None
-
-
-def split_system(turns: tuple[Turn, ...]) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:
-    """Return (the system turn, if the conversation begins with one, the other turns)."""
-    return (turns[:1], turns[1:]) if turns and turns[0].role == "system" else ((), turns)
-
-
 def _holds(text: str, words: str) -> bool:
     """Return whether ``text`` has all of ``words``, but for white space and the tags of think blocks."""
     return words.strip() in text or _bare(words) in _bare(text)
 
 
 def _bare(text: str) -> str:
-    return "".join(_THINKS.sub("", text).split())
+    return "".join(THINKS.sub("", text).split())

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from common.errors import DataError
+from data.json_values import whole
 
 if TYPE_CHECKING:
     import torch
-from collections.abc import Mapping
-
-from data.json_values import whole
 
 
 @dataclass(frozen=True)
@@ -125,9 +124,8 @@ class Group:
 
     def __post_init__(self) -> None:
         if len(self.completions) != len(self.rewards):
-            raise DataError(
-                f"a group has {len(self.completions)} completions but {len(self.rewards)} rewards"
-            )
+            counts = f"{len(self.completions)} completions but {len(self.rewards)} rewards"
+            raise DataError(f"a group has {counts}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,6 +254,11 @@ MARKS = ("weight", "train", "training", "trainable", "loss")
 READ_KEYS = {"role", "content", "from", "value", "tool_calls", *OF_A_RESULT, *MARKS}
 
 
+def split_system(turns: tuple[Turn, ...]) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:
+    """Return (the system turn, if the conversation begins with one, the other turns)."""
+    return (turns[:1], turns[1:]) if turns and turns[0].role == "system" else ((), turns)
+
+
 def of_message(message: Mapping[str, Any], calling: bool = True) -> str:
     """Return a message's ``Turn.keys``. ``calling`` says whether the conversation has tool calls. Raises
     ValueError for malformed calls, and for thoughts that are no text."""
@@ -281,10 +284,7 @@ def tools_of(tools: Any) -> str:
     """Return a row's ``tools``, a list of functions' JSON schemas or its JSON text, as ``Prompt.tools``.
     Raises ValueError."""
     if isinstance(tools, str) and tools.strip():
-        try:
-            tools = whole(tools)
-        except ValueError as error:
-            raise ValueError(f"'tools' cannot be used: {error}") from error
+        tools = whole(tools, "'tools'")
     if not tools:
         return ""
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -298,12 +298,7 @@ def _call(call: Any) -> dict[str, Any]:
         raise ValueError("one of 'tool_calls' has no 'function' with a 'name'")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        try:
-            arguments = whole(arguments)
-        except ValueError as error:
-            raise ValueError(
-                f"the arguments of a call of {function['name']} cannot be used: {error}"
-            ) from error
+        arguments = whole(arguments, f"the arguments of a call of {function['name']}")
     if not isinstance(arguments, Mapping):
         raise ValueError(f"the arguments of a call of {function['name']} are no object")
     return dict(call) | {"function": dict(function) | {"arguments": dict(arguments)}}

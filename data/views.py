@@ -193,11 +193,8 @@ def mismatched(batch: list[Example], max_length: int) -> list[Example]:
     shift = next((s for s in range(1, n) if all(prompts[i] != prompts[(i + s) % n] for i in range(n))), None)
     paired = []
     for i, example in enumerate(batch):
-        j = (
-            (i + shift) % n
-            if shift
-            else next(k % n for k in range(i + 1, i + n) if prompts[k % n] != prompts[i])
-        )
+        others = (k % n for k in range(i + 1, i + n) if prompts[k % n] != prompts[i])
+        j = (i + shift) % n if shift else next(others)
         prompt_ids = example.rows[0].prompt_ids
         other, room = batch[j].rows[0], max_length - len(prompt_ids)
         mask = None if other.loss_mask is None else other.loss_mask[:room]

@@ -48,7 +48,7 @@ BRANCHES_OF = {"_remedy": 28, "remedy": 26, "proposal": 26}
 BUDGETS = {
     "common": 1_460,
     "config": 3_408,
-    "data": 6_700,
+    "data": 6_620,
     "models": 4_776,
     "trainers": 2_684,
     "reports": 1_958,
