@@ -40,7 +40,8 @@ def require(condition: bool, key: str, value: Any, remedy: str) -> None:
 
 def one_of(key: str, value: Any, allowed: tuple[Any, ...]) -> None:
     """Raise ConfigError unless ``value`` is one of ``allowed``."""
-    require(value in allowed, key, value, f"use one of {', '.join(str(a) for a in allowed)}")
+    if value not in allowed:
+        raise ConfigError(key, value, f"use one of {', '.join(str(a) for a in allowed)}")
 
 
 REQUEUE = 75

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common.errors import ConfigError, require
+from common.errors import ConfigError
 
 LINK = "is a link, through which nothing is written"
 
@@ -141,18 +141,20 @@ _LONGEST_NAME = 200
 
 def check_name(key: str, value: Any) -> None:
     """Raise ConfigError unless ``value`` is a valid name of one folder or file on every file system."""
-    require(
-        isinstance(value, str)
-        and _NAME.fullmatch(value) is not None
-        and value not in (".", "..")
-        and not value.startswith("-")
-        and len(value) <= _LONGEST_NAME,
-        key,
-        value,
-        "becomes the name of a folder or file: letters, digits and . _ + - = alone, at most "
-        f"{_LONGEST_NAME} of them, "
-        "not . or .., and no - at the beginning",
-    )
+    if (
+        not isinstance(value, str)
+        or _NAME.fullmatch(value) is None
+        or value in (".", "..")
+        or value.startswith("-")
+        or len(value) > _LONGEST_NAME
+    ):
+        raise ConfigError(
+            key,
+            value,
+            "becomes the name of a folder or file: letters, digits and . _ + - = alone, at most "
+            f"{_LONGEST_NAME} of them, "
+            "not . or .., and no - at the beginning",
+        )
 
 
 def files_digest(paths: Iterable[Path]) -> str:
@@ -211,7 +213,8 @@ def check_writable(key: str, value: Path, folder: Path) -> None:
     """Raise ConfigError about ``value`` if ``folder`` cannot be made, or be written to. It is tried,
     since permissions do not tell (/proc, a full quota, a file system that is read-only)."""
     above = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
-    require(above.is_dir(), key, value, f"{above} is no folder; name a folder to write in")
+    if not above.is_dir():
+        raise ConfigError(key, value, f"{above} is no folder; name a folder to write in")
     try:
         tempfile.TemporaryDirectory(prefix=".writable-", dir=above).cleanup()
     except OSError as error:

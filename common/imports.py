@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, require
+from common.errors import ConfigError
 from common.progress import phase
 
 
@@ -99,10 +99,12 @@ def check_keys(key: str, tree: Mapping[str, Any], takes: Mapping[str, inspect.Pa
     anything = any(p.kind is p.VAR_KEYWORD for p in takes.values())
     problem = f"{tree['_target_']} does not take it; it takes {', '.join(takes) or 'no settings'}"
     for word, value in tree.items():
-        require(word == "_target_" or word in takes or anything, f"{key}.{word}", value, problem)
+        if word != "_target_" and word not in takes and not anything:
+            raise ConfigError(f"{key}.{word}", value, problem)
     for word, p in takes.items():
         needed = p.default is p.empty and p.kind is not p.VAR_KEYWORD
-        require(not needed or word in tree, f"{key}.{word}", "???", "has no default; give it")
+        if needed and word not in tree:
+            raise ConfigError(f"{key}.{word}", "???", "has no default; give it")
 
 
 def check_importable(key: str, path: str) -> None:

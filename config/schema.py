@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from common.errors import require
+from common.errors import ConfigError, require
 from config.schema_data import DataConfig, check_keep_best, evaluation_sets
 from config.schema_model import ModelConfig
 from config.schema_rewards import RewardConfig, completed
@@ -93,7 +93,8 @@ def card_memory(key: str, card: str) -> float:
     except ValueError:
         size = math.nan
     names = f"is none of {', '.join(CARDS)}, and no number of GiB up to {MOST_MEMORY}"
-    require(0 < size <= MOST_MEMORY, key, card, names)
+    if not (0 < size <= MOST_MEMORY):
+        raise ConfigError(key, card, names)
     return size
 
 
@@ -232,7 +233,8 @@ class Config:
         for key in ("name", "_target_"):
             value = self.loss.get(key)
             named = isinstance(value, str) and value != ""
-            require(named, f"loss.{key}", value, "must be a text; loss= sets it")
+            if not named:
+                raise ConfigError(f"loss.{key}", value, "must be a text; loss= sets it")
         check_keep_best(self.keep_best, self.evaluations)
         evaluation_sets(self.evaluations, self.data)
         self._check_run()
@@ -302,7 +304,8 @@ class Config:
         correction, sampler, wanted = self.correction, self.sampler, self.model.logit_temperature
         weighed = correction._target_ is None or self.accepts.corrections
         tokens = f"weighs tokens, and of loss={self.loss['name']} nothing can be weighed; use correction=none"
-        require(weighed, "correction", correction.name, tokens)
+        if not weighed:
+            raise ConfigError("correction", correction.name, tokens)
         if self.ratio_reference == "behavior":
             self._check_ratio_to_behavior()
         same = sampler.temperature == wanted and sampler.top_p == 1
@@ -358,7 +361,10 @@ class Config:
         fits = most + model.max_prompt_length <= model.max_length
         sums = f"{most} + model.max_prompt_length={model.max_prompt_length} is more than"
         limit = f"model.max_length={model.max_length}; sampler.max_tokens=auto takes what is left"
-        require(fits, "sampler.max_tokens", most, f"samples must fit behind the prompt: {sums} {limit}")
+        if not fits:
+            raise ConfigError(
+                "sampler.max_tokens", most, f"samples must fit behind the prompt: {sums} {limit}"
+            )
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ConfigError unless ranks divide into replicas, and a batch into ranks x microbatches."""

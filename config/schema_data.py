@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
-from common.errors import ConfigError, DataError, UserError, one_of, require
+from common.errors import ConfigError, DataError, UserError, one_of
 from config.files import of_project
 from config.sections import (
     All,
@@ -91,7 +91,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         mixes = self.source == "data.mix.mixed"
         example = "name the sets, as in 'data.mix=[{name: hh, weight: 0.7}, {name: shp, weight: 0.3}]'"
-        require(bool(self.mix) == mixes, "data.mix", self.mix, example if mixes else "is for data=mix")
+        if bool(self.mix) != mixes:
+            raise ConfigError("data.mix", self.mix, example if mixes else "is for data=mix")
 
 
 # -- further evaluation sets -----------------------------------------------------------------------
@@ -151,30 +152,29 @@ def evaluation_sets(evaluations: Mapping[str, Any], own: DataConfig) -> dict[str
 
 def _check_set_name(name: str) -> None:
     key = f"evaluations.{name}"
-    require(
-        _SET_NAME.fullmatch(name) is not None,
-        key,
-        name,
-        "is a name of letters, digits and _, which begins with a letter",
-    )
+    if _SET_NAME.fullmatch(name) is None:
+        raise ConfigError(key, name, "is a name of letters, digits and _, which begins with a letter")
     taken = [m for m in (*MEASURED, *_ONLY_UNNAMED) if m == name or m.startswith(f"{name}_")]
-    require(
-        not taken,
-        key,
-        name,
-        f"would stand before its numbers as in eval_{(taken or [''])[0]}, a number of the run; take another",
-    )
+    if taken:
+        raise ConfigError(
+            key,
+            name,
+            f"would stand before its numbers as in eval_{taken[0]}, a number of the run; take another",
+        )
 
 
 def _settings_of_set(name: str, settings: Any, own: DataConfig) -> DataConfig:
     key = f"evaluations.{name}"
     mapping = f"is a mapping, as in {key}.path=hard.jsonl"
-    require(isinstance(settings, dict) and bool(settings), key, settings, mapping)
+    if not isinstance(settings, dict) or not settings:
+        raise ConfigError(key, settings, mapping)
     one = typed(settings, SetConfig, f"{key}.")
-    require(one != SetConfig(), key, settings, "names the run's own held-out rows; give path or split")
+    if one == SetConfig():
+        raise ConfigError(key, settings, "names the run's own held-out rows; give path or split")
     files = own.source in _OF_FILES
     no_splits = f"data={own.name} has no splits to choose from; give a path"
-    require(one.split is None or one.path is not None or files, f"{key}.split", one.split, no_splits)
+    if one.split is not None and one.path is None and not files:
+        raise ConfigError(f"{key}.split", one.split, no_splits)
     changes: dict[str, Any] = {"verifier": one.verifier} if "verifier" in settings else {}
     if one.path is not None:
         changes |= {"path": one.path, "eval_path": one.path, "eval_split": None, "mix": None}

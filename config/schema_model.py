@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator
 
 from common.errors import require
+from common.files import resolve_model_path
 from config.files import of_project
 from config.sections import (
     Auto,
@@ -100,6 +101,11 @@ class ModelConfig:
         counted = f"counts a step's passes, as does model.microbatch_tokens={self.microbatch_tokens}"
         one = self.microbatch_tokens is None or self.microbatches == 1
         need(self, one, "microbatches", f"{counted}: set one of them")
+
+    @property
+    def path(self) -> str:
+        """Return what to load: the model inside a run's folder, another folder, or a name on the hub."""
+        return resolve_model_path(self.name_or_path)
 
     @property
     def cut_by_estimate(self) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import field
 from functools import cache
 from typing import Any, Literal
 
-from common.errors import require
+from common.errors import ConfigError
 from common.imports import import_function, written_attributes
 from config.sections import Auto, NotNegative, Share, Text, dataclass, typed
 
@@ -59,7 +59,8 @@ def accepted_by(path: str) -> Accepts:
     if not says.keys() >= {*names}:
         says = {name: getattr(import_function("trainer._target_", path), name, None) for name in names}
     message = "is not a subclass of trainers.basic.BasicTrainer"
-    require(None not in says.values(), "trainer._target_", path, message)
+    if None in says.values():
+        raise ConfigError("trainer._target_", path, message)
     return Accepts(**{name: says[name] for name in names})
 
 
@@ -78,7 +79,8 @@ def recorded_numbers(config: dict[str, Any]) -> dict[str, Any]:
 def check_trainer_keys(loss: dict[str, Any], accepts: Accepts) -> None:
     """Raise ConfigError if ``loss`` lacks a setting that its trainer reads, or has one that it cannot use."""
     for key in accepts.loss_keys:
-        require(key in loss, f"loss.{key}", "???", f"loss={loss['name']} needs it")
+        if key not in loss:
+            raise ConfigError(f"loss.{key}", "???", f"loss={loss['name']} needs it")
     read = {"kl_anchor", *accepts.loss_keys} & LossKeys.__annotations__.keys()
     typed({key: loss[key] for key in read if key in loss}, LossKeys, "loss.")
     if "control_tokens" in accepts.loss_keys:
@@ -87,4 +89,5 @@ def check_trainer_keys(loss: dict[str, Any], accepts: Accepts) -> None:
         written = named and all(isinstance(text, str) and text for text in texts.values())
         different = written and texts["chosen"] != texts["rejected"]
         two = "give two different texts, as in {chosen: <|good|>, rejected: <|bad|>}"
-        require(different, "loss.control_tokens", texts, two)
+        if not different:
+            raise ConfigError("loss.control_tokens", texts, two)

@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic.dataclasses import rebuild_dataclass
 from pydantic_core.core_schema import no_info_before_validator_function
 
-from common.errors import ConfigError, require
+from common.errors import ConfigError
 from common.secrets import scrub
 from config.files import section
 from config.unknown_keys import NOTHING, names, remedy, section_says, type_hints
@@ -209,8 +209,10 @@ def _read(tree: Any, key: str) -> Any:
         return {str(name): _read(item, f"{start}{name}") for name, item in tree.items()}
     if isinstance(tree, list):
         return [_read(item, f"{key}[{i}]") for i, item in enumerate(tree)]
-    require(tree != "???", key, tree, UNSET)
-    require(not isinstance(tree, float) or not math.isnan(tree), key, tree, NAN)
+    if tree == "???":
+        raise ConfigError(key, tree, UNSET)
+    if isinstance(tree, float) and math.isnan(tree):
+        raise ConfigError(key, tree, NAN)
     return INFINITIES.get(tree, tree) if isinstance(tree, str) else tree
 
 

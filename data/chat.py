@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from common.errors import DataError, require
-from common.files import read_json, resolve_model_path
+from common.errors import ConfigError, DataError
+from common.files import read_json
 from config.schema_data import DataConfig
 from config.schema_model import ModelConfig
 from data.templates import DATE, THINKS, ChatTemplate, RenderError, is_mark, load_template
@@ -80,7 +80,7 @@ def _model_file(model: ModelConfig, name: str) -> Path:
     OSError, HTTPError."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-    path, revision = resolve_model_path(model.name_or_path), model.revision
+    path, revision = model.path, model.revision
     if Path(path).is_dir():
         return Path(path) / name
     found = try_to_load_from_cache(path, name, revision=revision)
@@ -137,9 +137,11 @@ class Renderer:
         tokens that end a sampled answer."""
         self._ends = ends
         key, name = "model.tokenizer_name_or_path", tokenizer.name_or_path
-        require(tokenizer.is_fast, key, name, "has no fast tokenizer (tokenizer.json); use one that has")
+        if not tokenizer.is_fast:
+            raise ConfigError(key, name, "has no fast tokenizer (tokenizer.json); use one that has")
         why = "has no end-of-sequence token; set its eos_token"
-        require(tokenizer.eos_token_id is not None, key, name, why)
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(key, name, why)
         self.tokenizer, self.template = tokenizer, template
         self.max_length, self.max_prompt_length = max_length, max_prompt_length
         self.cuts: Counter[str] = Counter()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from common.errors import ConfigError, require
+from common.errors import ConfigError
 from config.schema_data import DataConfig
 from config.unknown_keys import nearest
 from data.json_values import ALIKE, NO_TEXT, Said, choices, holds, is_empty, pieces, unpacked, words
@@ -143,7 +143,8 @@ def check_named(config: DataConfig, rows: list[Row]) -> None:
     for ours, theirs in (config.columns or {}).items():
         near = nearest(ours, parts)
         meant = f"did you mean {typed({str(near): theirs})}? A column of your own has a name less like it"
-        require(near in (None, ours) or ours in READ, f"data.columns.{ours}", theirs, meant)
+        if near not in (None, ours) and ours not in READ:
+            raise ConfigError(f"data.columns.{ours}", theirs, meant)
     named = [(f"data.columns.{ours}", theirs) for ours, theirs in (config.columns or {}).items()]
     for key, theirs in [*named, *(("data.ignore_columns", name) for name in config.ignore_columns or ())]:
         if theirs != REST and not any(at(row.values, theirs)[1] for row in rows):

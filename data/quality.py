@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from common.errors import ConfigError, StoppedError, require
+from common.errors import ConfigError, StoppedError
 from config.schema import Config
 from data.chat import CONTROLLED
 from data.examples import Examples, columns_of
@@ -433,7 +433,8 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: Iterable[np.ndarr
             "tokenizer in model.tokenizer_name_or_path, or make the embedding larger "
             "(model.resize_token_embeddings(len(tokenizer)), then save_pretrained)"
         )
-        require(worst < limit, key, name, why)
+        if worst >= limit:
+            raise ConfigError(key, name, why)
     unknown, count, total = tokenizer.unk_token_id, 0, 0
     others = ("eos_token_id", "bos_token_id", "pad_token_id")
     if unknown is None or unknown in (getattr(tokenizer, other) for other in others):
@@ -445,4 +446,5 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: Iterable[np.ndarr
         f"its tokenizer does not know {share:.1%} of the tokens of {origin}; choose a model that can read "
         "them, as in model=hub model.name_or_path=org/name"
     )
-    require(share <= MOST_UNKNOWN, key, name, why)
+    if share > MOST_UNKNOWN:
+        raise ConfigError(key, name, why)

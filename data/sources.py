@@ -20,7 +20,7 @@ from typing import Literal
 
 import numpy as np
 
-from common.errors import ConfigError, DataError, one_of, require
+from common.errors import ConfigError, DataError, one_of
 from common.imports import import_function
 from common.progress import phase
 from config.schema_data import DataConfig
@@ -148,7 +148,8 @@ def local(config: DataConfig, split: str) -> Loaded:
     if not train and not own and not folder:
         splits = (row.values.get("split") for row in read_rows(Path(path)) if isinstance(row, Row))
         why = f'no row of {path} says "split": "{name}"; give the evaluation file as data.eval_path'
-        require(_has_splits(config) and name in splits, split_key, name, why)
+        if not _has_splits(config) or name not in splits:
+            raise ConfigError(split_key, name, why)
     if train or not (own or folder):
         rows = _of_split(config, rows, name)
     return convert(rows, config, f"{path}{files_of(Path(path), name)}" if folder else path)

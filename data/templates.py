@@ -27,7 +27,7 @@ import jinja2
 import jinja2.meta
 from jinja2 import nodes
 
-from common.errors import ConfigError, require
+from common.errors import ConfigError
 from data.types import Prompt, Turn, of_message, split_system
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def load_template(tokenizer: PreTrainedTokenizerBase) -> str:
     template = tokenizer.chat_template
     if isinstance(template, dict):
         why = f"the tokenizer has several, and no default: choose of {', '.join(template)}"
-        require("default" in template, KEY, None, why)
+        if "default" not in template:
+            raise ConfigError(KEY, None, why)
         return str(template["default"])
     return template or DEFAULT_TEMPLATE.read_text(encoding="utf-8")
 
@@ -72,11 +73,13 @@ def chosen_template(
         source = named[chosen]
     else:
         choices = f"one of the tokenizer's ({', '.join(named)})" if named else "null for the tokenizer's own"
-        require(Path(chosen).is_file(), KEY, chosen, f"no such file; give a jinja file, or {choices}")
+        if not Path(chosen).is_file():
+            raise ConfigError(KEY, chosen, f"no such file; give a jinja file, or {choices}")
         source = Path(chosen).read_text(encoding="utf-8")
     unread = ", ".join(sorted(set(variables or ()) - _variables(source))) if variables else ""
     why = f"the chat template does not read {unread}; it reads {_listed(source) if unread else ''}"
-    require(not unread, VARIABLES, variables, why)
+    if unread:
+        raise ConfigError(VARIABLES, variables, why)
     # The newline is the block's own: jinja drops the first one behind a block (trim_blocks).
     sets = [f"{{% set {key} = {_default(key, value)} %}}\n" for key, value in (variables or {}).items()]
     return "".join(sets) + source
@@ -169,7 +172,8 @@ class ChatTemplate:
         ask = Turn("user", "a")
         fault = self._fault("user", [Turn("user", MARK)])
         fault = fault or self._fault("assistant", [ask, Turn("assistant", MARK)])
-        require(not fault, KEY, "…", fault)
+        if fault:
+            raise ConfigError(KEY, "…", fault)
         self.takes_system = not self._fault("system", [Turn("system", MARK), ask])
         self._probe_answer(ask)
         self._probing = False

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.errors import ConfigError, UserError, require
+from common.errors import ConfigError, UserError
 from common.imports import check_keys, import_function
 from common.secrets import scrub_text
 from models.distributed import World, any_rank, on_main
@@ -105,9 +105,11 @@ def check_observer(key: str, observer: Any) -> None:
     value = getattr(observer, "__qualname__", type(observer).__qualname__)
     hooks = [word for word in dir(observer) if word.startswith("on_")]
     hint = f"an observer has some of {', '.join(METHODS)} (docs/extend.md)"
-    require(hooks != [], key, value, f"is no observer: {hint}")
+    if hooks == []:
+        raise ConfigError(key, value, f"is no observer: {hint}")
     for word in hooks:
-        require(word in METHODS, key, value, f"nothing calls its {word}; {hint}")
+        if word not in METHODS:
+            raise ConfigError(key, value, f"nothing calls its {word}; {hint}")
 
 
 def _create(key: str, tree: Mapping[str, Any]) -> Any:

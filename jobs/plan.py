@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from common.errors import ConfigError, require
+from common.errors import ConfigError
 from common.imports import import_function
 from config.schema import Config
-from config.schema_data import DataConfig, evaluation_sets
+from config.schema_data import DataConfig
 from data.batches import Segment
 from data.chat import Renderer, vocabulary_fingerprint
 from data.examples import SAYS_NOTHING, ExampleGroups, Examples, columns_of, make_examples, token_ids
@@ -71,12 +71,12 @@ def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer, d
     expected = examples.groups
     if config.data.logprob_range is not None:
         first, last = places(len(examples.groups), config.data.logprob_range)
-        require(
-            last > first,
-            "data.logprob_range",
-            config.data.logprob_range,
-            f"keeps none of the {len(examples.groups)} groups; widen it",
-        )
+        if last <= first:
+            raise ConfigError(
+                "data.logprob_range",
+                config.data.logprob_range,
+                f"keeps none of the {len(examples.groups)} groups; widen it",
+            )
         expected = examples.groups[: last - first]
     held_out = make_examples(evaluation.groups[: config.n_eval_examples], trainer.view_of(config), renderer)
     for tokenised, source in ((examples, loaded), (held_out, evaluation)):
@@ -155,13 +155,13 @@ def check_temperatures(config: Config, groups: Iterable[Group]) -> None:
     for group in groups:
         for completion in group.completions:
             at = completion.behavior_temperature
-            require(
-                completion.behavior_logprobs is None or at == wanted,
-                *config.behavior_setting,
-                f"{group.place}: its behavior_logprobs are at temperature {at:g}, and "
-                f"model.logit_temperature={wanted:g}; set model.logit_temperature={at:g}, or "
-                "correction.mismatch=allow",
-            )
+            if completion.behavior_logprobs is not None and at != wanted:
+                raise ConfigError(
+                    *config.behavior_setting,
+                    f"{group.place}: its behavior_logprobs are at temperature {at:g}, and "
+                    f"model.logit_temperature={wanted:g}; set model.logit_temperature={at:g}, or "
+                    "correction.mismatch=allow",
+                )
 
 
 def check_labels(config: Config, groups: ExampleGroups) -> None:
@@ -170,12 +170,12 @@ def check_labels(config: Config, groups: ExampleGroups) -> None:
         return
     labels = (example.label > 0 for group in groups for example in group)
     first = next(labels)
-    require(
-        any(label != first for label in labels),
-        "data.path",
-        config.data.path or config.data.name,
-        f"gives loss={config.loss['name']} {ONE_LABEL.format('' if first else 'un')}",
-    )
+    if not any(label != first for label in labels):
+        raise ConfigError(
+            "data.path",
+            config.data.path or config.data.name,
+            f"gives loss={config.loss['name']} {ONE_LABEL.format('' if first else 'un')}",
+        )
 
 
 def held_out_segment(config: Config, held_out: Examples) -> Segment | None:
@@ -226,19 +226,19 @@ def load_evaluation_sets(
     trainer: type[BasicTrainer],
     renderer: Renderer,
     trained_on: Sequence[Group],
-    loaded: Mapping[str, Loaded],
+    loaded: Mapping[str, tuple[DataConfig, Loaded]],
 ) -> list[EvaluationSet]:
     """Return the sets that ``config.evaluations`` names, in its order.
 
-    ``trained_on``: the training groups; a set should share no prompt with them. ``loaded``: name -> what was
-    read. Raises ConfigError or DataError that names the set if its rows are tokens of another model, or if
-    neither the loss nor a verifier can use any of them.
+    ``trained_on``: the training groups; a set should share no prompt with them. ``loaded``: name -> (its
+    settings, what was read). Raises ConfigError or DataError that names the set if its rows are tokens of
+    another model, or if neither the loss nor a verifier can use any of them.
     """
     seen = prompt_ids(trained_on)
     sets = []
-    for name, data in evaluation_sets(config.evaluations, config.data).items():
+    for name, (data, read) in loaded.items():
         with errors_of_set(name):
-            sets.append(_evaluation_set(config, name, data, loaded[name], trainer, renderer, seen))
+            sets.append(_evaluation_set(config, name, data, read, trainer, renderer, seen))
     _check_ranked(config, sets)
     return sets
 
@@ -254,7 +254,8 @@ def _evaluation_set(
 ) -> EvaluationSet:
     key = f"evaluations.{name}"
     origin = loaded.origin.partition(";")[0]
-    require(loaded.groups != [], key, origin, "has no held-out row; give path or split")
+    if loaded.groups == []:
+        raise ConfigError(key, origin, "has no held-out row; give path or split")
     check_read(config, loaded.groups, renderer)
     examples = make_examples(loaded.groups[: config.n_eval_examples], trainer.view_of(config), renderer)
     check_vocabulary(renderer.tokenizer, token_ids(examples.groups), origin)
@@ -265,13 +266,13 @@ def _evaluation_set(
         ids = {prompt.id for prompt in usable if prompt.reference_answer is not None}
         checkable = [group for group in loaded.groups if group.prompt.id in ids]
     dropped = reasons(examples.dropped)
-    require(
-        examples.count > 0 or checkable != [],
-        key,
-        origin,
-        f"gives loss={config.loss['name']} no example: {dropped or 'no group'}{advice(loaded.groups)}; and "
-        f"no prompt has a reference answer to check answers by (verifier={data.verifier})",
-    )
+    if examples.count == 0 and checkable == []:
+        raise ConfigError(
+            key,
+            origin,
+            f"gives loss={config.loss['name']} no example: {dropped or 'no group'}{advice(loaded.groups)}; "
+            f"and no prompt has a reference answer to check answers by (verifier={data.verifier})",
+        )
     shared = len(np.intersect1d(prompt_ids(loaded.groups), seen))
     facts = [
         f"{examples.count} {trainer.counts}" if examples.count else "no row that the loss can use",
@@ -294,9 +295,7 @@ def _check_ranked(config: Config, sets: list[EvaluationSet]) -> None:
     for one in sets:
         absent = ["loss", "reward_margin", "reward_accuracy"] if one.held_out is None else []
         absent += [] if one.checkable else ["accuracy_sampled", "accuracy_greedy"]
-        require(
-            config.keep_best not in [f"eval_{one.name}_{measure}" for measure in absent],
-            "keep_best",
-            config.keep_best,
-            f"evaluations.{one.name} has no such number: {one.about}",
-        )
+        if config.keep_best in [f"eval_{one.name}_{measure}" for measure in absent]:
+            raise ConfigError(
+                "keep_best", config.keep_best, f"evaluations.{one.name} has no such number: {one.about}"
+            )

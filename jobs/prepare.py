@@ -27,9 +27,8 @@ from models.distributed import World, on_main
 from models.pretrained import check_model, check_weights, load_tokenizer
 from reports.data_tables import page as data_page
 from rollouts.stop_strings import StopStrings, stop_strings_of
-from trainers.assembly import Loss, check_budget, trainer_class
+from trainers.assembly import Loss, check_budget, check_correction, trainer_class
 from trainers.basic import BasicTrainer
-from trainers.corrections import check_correction
 
 
 @dataclass(frozen=True)

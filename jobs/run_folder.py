@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from common.errors import ConfigError, require
+from common.errors import ConfigError
 from common.files import (
     check_name,
     on_disk,
@@ -57,8 +58,11 @@ class RunFolder:
     def __init__(self, config: Config, name: str) -> None:
         self.config, self.name = config, name
         self.path = Path(config.runs_dir) / name
-        self._lock = FileLock(self.path / LOCK)
         self._claimed_empty = False
+
+    @cached_property
+    def _lock(self) -> FileLock:
+        return FileLock(self.path / LOCK)
 
     def check(self) -> None:
         """Raise ConfigError where ``claim`` would refuse the folder as it is now. Writes nothing."""
@@ -140,22 +144,22 @@ class RunFolder:
         """Raise ConfigError unless the folder may be used as the settings say. Writes nothing."""
         config, path = self.config, self.path
         is_run = not self._entries() or marked(path) or unmarked_run(path)
-        require(
-            is_run,
-            "exp_name",
-            self.name,
-            f"{path} is there already and is not the folder of a run (it has no {MARKER}): nothing is "
-            "written or deleted there; exp_name=… names another",
-        )
+        if not is_run:
+            raise ConfigError(
+                "exp_name",
+                self.name,
+                f"{path} is there already and is not the folder of a run (it has no {MARKER}): nothing is "
+                "written or deleted there; exp_name=… names another",
+            )
         if not started(path):
             return
-        require(
-            config.resume or config.overwrite,
-            "exp_name",
-            self.name,
-            f"{path} is there already; resume=true goes on with it, overwrite=true deletes it, exp_name=… "
-            "names another",
-        )
+        if not config.resume and not config.overwrite:
+            raise ConfigError(
+                "exp_name",
+                self.name,
+                f"{path} is there already; resume=true goes on with it, overwrite=true deletes it, "
+                "exp_name=… names another",
+            )
         if config.overwrite:
             self._check_deletion()
         else:
@@ -185,23 +189,25 @@ class RunFolder:
         path = self.path
         rest = "delete it by hand, or exp_name=… names another"
         link = f"{path} is a link, and nothing is deleted through a link; {rest}"
-        require(not path.is_symlink(), "overwrite", True, link)
-        require(marked(path), "overwrite", True, f"{path} has no {MARKER} to say that it is a run's; {rest}")
+        if path.is_symlink():
+            raise ConfigError("overwrite", True, link)
+        if not marked(path):
+            raise ConfigError("overwrite", True, f"{path} has no {MARKER} to say that it is a run's; {rest}")
         for key, value in texts(asdict(self.config)):
-            require(
-                "\0" in value or not Path(value).resolve().is_relative_to(path.resolve()),
-                key,
-                value,
-                f"lies in {path}, which overwrite=true would delete; exp_name=… names another run",
-            )
+            if "\0" not in value and Path(value).resolve().is_relative_to(path.resolve()):
+                raise ConfigError(
+                    key,
+                    value,
+                    f"lies in {path}, which overwrite=true would delete; exp_name=… names another run",
+                )
         inner = next((marker for marker in path.rglob(MARKER) if marker.parent != path), None)
-        require(
-            inner is None,
-            "overwrite",
-            True,
-            f"{path} holds another run ({inner and inner.parent}); move that elsewhere, or exp_name=… names "
-            "another",
-        )
+        if inner is not None:
+            raise ConfigError(
+                "overwrite",
+                True,
+                f"{path} holds another run ({inner and inner.parent}); move that elsewhere, or exp_name=… "
+                "names another",
+            )
 
     # -- changes -----------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from common.errors import require
+from common.errors import ConfigError
 from config.schema_model import ModelConfig
 from data.batches import to_device
 from data.types import PackedRows
@@ -77,13 +77,13 @@ def packs_rows(config: ModelConfig, hf_config: PretrainedConfig) -> tuple[bool, 
     ``hf_config`` is the architecture; no weights are needed. Raises ConfigError for model.packing=true in an
     architecture that is not known to keep packed rows apart.
     """
-    require(
-        not config.packing or hf_config.model_type in KEPT_APART,
-        "model.packing",
-        "true",
-        f"packed rows of this architecture ({hf_config.model_type}) would read each other, or are not known "
-        "not to; use auto or false, which pads them",
-    )
+    if config.packing and hf_config.model_type not in KEPT_APART:
+        raise ConfigError(
+            "model.packing",
+            "true",
+            f"packed rows of this architecture ({hf_config.model_type}) would read each other, or are not "
+            "known not to; use auto or false, which pads them",
+        )
     if config.packing is not None:
         return config.packing, f"model.packing={str(config.packing).lower()}"
     if not packable(hf_config, config.attn_implementation):
@@ -156,7 +156,8 @@ def shares_prompts(config: ModelConfig, hf_config: PretrainedConfig, packing: bo
     if config.share_prompts is False:
         return False
     why = why_not_shared(config, hf_config, packing)
-    require(why is None or config.share_prompts is None, "model.share_prompts", "true", f"{why}: use false")
+    if why is not None and config.share_prompts is not None:
+        raise ConfigError("model.share_prompts", "true", f"{why}: use false")
     return why is None
 
 

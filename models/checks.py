@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from common.errors import require
+from common.errors import ConfigError
 from config.files import section
 from config.schema_model import ModelConfig
 from models.policy import causal_lm
@@ -40,12 +40,10 @@ def check_architecture(config: ModelConfig, hf_config: PretrainedConfig) -> None
     model.max_length, and as the checks below do."""
     check_embedded(config, hf_config)
     own_code = "AutoModelForCausalLM" in (getattr(hf_config, "auto_map", None) or {})
-    require(
-        own_code or type(hf_config) in AutoModelForCausalLM._model_mapping,
-        KEY,
-        config.name_or_path,
-        f"is a {hf_config.model_type}, not a causal language model",
-    )
+    if not own_code and type(hf_config) not in AutoModelForCausalLM._model_mapping:
+        raise ConfigError(
+            KEY, config.name_or_path, f"is a {hf_config.model_type}, not a causal language model"
+        )
     check_kernel(config, hf_config)
     check_routing(config, hf_config)
     check_longrope(config, hf_config)
@@ -60,14 +58,14 @@ def check_embedded(config: ModelConfig, hf_config: PretrainedConfig) -> None:
     if not config.name.startswith(embedded["name"]) or not config_file.is_file():
         return
     words = json.loads(config_file.read_text(encoding="utf-8"))["vocab_size"]
-    require(
-        hf_config.get_text_config().vocab_size == words,
-        KEY,
-        config.name_or_path,
-        f"is not the embedded model, and model={config.name} has that one's settings: texts of "
-        f"{embedded['max_length']} tokens, control tokens, learning rate; type model=hub "
-        f"model.name_or_path={config.name_or_path}",
-    )
+    if hf_config.get_text_config().vocab_size != words:
+        raise ConfigError(
+            KEY,
+            config.name_or_path,
+            f"is not the embedded model, and model={config.name} has that one's settings: texts of "
+            f"{embedded['max_length']} tokens, control tokens, learning rate; type model=hub "
+            f"model.name_or_path={config.name_or_path}",
+        )
 
 
 def check_kernel(config: ModelConfig, hf_config: PretrainedConfig) -> None:
@@ -77,13 +75,17 @@ def check_kernel(config: ModelConfig, hf_config: PretrainedConfig) -> None:
     offered = kernels_of(hf_config)
     cap = getattr(hf_config.get_text_config(), "attn_logit_softcapping", None)
     there = f"a {hf_config.model_type} has no such attention; use {' or '.join(offered)}"
-    require(kernel in offered, key, kernel, there)
+    if kernel not in offered:
+        raise ConfigError(key, kernel, there)
     in_16_bits = "computes in bfloat16 or float16 alone; use model.dtype=bfloat16, or sdpa"
     if kernel in FLASH_ATTENTION:
-        require(config.dtype != "float32", key, kernel, in_16_bits)
-        require(FLASH_ATTENTION[kernel](), key, kernel, "is not installed; use sdpa")
+        if config.dtype == "float32":
+            raise ConfigError(key, kernel, in_16_bits)
+        if not FLASH_ATTENTION[kernel]():
+            raise ConfigError(key, kernel, "is not installed; use sdpa")
     dropped = f"would drop this model's attn_logit_softcapping={cap}; use eager"
-    require(cap is None or kernel in SOFTCAP_ATTENTION, key, kernel, dropped)
+    if cap is not None and kernel not in SOFTCAP_ATTENTION:
+        raise ConfigError(key, kernel, dropped)
 
 
 def kernels_of(hf_config: PretrainedConfig) -> list[str]:
@@ -114,13 +116,10 @@ def check_routing(config: ModelConfig, hf_config: PretrainedConfig) -> None:
     key, value = "model.router_aux_loss_coef", config.router_aux_loss_coef
     if value is None:
         return
-    require(is_mixture(hf_config), key, value, f"a {hf_config.model_type} has no router to balance; use off")
-    require(
-        config.compile is not True,
-        key,
-        value,
-        "needs model.compile=false: compiled layers do not tell how they route",
-    )
+    if not is_mixture(hf_config):
+        raise ConfigError(key, value, f"a {hf_config.model_type} has no router to balance; use off")
+    if config.compile is True:
+        raise ConfigError(key, value, "needs model.compile=false: compiled layers do not tell how they route")
 
 
 def routing_notice(config: ModelConfig, hf_config: PretrainedConfig) -> str | None:
@@ -148,14 +147,14 @@ def check_longrope(config: ModelConfig, hf_config: PretrainedConfig) -> None:
     vLLM takes the long factors for all rows.
     """
     switch = min(_switches(hf_config.get_text_config()), default=None)
-    require(
-        switch is None or config.max_length <= switch,
-        "model.max_length",
-        config.max_length,
-        f"with the LongRoPE of {config.name_or_path} a row's scores do not depend on the other rows of its "
-        f"batch up to {switch} tokens (original_max_position_embeddings): give as many at most, and "
-        "model.max_prompt_length less",
-    )
+    if switch is not None and config.max_length > switch:
+        raise ConfigError(
+            "model.max_length",
+            config.max_length,
+            f"with the LongRoPE of {config.name_or_path} a row's scores do not depend on the other rows of "
+            f"its batch up to {switch} tokens (original_max_position_embeddings): give as many at most, and "
+            "model.max_prompt_length less",
+        )
 
 
 def reach(hf_config: PretrainedConfig) -> int | None:
@@ -196,23 +195,25 @@ def check_adapters(model: PreTrainedModel | PeftModel, config: ModelConfig) -> N
 
     merged = (lora.Linear, lora.Embedding)  # what ``models.export`` merges
     target, plain = config.peft.target_modules, causal_lm(model)
-    require(
-        not isinstance(plain.get_output_embeddings(), LoraLayer),
-        TARGETS,
-        target,
-        "puts adapters on the output head, which stays a plain linear layer: leave it out (all-linear does)",
-    )
-    for name, module in model.named_modules():
-        require(
-            not isinstance(module, LoraLayer) or isinstance(module, merged),
+    if isinstance(plain.get_output_embeddings(), LoraLayer):
+        raise ConfigError(
             TARGETS,
             target,
-            f"puts adapters on {name}, a {type(module).__name__}, which are not merged here: leave it out",
+            "puts adapters on the output head, which stays a plain linear layer: leave it out (all-linear "
+            "does)",
         )
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer) and not isinstance(module, merged):
+            raise ConfigError(
+                TARGETS,
+                target,
+                f"puts adapters on {name}, a {type(module).__name__}, which are not merged here: leave it "
+                "out",
+            )
     tied = bool(getattr(plain.config.get_text_config(), "tie_word_embeddings", False))
-    require(
-        not (tied and isinstance(plain.get_input_embeddings(), LoraLayer)),
-        TARGETS,
-        target,
-        "puts adapters on the embedding, whose matrix is this model's output head too: leave it out",
-    )
+    if tied and isinstance(plain.get_input_embeddings(), LoraLayer):
+        raise ConfigError(
+            TARGETS,
+            target,
+            "puts adapters on the embedding, whose matrix is this model's output head too: leave it out",
+        )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from common.files import files_digest, resolve_model_path
+from common.files import files_digest
 from config.schema_model import ModelConfig
 from models.distributed import ended_together, gather_objects
 from models.pretrained import model_config
@@ -100,7 +100,7 @@ def architecture_digest(config: ModelConfig) -> str:
     hf_config = model_config(config)
     parts: dict[str, Any] = {"config": _plain(hf_config.to_dict())}
     if config.trust_remote_code:
-        code = sorted(Path(resolve_model_path(config.name_or_path)).glob("*.py"))
+        code = sorted(Path(config.path).glob("*.py"))
         parts["code"] = [getattr(hf_config, "_commit_hash", None), files_digest(code)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 

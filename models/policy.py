@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
-from common.errors import ConfigError, require
+from common.errors import ConfigError
 from config.schema_model import SELECTIVE
 from data.types import Sequences
 from models.attention import DECODING, PACKED, packable, row_limits
@@ -196,13 +196,13 @@ class Policy(nn.Module):
         # Their logits are rounded to the model's dtype; ours are not.
         allowed = 4 * torch.finfo(weight.dtype).eps * (1 + logits.abs().max().item()) + 1e-4
         difference = (theirs - ours).abs().max().item()
-        require(
-            difference <= allowed,
-            "model.name_or_path",
-            model.config.name_or_path or name,
-            f"{name} does something to its logits that is not known here (log-probabilities differ by "
-            f"{difference:.2g} nats)",
-        )
+        if not (difference <= allowed):
+            raise ConfigError(
+                "model.name_or_path",
+                model.config.name_or_path or name,
+                f"{name} does something to its logits that is not known here (log-probabilities differ by "
+                f"{difference:.2g} nats)",
+            )
 
 
 class HiddenState:

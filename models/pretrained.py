@@ -33,7 +33,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.tokenization_utils_base import AddedToken
 from transformers.utils import find_adapter_config_file
 
-from common.errors import ConfigError, require
+from common.errors import ConfigError
 from common.files import resolve_model_path
 from config.machine import speaks
 from config.schema_model import ModelConfig
@@ -289,7 +289,7 @@ def _read(config: ModelConfig, hf_config: PretrainedConfig, stored: torch.dtype 
     """Return the model with the weights of its files, on the CPU, as ``load_policy`` does. Raises
     ConfigError."""
     stored_tensors(config)  # names the file that is damaged
-    auto, path = _auto(config), resolve_model_path(config.name_or_path)
+    auto, path = _auto(config), config.path
     load_options = {"config": _as_stored(config, hf_config), "revision": config.revision} | _how(
         config, stored
     )
@@ -427,12 +427,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         )
     except Exception as error:  # tokenizers raises bare Exceptions for a file that it cannot read
         raise not_found(key, name, error) from error
-    require(
-        tokenizer.eos_token_id is not None,
-        key,
-        name,
-        "has no end-of-sequence token; a completion could not end",
-    )
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(key, name, "has no end-of-sequence token; a completion could not end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     add_tokens(tokenizer, config.new_tokens)
@@ -447,19 +443,19 @@ def reachable(key: str, name: str, revision: str | None) -> str:
     a folder, not cached and not on the hub. One request finds this out at once, where loading would retry for
     half a minute."""
     path = resolve_model_path(name)
-    require(
-        not (Path(path) / "config.yaml").is_file() or (Path(path) / "config.json").is_file(),
-        key,
-        name,
-        "is a run that has no model yet: let it end (resume=true), or write its newest checkpoint's with "
-        f"python export.py {quote(name)}",
-    )
-    require(
-        Path(path).is_dir() or not path.startswith(SMOLLM2),
-        key,
-        name,
-        "is not made yet: make smollm2, or give model.name_or_path=HuggingFaceTB/SmolLM2-135M-Instruct",
-    )
+    if (Path(path) / "config.yaml").is_file() and not (Path(path) / "config.json").is_file():
+        raise ConfigError(
+            key,
+            name,
+            "is a run that has no model yet: let it end (resume=true), or write its newest checkpoint's with "
+            f"python export.py {quote(name)}",
+        )
+    if not Path(path).is_dir() and path.startswith(SMOLLM2):
+        raise ConfigError(
+            key,
+            name,
+            "is not made yet: make smollm2, or give model.name_or_path=HuggingFaceTB/SmolLM2-135M-Instruct",
+        )
     try:
         if not Path(path).is_dir() and not isinstance(
             try_to_load_from_cache(path, "config.json", revision=revision), str
@@ -501,7 +497,8 @@ def wrong_field(file: Path) -> str | None:
 def not_found(key: str, value: str, error: Exception) -> ConfigError:
     """Return the ConfigError that says what a user can do about a model that could not be loaded."""
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if (file := Path(resolve_model_path(value), CONFIG)).is_file() and (field := wrong_field(file)):
+    files = (file for file in (Path(value, "model", CONFIG), Path(value, CONFIG)) if file.is_file())
+    if (file := next(files, None)) is not None and (field := wrong_field(file)):
         return ConfigError(
             key, value, f"its config.json says {field}, and no model can be built so: {reason}"
         )

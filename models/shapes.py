@@ -12,7 +12,6 @@ from huggingface_hub import try_to_load_from_cache
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from common.files import resolve_model_path
 from config.schema_model import ModelConfig
 from models.pretrained import model_config
 from models.quantization import quantised
@@ -33,7 +32,7 @@ def architecture(config: ModelConfig) -> PretrainedConfig:
 
     Raises ConfigError where it cannot be loaded.
     """
-    path = resolve_model_path(config.name_or_path)
+    path = config.path
     shape = None if Path(path).is_dir() else known_shapes().get(path)
     if shape is None or isinstance(
         try_to_load_from_cache(path, "config.json", revision=config.revision), str

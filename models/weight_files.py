@@ -12,8 +12,8 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 
-from common.errors import ConfigError, require
-from common.files import read_json, regular_file, resolve_model_path
+from common.errors import ConfigError
+from common.files import read_json, regular_file
 from config.files import walk
 from config.schema_model import ModelConfig
 
@@ -63,9 +63,10 @@ def check_named(config: ModelConfig) -> None:
     """Raise ConfigError, before torch is imported, where ``model.name_or_path`` is a folder whose files
     cannot be trained (``check_files``)."""
     one_file = f"is one file; python -m tools.gguf {config.name_or_path} FOLDER writes a model's folder"
-    require(not config.name_or_path.endswith(".gguf"), KEY, config.name_or_path, one_file)
+    if config.name_or_path.endswith(".gguf"):
+        raise ConfigError(KEY, config.name_or_path, one_file)
     if not config.from_config:
-        folder = Path(resolve_model_path(config.name_or_path))
+        folder = Path(config.path)
         tensors = check_files(KEY, config.name_or_path, folder)
         if tensors is not None:
             fields = read_object(folder / CONFIG)
@@ -81,15 +82,16 @@ def check_positions(config: ModelConfig, fields: Mapping[str, Any]) -> None:
     if isinstance(positions, int) and (rope.get("rope_type") or rope.get("type")) in ("yarn", "linear"):
         key, factor = "rope_scaling.factor of config.json", rope.get("factor", 0)
         number = isinstance(factor, int | float) and factor >= 1
-        require(number, key, factor, "must be a number of at least 1; copy or download the model again")
+        if not number:
+            raise ConfigError(key, factor, "must be a number of at least 1; copy or download the model again")
         first = rope.get("original_max_position_embeddings") or positions
         positions = max(positions, int(first * factor))
-    require(
-        not isinstance(positions, int) or config.max_length <= positions,
-        "model.max_length",
-        config.max_length,
-        f"the model has {positions} positions: give as many at most, and model.max_prompt_length less",
-    )
+    if isinstance(positions, int) and config.max_length > positions:
+        raise ConfigError(
+            "model.max_length",
+            config.max_length,
+            f"the model has {positions} positions: give as many at most, and model.max_prompt_length less",
+        )
 
 
 def check_targets(config: ModelConfig, tensors: Iterable[str]) -> None:
@@ -97,12 +99,12 @@ def check_targets(config: ModelConfig, tensors: Iterable[str]) -> None:
     modules = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in tensors} - {"lm_head"})
     targets = config.peft.target_modules
     for target in targets if config.use_peft and not isinstance(targets, str) else ():
-        require(
-            any(f".{target}." in f".{name}." for name in tensors),
-            "model.peft.target_modules",
-            list(targets),
-            f"the model has no {target}; it has {', '.join(modules)}, and all-linear is always right",
-        )
+        if not any(f".{target}." in f".{name}." for name in tensors):
+            raise ConfigError(
+                "model.peft.target_modules",
+                list(targets),
+                f"the model has no {target}; it has {', '.join(modules)}, and all-linear is always right",
+            )
 
 
 def check_files(key: str, name: str, folder: Path) -> dict[str, Stored] | None:
@@ -126,14 +128,15 @@ def check_files(key: str, name: str, folder: Path) -> dict[str, Stored] | None:
         raise ConfigError(key, name, f"{error}; copy or download the model again") from error
     refuse_sizes(key, name, fields, tensors)
     packed = next((stored.name for stored in tensors.values() if stored.packed), None)
-    require(packed is None, key, name, _quantised(f"its files hold {packed}"))
+    if packed is not None:
+        raise ConfigError(key, name, _quantised(f"its files hold {packed}"))
     return tensors
 
 
 def stored_tensors(config: ModelConfig) -> dict[str, Stored] | None:
     """Return the tensors in the model's files by name; None where not all of them are on this machine yet.
     Raises ConfigError (``check_files``)."""
-    path = Path(resolve_model_path(config.name_or_path))
+    path = Path(config.path)
     if not path.is_dir():
         cached = try_to_load_from_cache(config.name_or_path, "config.json", revision=config.revision)
         path = Path(cached).parent if isinstance(cached, str) else path
@@ -243,7 +246,8 @@ def refuse_sizes(key: str, name: str, fields: dict[str, Any], tensors: dict[str,
             most = max(len(tensors), 100) if "layer" in field else max(largest, _ANY_SIZE)
             there = f"its files hold {len(tensors)} tensors of at most {largest:,} values"
             remedy = "copy the config.json that was written with them"
-            require(value <= most, key, name, f"its config.json says {field}={value}, and {there}: {remedy}")
+            if not (value <= most):
+                raise ConfigError(key, name, f"its config.json says {field}={value}, and {there}: {remedy}")
 
 
 def refuse_quantised(key: str, name: str, config: dict[str, Any]) -> None:

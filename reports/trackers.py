@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from common.errors import require
+from common.errors import ConfigError
 from common.imports import check_keys, import_function
 from common.secrets import scrub, scrub_text
 from reports.metrics import Record
@@ -73,12 +73,8 @@ def check_trackers(trackers: dict[str, Any]) -> None:
     """Raise ConfigError for a tracker that cannot be made from its yaml file: it names no class, has a key
     that the class does not take, or lacks a required one."""
     for name, tree in trackers.items():
-        require(
-            isinstance(tree, dict) and "_target_" in tree,
-            f"trackers.{name}",
-            tree,
-            "needs a _target_, the class that it is",
-        )
+        if not isinstance(tree, dict) or "_target_" not in tree:
+            raise ConfigError(f"trackers.{name}", tree, "needs a _target_, the class that it is")
         takes = inspect.signature(import_function(f"trackers.{name}._target_", tree["_target_"])).parameters
         numbers = {key: p for key, p in takes.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
         check_keys(f"trackers.{name}", tree, numbers)

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError, require
+from common.errors import ConfigError, UserError
 from common.imports import check_importable
 from common.versions import refusal
 from config.schema import Config
@@ -46,12 +46,12 @@ def check_inputs(config: Config, uses: Collection[str]) -> None:
     """Raise ConfigError for a package, a model's folder or a function that are not there, and UserError for a
     torch that is not accepted. ``uses``: the sections of the settings that are read."""
     for key, value, package, install in PACKAGES:
-        require(
-            _read(config, key, uses) != value or find_spec(package) is not None,
-            key.removesuffix(".name"),
-            value,
-            f"needs {package}, which is not installed: pip install {install}",
-        )
+        if _read(config, key, uses) == value and find_spec(package) is None:
+            raise ConfigError(
+                key.removesuffix(".name"),
+                value,
+                f"needs {package}, which is not installed: pip install {install}",
+            )
     if (refused := refusal("torch")) is not None:
         raise UserError(f"this environment {refused}")
     for key in IMPORTED:
@@ -86,12 +86,12 @@ def check_model(model: ModelConfig) -> None:
     check_folder("model.name_or_path", model.name_or_path)
     check_folder("model.tokenizer_name_or_path", model.tokenizer_name_or_path or "org/name")
     template = model.chat_template or ""
-    require(
-        ("/" not in template and "." not in template) or Path(template).is_file(),
-        "model.chat_template",
-        template,
-        "no such file; give a jinja file, or null for the tokenizer's own template",
-    )
+    if ("/" in template or "." in template) and not Path(template).is_file():
+        raise ConfigError(
+            "model.chat_template",
+            template,
+            "no such file; give a jinja file, or null for the tokenizer's own template",
+        )
 
 
 def target_of(name: str, tree: Any) -> str:
@@ -99,34 +99,36 @@ def target_of(name: str, tree: Any) -> str:
     key = f"callbacks.{name}"
     target = tree.get("_target_") if isinstance(tree, dict) else None
     asks = f"needs a _target_, as in {key}._target_=my_module.MyObserver"
-    require(isinstance(target, str), key, tree, asks)
+    if not isinstance(target, str):
+        raise ConfigError(key, tree, asks)
     return str(target)
 
 
 def check_contexts(config: Config, prompts: int) -> None:
     """Raise ConfigError where a round would have more contexts than there are ``prompts``."""
-    require(
-        config.rounds.contexts_per_round <= prompts,
-        "rounds.contexts_per_round",
-        config.rounds.contexts_per_round,
-        f"data={config.data.name} has {prompts} prompts to sample, and none comes twice in a round: type "
-        f"rounds.contexts_per_round={prompts} or less",
-    )
+    if config.rounds.contexts_per_round > prompts:
+        raise ConfigError(
+            "rounds.contexts_per_round",
+            config.rounds.contexts_per_round,
+            f"data={config.data.name} has {prompts} prompts to sample, and none comes twice in a round: type "
+            f"rounds.contexts_per_round={prompts} or less",
+        )
 
 
 def refuse_address(key: str, name: str) -> None:
     """Raise ConfigError if ``name`` is the address of a page of the hub."""
     page = re.match(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([^/]+/[^/?#]+)", name)
-    require(page is None, key, name, f"is a page's address; type the name: {key}={page[1] if page else ''}")
+    if page is not None:
+        raise ConfigError(key, name, f"is a page's address; type the name: {key}={page[1] if page else ''}")
 
 
 def check_folder(key: str, name: str) -> None:
     """Raise ConfigError if ``name`` can only be a path, and nothing is there."""
     path = Path(name).expanduser()
-    require(
-        path.exists() or not (name.startswith((".", "/", "~")) or name.count("/") > 1),
-        key,
-        name,
-        f"no such folder (the working directory is {Path.cwd()}); give the folder of a model or of a run, or "
-        "a name on the hub, as org/name",
-    )
+    if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise ConfigError(
+            key,
+            name,
+            f"no such folder (the working directory is {Path.cwd()}); give the folder of a model or of a "
+            "run, or a name on the hub, as org/name",
+        )

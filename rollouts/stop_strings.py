@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from common.errors import require
+from common.errors import ConfigError
 from config.schema import Config
 from data.chat import Renderer
 from data.types import Prompt
@@ -56,7 +56,8 @@ class StopStrings:
         """Raises ConfigError for a string that no text can hold."""
         for text in strings:
             whole = "\ufffd" not in text
-            require(whole, "sampler.stop", text, "has U+FFFD, which stands for a part of a character")
+            if not whole:
+                raise ConfigError("sampler.stop", text, "has U+FFFD, which stands for a part of a character")
         self.strings, self.renderer = strings, renderer
         added = renderer.tokenizer.get_added_vocab()
         tokens = [added[text] for text in strings if text in added]

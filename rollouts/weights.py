@@ -6,13 +6,13 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from common.files import files_digest, resolve_model_path
+from common.files import files_digest
 from config.schema import Config
 
 
 def model_folder(config: Config) -> Path:
     """Return the folder with the model's own files, which come from a run's folder, any folder or the hub."""
-    path = Path(resolve_model_path(config.model.name_or_path))
+    path = Path(config.model.path)
     if path.is_dir():
         return path
     return Path(

@@ -24,10 +24,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from common.errors import require
 from common.imports import import_function
 from config.schema import Config, CorrectionConfig
-from data.batches import Segment
 from data.types import Microbatch
 from trainers.losses.base import Mean, TokenScores, mean_where, token_mean
 
@@ -159,13 +157,3 @@ def with_sample_size(means: dict[str, float | None]) -> dict[str, float | None]:
     mean, square = means["correction_weight"], means.pop("correction_weight_squared")
     size = None if mean is None or not square else mean**2 / square
     return means | {"effective_sample_size": size}
-
-
-def check_correction(config: Config, segment: Segment) -> None:
-    """Raise ConfigError for a correction or a ratio that reads mu if mu is known for no token of the plan."""
-    require(
-        not config.reads_behavior or config.online or segment.has_behavior,
-        *config.behavior_setting,
-        f"weighs tokens by the policy that wrote them, and no completion of data={config.data.name} has "
-        "behavior_logprobs; sample.py writes them, with data.path=samples.jsonl to train on them",
-    )

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError, require
+from common.errors import ConfigError
 from common.imports import import_function
 from config.schema import BetaConfig, Config
 from data.batches import to_device
@@ -47,7 +47,8 @@ def rule_of(settings: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
         raise ConfigError(
             "humanline_rule", dict(settings), f"cannot be called on log-ratios: {error}"
         ) from error
-    require(shape == raw.shape, "humanline_rule", dict(settings), f"made {list(shape)} of [2, 3] log-ratios")
+    if shape != raw.shape:
+        raise ConfigError("humanline_rule", dict(settings), f"made {list(shape)} of [2, 3] log-ratios")
     return rule
 
 

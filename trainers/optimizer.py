@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.errors import ConfigError, require
+from common.errors import ConfigError
 from common.imports import import_function
 from config.schema import Config
 
@@ -21,9 +21,11 @@ def optimizer_class(path: str) -> type[torch.optim.Optimizer]:
         return torch.optim.AdamW
     named = import_function("optimizer", path)
     is_one = inspect.isclass(named) and issubclass(named, torch.optim.Optimizer)
-    require(is_one, "optimizer", path, "is no subclass of torch.optim.Optimizer")
+    if not is_one:
+        raise ConfigError("optimizer", path, "is no subclass of torch.optim.Optimizer")
     lacks = {"lr", "weight_decay"} - set(inspect.signature(named).parameters)
-    require(not lacks, "optimizer", path, f"does not take {' and '.join(sorted(lacks))}")
+    if lacks:
+        raise ConfigError("optimizer", path, f"does not take {' and '.join(sorted(lacks))}")
     return named  # type: ignore[no-any-return]
 
 

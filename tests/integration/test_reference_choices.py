@@ -16,9 +16,8 @@ from data.batches import Segment
 from tests.engine import Log, engine_config, make_segment, make_trainer, run, weights
 from tests.integration.test_sync_modes import Rounds
 from tests.tiny import tiny_policy
-from trainers.assembly import make_loss
+from trainers.assembly import check_correction, make_loss
 from trainers.basic import BasicTrainer
-from trainers.corrections import check_correction
 from trainers.losses.base import TokenScores
 
 LOW, HIGH = -0.05, 0.02

@@ -46,19 +46,19 @@ MOST_BRANCHES = 20
 BRANCHES_OF = {"_remedy": 28, "remedy": 26, "proposal": 26}
 # Lines that a room may have; only a reviewed change raises one.
 BUDGETS = {
-    "common": 1_460,
-    "config": 3_408,
-    "data": 6_620,
-    "models": 4_776,
-    "trainers": 2_684,
-    "reports": 1_958,
-    "rollouts": 6_054,
-    "jobs": 4_230,
+    "common": 1_466,
+    "config": 3_425,
+    "data": 6_630,
+    "models": 4_775,
+    "trainers": 2_680,
+    "reports": 1_954,
+    "rollouts": 6_057,
+    "jobs": 4_265,
     "evals": 1_617,
     "launch": 2_823,
     "benchmarks": 1_064,
     "tools": 762,
-    "tests": 26_593,
+    "tests": 26_508,
 }
 
 

@@ -14,7 +14,7 @@ from config import files
 from data.batches import Segment, Tokens, deal
 from data.types import Example
 from tests.tiny import make_config, random_groups
-from trainers import settings
+from trainers import assembly
 from trainers.assembly import check_budget
 
 
@@ -70,7 +70,7 @@ def test_the_numbers_of_a_users_loss_are_typed_however_it_is_annotated(future):
     ):
         loss = {"name": "mine", "_target_": "a.b"} | numbers
         with nullcontext() if message is None else pytest.raises(ConfigError, match=re.escape(message)):
-            settings.check_numbers(dataclasses.replace(config, loss=loss), signature)
+            assembly.check_numbers(dataclasses.replace(config, loss=loss), numbers, signature)
 
 
 def test_only_a_loss_whose_own_file_has_an_infinite_number_takes_one(tmp_path, monkeypatch):
@@ -78,17 +78,17 @@ def test_only_a_loss_whose_own_file_has_an_infinite_number_takes_one(tmp_path, m
 
     config = make_config("loss=dpo")
     loss = {"name": "mine", "_target_": "a.b", "beta": 0.1, "bound": float("inf")}
-    config = dataclasses.replace(config, loss=loss)
+    config, numbers = dataclasses.replace(config, loss=loss), {"beta": 0.1, "bound": float("inf")}
     (tmp_path / "loss").mkdir()
     file = tmp_path / "loss" / "mine.yaml"
-    for module in (files, settings):
+    for module in (files, assembly):
         monkeypatch.setattr(module, "FOLDER", tmp_path)
     for text, refused in (("{bound: .inf}", False), ("{bound: 2.0}", True)):
         files.section.cache_clear()
         file.write_text(f"loss: {text}\n")
         if refused:
             with pytest.raises(ConfigError, match=r"^loss\.bound=inf: must be finite$"):
-                settings.check_numbers(config, inspect.signature(bounded))
+                assembly.check_numbers(config, numbers, inspect.signature(bounded))
         else:
-            settings.check_numbers(config, inspect.signature(bounded))
+            assembly.check_numbers(config, numbers, inspect.signature(bounded))
     files.section.cache_clear()
