@@ -73,21 +73,6 @@ def export_run(run: Path, step: int | None, to: Path | None, trust_remote_code: 
     return folder
 
 
-def push_run(run: Path, exported: Path | None, repository: str, private: bool) -> str:
-    """Upload the model of a run with its model card and return its address on the hub.
-
-    The model is the folder ``exported``, or the run's model/ where ``exported`` is None. Raises
-    StoppedError."""
-    from reports.model_card import write_model_card
-
-    folder = exported or run / "model"
-    if not (folder / "README.md").is_file():
-        summary = run / "summary.json"
-        outcome = json.loads(summary.read_text()) if summary.is_file() and exported is None else {}
-        write_model_card(folder, settings_of((run / "config.yaml").read_text("utf-8")), outcome)
-    return push(folder, repository, private)
-
-
 def check_push(repository: str) -> None:
     """Raise ConfigError where ``--push-to-hub`` could not be honoured: invalid id, no token, offline mode."""
     from huggingface_hub import constants, get_token
@@ -107,20 +92,25 @@ def check_push(repository: str) -> None:
     require(get_token() is not None, option, repository, token)
 
 
-def push(model_dir: Path, repository: str, private: bool) -> str:
-    """Upload an exported model with its card in one commit and return its address.
+def push(run: Path, exported: Path | None, repository: str, private: bool) -> str:
+    """Upload the model of a run with its model card in one commit and return its address on the hub.
 
-    An existing repository keeps its visibility. Raises StoppedError."""
+    The model is the folder ``exported``, or the run's model/ where ``exported`` is None. An existing
+    repository keeps its visibility. Raises StoppedError."""
     import huggingface_hub
 
+    from reports.model_card import write_model_card
+
+    folder = exported or run / "model"
+    if not (folder / "README.md").is_file():
+        summary = run / "summary.json"
+        outcome = json.loads(summary.read_text()) if summary.is_file() and exported is None else {}
+        write_model_card(folder, settings_of((run / "config.yaml").read_text("utf-8")), outcome)
     api = huggingface_hub.HfApi()
+    message = f"Trained with humanline {git_commit(ROOT) or ''}".strip()
     try:
         api.create_repo(repository, private=private, exist_ok=True)
-        commit = api.upload_folder(
-            repo_id=repository,
-            folder_path=model_dir,
-            commit_message=f"Trained with humanline {git_commit(ROOT) or ''}".strip(),
-        )
+        commit = api.upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
     except Exception as error:  # the client's libraries raise many kinds of errors
         text = " ".join(str(error).split()) or type(error).__name__
         raise StoppedError(scrub_text(f"the model could not be uploaded to {repository} ({text})")) from error
@@ -159,7 +149,7 @@ def main(words: Sequence[str] | None = None) -> None:
             kind = json.loads((exported / "config.json").read_text())["architectures"][0].partition("For")[2]
             print(f'{exported}: AutoModelFor{kind}.from_pretrained("{exported}")')
         if pushed:
-            print(push_run(options.run, exported, options.push_to_hub, not options.public))
+            print(push(options.run, exported, options.push_to_hub, not options.public))
 
     guarded(work)
 

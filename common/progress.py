@@ -176,10 +176,6 @@ class Bar(tqdm):
         if not self.disable:
             self._since, self._updated = (self.n, self._time()), None
 
-    def say(self, text: str) -> None:
-        """Print a line above the bar."""
-        print(text, flush=True)
-
     def beat(self) -> bool:
         """Draw the bar again, if it was not drawn a short while ago. Return whether it has lasted long enough
         to be shown."""

@@ -204,10 +204,7 @@ class DataReport:
         )
 
     def with_logprobs(
-        self,
-        kinds: Mapping[str, np.ndarray],
-        clippable_share: float | None = None,
-        own: Sequence[float] = (),
+        self, kinds: Mapping[str, np.ndarray], clippable_share: float | None = None, own: Sequence[float] = ()
     ) -> DataReport:
         """Return the report with ``kinds``: "chosen", "rejected" … -> [completions] mean token
         log-probability under the initial reference, in nats.

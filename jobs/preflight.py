@@ -104,10 +104,12 @@ def check_with_torch(config: Config, observers: Sequence[Any]) -> Loss:
     return make_loss(config)
 
 
-def _optimizer(config: Config, observers: Sequence[Any]) -> None:
+def _parts(config: Config, observers: Sequence[Any]) -> None:
+    from trainers.humanline import Humanline
     from trainers.optimizer import optimizer_class
 
     optimizer_class(config.optimizer)
+    Humanline.from_config(config)
 
 
 def _observers(config: Config, observers: Sequence[Any]) -> None:
@@ -119,11 +121,5 @@ def _observers(config: Config, observers: Sequence[Any]) -> None:
         check_observer(f"observers[{i}]", observer)
 
 
-def _clip_rule(config: Config, observers: Sequence[Any]) -> None:
-    from trainers.humanline import Humanline
-
-    Humanline.from_config(config)
-
-
-WITH_TORCH: tuple[Callable[[Config, Sequence[Any]], None], ...] = (_optimizer, _observers, _clip_rule)
+WITH_TORCH: tuple[Callable[[Config, Sequence[Any]], None], ...] = (_parts, _observers)
 """What is checked besides the loss once torch is loaded."""

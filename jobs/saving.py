@@ -122,7 +122,8 @@ class Saver:
         self._saved = replace(self.trainer.progress)
         self.log.restore(state)
         if state["keep_best"] == self.ranking.metric:  # else patience counts anew
-            self.patience.best, self.patience.no_better = state["patience"]
+            counted = state["patience"]
+            self.patience.best, self.patience.no_better = counted["best"], counted["no_better"]
         if self.diagnostics is not None:
             self.diagnostics.restore(state["diagnostics"])
 
@@ -138,7 +139,7 @@ class Saver:
             | {
                 "wall": self.log.wall(),
                 "keep_best": self.ranking.metric,
-                "patience": [self.patience.best, self.patience.no_better],
+                "patience": {"best": self.patience.best, "no_better": self.patience.no_better},
                 "wandb_id": self.log.tracker.wandb_id,
                 "diagnostics": None if self.diagnostics is None else self.diagnostics.state(),
                 "asked_to_stop": self.log.observers.state(),

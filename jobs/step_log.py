@@ -176,7 +176,7 @@ class StepLog:
     def step_ends(self, record: StepRecord) -> None:
         if self._first and self._pending is None and Bar.opened:
             self.bar.desc = "first step and its reference (model.batch_size, model.max_length)"
-            self.bar.say(f"seconds until the first update: {seconds_so_far()}")
+            print(f"seconds until the first update: {seconds_so_far()}", flush=True)
             self.bar.desc = "train"
         if self._unseen:
             check_gathered_weights(self.trainer)
@@ -184,7 +184,7 @@ class StepLog:
         if self.memory is not None and record.widest >= NEAR * self.memory.load.tokens:
             found = measured(self.trainer.world, self.memory)
             more = to_use(self.memory, found["measured_gib"], record.widest)
-            self.bar.say(f"memory so far: {found['measured']}{more}")
+            print(f"memory so far: {found['measured']}{more}", flush=True)
             self.memory = None
         self.flush()
         record.known |= self.state.evaluated | self._of_round(record)
@@ -250,9 +250,9 @@ class StepLog:
         if table:
             self.tracker.table("round_samples", TABLE_COLUMNS, table, self.trainer.progress.step)
         if metrics and self.trainer.world.is_main:
-            self.bar.say(round_line(index, metrics))
+            print(round_line(index, metrics), flush=True)
             if (warning := without_signal(index, metrics, self.trainer.config)) is not None:
-                self.bar.say(warning)
+                print(warning, flush=True)
         if metrics:
             self.observers.tell("on_round", index, plain(metrics), stop_at=self.trainer.progress.step)
 

@@ -80,7 +80,7 @@ class RunWatch:
                 raise
             if self.trainer.world.is_main and self.state.evaluated:
                 for line in evaluation_lines(step, self.state.evaluated):
-                    self.log.bar.say(line)
+                    print(line, flush=True)
             self.patience.judge(self.ranking.score(self.state.evaluated))
             if first:
                 self.state.before = self.state.evaluated
@@ -145,7 +145,7 @@ class RunWatch:
         """Do the final work of a run whose training ends before its planned end."""
         step = self.trainer.progress.step
         if self.trainer.world.is_main:
-            self.log.bar.say(f"stopped before step {step}: {why}")
+            print(f"stopped before step {step}: {why}", flush=True)
         self.stopped_why, self.log.bar.total = why, step
         self.done()
 
@@ -191,7 +191,7 @@ class RunWatch:
         try:
             keep_answers(self.log.folder, step, COLUMNS, rows)
         except OSError as error:
-            self.log.bar.say(f"{self.log.folder / ANSWERS} could not be written: {error}")
+            print(f"{self.log.folder / ANSWERS} could not be written: {error}", flush=True)
 
     # -- rounds of online training -----------------------------------------------------------------
 

@@ -17,6 +17,7 @@ setting is chosen by the numbers that are compared, so tuned arms look a little 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -78,8 +79,9 @@ class Frontier:
         require(not sweep.select, "--frontier", sweep.name, "chooses among settings: leave select out")
         at = list(sweep.axes).index(ARMS)
         arms: dict[str, dict[Setting, Point]] = {name: {} for name in names}
+        points = {"-".join((sweep.name, *point)): point for point in itertools.product(*sweep.axes.values())}
         for cell in cells:
-            where = sweep.coordinates.get(cell.name)
+            where = points.get(cell.name)
             if where is not None and cell.values(metric):
                 point = Point(cell.values(metric), cell.values(KL), cell.values(LENGTH))
                 arms[where[at]][where[:at] + where[at + 1 :]] = point

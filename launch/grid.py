@@ -206,11 +206,6 @@ class Sweep:
         return ({"cells": tuple(self.cells)} if self.cells else {}) | lines
 
     @property
-    def coordinates(self) -> dict[str, tuple[str, ...]]:
-        """The name of a cell -> its value on each of ``axes``."""
-        return {"-".join((self.name, *at)): at for at in itertools.product(*self.axes.values())}
-
-    @property
     def compared(self) -> list[str]:
         """The cells that a table of results compares: without the sweep's name and what ``select``
         chooses."""

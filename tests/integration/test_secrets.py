@@ -121,7 +121,7 @@ def test_no_key_leaves_a_run_its_push_its_resume_or_a_crash(tmp_path, hub):  # n
     assert list((tmp_path / "runs/a/wandb").rglob("*.wandb")) and (tmp_path / "runs/a/tensorboard").is_dir()
     left = (tmp_path / "runs", tmp_path / "cache")
     assert found(*left, run.stdout, run.stderr) == []
-    push(tmp_path / "runs/a/model", "org/name", private=True)
+    push(tmp_path / "runs/a", None, "org/name", private=True)
     assert found(*hub.files["org/name"].values(), *hub.messages) == [] != hub.messages
     other = start(tmp_path, "exp_name=a", "resume=true", "callbacks.c.token=PLANTanother", trackers)
     assert other.returncode == 0, other.stderr

@@ -46,16 +46,16 @@ MOST_BRANCHES = 20
 BRANCHES_OF = {"_remedy": 28, "remedy": 26, "proposal": 26}
 # Lines that a room may have; only a reviewed change raises one.
 BUDGETS = {
-    "common": 1_466,
+    "common": 1_462,
     "config": 3_425,
-    "data": 6_630,
+    "data": 6_627,
     "models": 4_775,
     "trainers": 2_680,
     "reports": 1_954,
     "rollouts": 6_057,
-    "jobs": 4_265,
+    "jobs": 4_262,
     "evals": 1_617,
-    "launch": 2_823,
+    "launch": 2_820,
     "benchmarks": 1_064,
     "tools": 762,
     "tests": 26_508,

@@ -123,5 +123,5 @@ def test_patience_does_not_compare_two_metrics() -> None:
         trainer = SimpleNamespace(load_state_dict=lambda *of: None, progress=Progress(step=3), world=start())
         saver: Any = SimpleNamespace(trainer=trainer, log=SimpleNamespace(restore=lambda state: None))
         saver.diagnostics, saver.patience, saver.ranking = None, Patience(2), Ranking(now)
-        Saver._restore(saver, {"patience": [0.75, 1], "keep_best": before}, {})
+        Saver._restore(saver, {"patience": {"best": 0.75, "no_better": 1}, "keep_best": before}, {})
         assert saver.patience == (Patience(2, 0.75, 1) if goes_on else Patience(2))
