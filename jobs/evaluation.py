@@ -300,11 +300,7 @@ class Evaluator:
 
 
 def make_evaluator(
-    trainer: BasicTrainer,
-    plan: Plan,
-    sets: Seq[EvaluationSet],
-    renderer: Renderer,
-    stops: StopStrings | None,
+    trainer: BasicTrainer, plan: Plan, sets: Seq[EvaluationSet], renderer: Renderer, stops: StopStrings | None
 ) -> Evaluator:
     """Return the evaluator of a run, further ``sets`` included. Every rank calls it. ``stops``: what ends an
     answer that a verifier judges, besides an end token."""

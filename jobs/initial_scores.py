@@ -177,11 +177,7 @@ Work = Iterator[tuple[int, list[Microbatch]]]
 
 
 def _work(
-    trainer: BasicTrainer,
-    batches: Seq[list[Example]],
-    missing: np.ndarray,
-    size: Size,
-    reference: Reference,
+    trainer: BasicTrainer, batches: Seq[list[Example]], missing: np.ndarray, size: Size, reference: Reference
 ) -> Work:
     """Return the work left to score. ``missing``: [n] keys, dtype S."""
     if not reference.by_row:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel, LlamaPreTrainedModel, PretrainedConfig, PreTrainedModel
 
 from common.errors import ConfigError
-from config.schema_rewards import RewardModelConfig
 from data.types import Sequence as Row
 from rollouts.rewards.models import ModelReward, Place, padded
+from rollouts.rewards.settings import RewardModelConfig
 
 N_OBJECTIVES, TEMPERATURE, HIDDEN, N_HIDDEN = 19, 10.0, 1024, 3
 """Values of the published checkpoint, used where its config does not give them."""

@@ -14,10 +14,10 @@ from functools import cache
 from pathlib import Path
 from statistics import fmean
 
-from config.schema_rewards import ConstraintsConfig
 from data.constraints import all_met, met, wanted_of, words_of
 from data.types import Prompt
 from rollouts.rewards.base import Missing, Scorer
+from rollouts.rewards.settings import ConstraintsConfig
 
 WORDS = Path("assets/constraints/words.txt.gz")
 SHORT_NUMBER = re.compile(r"(?<!\d)\d{1,6}(?!\d)")

@@ -17,8 +17,8 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_aft
 from yarl import URL
 
 from common.errors import ConfigError, require
-from config.schema_rewards import HttpConfig, JudgeConfig
 from rollouts.rewards.base import Missing, RewardError, results
+from rollouts.rewards.settings import HttpConfig, JudgeConfig
 
 T = TypeVar("T")
 V = TypeVar("V")

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from common.errors import ConfigError, require
 from common.imports import import_function
-from config.schema_rewards import FunctionConfig
 from data.adder import rewards
 from data.types import Prompt
 from rollouts.rewards.base import Missing, RewardError, Scorer, verdict_of
 from rollouts.rewards.pool import Pool
+from rollouts.rewards.settings import FunctionConfig
 
 Columns = dict[str, list[Any]]
 REFERENCE = ("reference", "answer", "solution")

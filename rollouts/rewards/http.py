@@ -6,11 +6,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from config.schema_rewards import HttpConfig
 from data.types import Prompt, Turn
 from rollouts.rewards.base import Missing, Scorer, verdict_of
 from rollouts.rewards.endpoint import Endpoint, FailedError
 from rollouts.rewards.function import Columns, batches_of, columns
+from rollouts.rewards.settings import HttpConfig
 
 _MAX_REPLY_BYTES = 4_000_000
 _FIRST = Prompt((Turn("user", "What is 2 + 2?"),), "4")

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from config.schema_rewards import JudgeConfig
 from data.types import Prompt
 from rollouts.rewards.base import Missing, Scorer
 from rollouts.rewards.endpoint import Endpoint, FailedError
+from rollouts.rewards.settings import JudgeConfig
 
 _MAX_REPLY_BYTES = 4_000_000
 _MOST_TOKENS = 100_000_000

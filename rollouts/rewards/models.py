@@ -26,7 +26,6 @@ from transformers import (
 )
 
 from common.errors import ConfigError, require
-from config.schema_rewards import ClassifierConfig, RewardModelConfig
 from data.chat import Renderer
 from data.templates import load_template
 from data.types import Completion, Prompt
@@ -35,6 +34,7 @@ from models.distributed import Ranks, map_locally
 from models.pretrained import not_found, reachable
 from models.weight_files import CONFIG, read_tensors, weights_are_there
 from rollouts.rewards.base import Missing, Scorer
+from rollouts.rewards.settings import ClassifierConfig, RewardModelConfig
 
 
 class RewardHead(Protocol):

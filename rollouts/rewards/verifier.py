@@ -10,10 +10,10 @@ from statistics import fmean
 
 from common.errors import ConfigError
 from config.files import section
-from config.schema_rewards import VerifierConfig
 from data.types import Prompt
 from rollouts.rewards.base import Missing, RewardError, Scorer
 from rollouts.rewards.pool import Pool
+from rollouts.rewards.settings import VerifierConfig
 
 _FORMAT = re.compile(r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$", re.DOTALL | re.MULTILINE)
 _TAGS = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")

@@ -9,10 +9,10 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from common.imports import import_function
-from config.schema_rewards import WeightedConfig
 from data.types import Prompt
 from data.views import advantages
 from rollouts.rewards.base import Missing, Scorer, finite
+from rollouts.rewards.settings import WeightedConfig
 
 if TYPE_CHECKING:
     import torch

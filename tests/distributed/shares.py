@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from common.errors import StoppedError, UserError
-from config.schema_rewards import RewardConfig, WeightedConfig
+from config.schema_rewards import RewardConfig
 from data.types import Prompt, Turn
 from models.distributed import Ranks, World, others_end, stop
 from rollouts.rewards.base import Reward, make_reward
+from rollouts.rewards.settings import WeightedConfig
 from tests.distributed.joining import join
 from tests.tiny import reward_of
 

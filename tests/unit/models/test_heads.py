@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from config.schema_rewards import ClassifierConfig
 from data.batches import microbatch
 from data.types import Example, Prompt, Turn
 from models.distributed import start
@@ -19,6 +18,7 @@ from models.pretrained import load_policy, load_tokenizer
 from models.sharding import shard
 from rollouts.rewards.models import Place
 from rollouts.rewards.models import make as classifier
+from rollouts.rewards.settings import ClassifierConfig
 from tests.tiny import make_config, random_groups, tiny_llama
 
 CPU = torch.device("cpu")

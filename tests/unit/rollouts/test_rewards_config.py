@@ -13,19 +13,18 @@ from omegaconf import OmegaConf
 
 from common.errors import ConfigError
 from common.imports import import_function
-from config.schema_rewards import (
-    OWN_KEYS,
+from config.schema_rewards import OWN_KEYS, RewardConfig
+from data.types import Prompt, Turn
+from rollouts.rewards import pool
+from rollouts.rewards.base import make_reward
+from rollouts.rewards.settings import (
     ClassifierConfig,
     FunctionConfig,
     JudgeConfig,
-    RewardConfig,
     RewardModelConfig,
     VerifierConfig,
     WeightedConfig,
 )
-from data.types import Prompt, Turn
-from rollouts.rewards import pool
-from rollouts.rewards.base import make_reward
 from tests.tiny import reward_of
 from tests.unit.rollouts.test_rewards_function import InThisProcess
 

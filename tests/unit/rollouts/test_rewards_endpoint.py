@@ -14,12 +14,12 @@ from collections import Counter
 import pytest
 
 from common.errors import ConfigError
-from config.schema_rewards import HttpConfig, JudgeConfig
 from data.types import Prompt, Turn
 from rollouts.rewards.base import Missing, RewardError
 from rollouts.rewards.endpoint import check_endpoint
 from rollouts.rewards.http import HttpReward
 from rollouts.rewards.judge import JudgeReward
+from rollouts.rewards.settings import HttpConfig, JudgeConfig
 from tests import http_server
 
 KEY = "sk-very-secret"

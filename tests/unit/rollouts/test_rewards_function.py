@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from common.errors import ConfigError, Requeue
 from common.worker_process import replies_of
-from config.schema_rewards import FunctionConfig
 from data.formats import prompt_only
 from data.groups import from_dict, read_groups, to_dict, write_groups
 from data.json_values import LARGEST
@@ -26,6 +25,7 @@ from data.types import Completion, Group, Prompt, Turn
 from rollouts.rewards import pool
 from rollouts.rewards.base import Missing, Reward, RewardError, make_reward, results
 from rollouts.rewards.function import columns
+from rollouts.rewards.settings import FunctionConfig
 from tests.tiny import make_config, reward_of
 from tests.unit.rollouts import reward_functions
 

@@ -21,13 +21,13 @@ from transformers import (
 )
 
 from common.errors import ConfigError
-from config.schema_rewards import ClassifierConfig, RewardModelConfig
 from data.types import Prompt, Turn
 from rollouts.rewards.armorm import ArmoRM, gate_position
 from rollouts.rewards.armorm import make as armorm
 from rollouts.rewards.base import Missing, make_reward
 from rollouts.rewards.models import by_length
 from rollouts.rewards.models import make as classifier
+from rollouts.rewards.settings import ClassifierConfig, RewardModelConfig
 from tests.tiny import TINY, reward_of
 from tests.tiny_armorm import save_armorm
 from tests.tiny_tokenizers import tiny_tokenizer

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config.schema_rewards import VerifierConfig
 from data.published import think_answer
 from data.types import Prompt, Turn
 from rollouts.rewards.base import Missing, make_reward
 from rollouts.rewards.mathverify import check
+from rollouts.rewards.settings import VerifierConfig
 from rollouts.rewards.verifier import VerifierReward, format_reward, tag_count_reward
 from tests.tiny import reward_of
 
