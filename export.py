@@ -120,18 +120,11 @@ def push(run: Path, exported: Path | None, repository: str, private: bool) -> st
 def main(words: Sequence[str] | None = None) -> None:
     parser = options_of("python export.py", __doc__)
     parser.add_argument("run", type=run_folder, help="the folder of a run")
-    parser.add_argument(
-        "--step", type=int, help="the checkpoint before this step; default: the newest sound one"
-    )
+    parser.add_argument("--step", type=int, help="the checkpoint before this step, else the newest sound one")
     parser.add_argument("--to", type=Path, help="where to write; default: the run's model/")
-    parser.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run code that comes with the run's model, if it has any",
-    )
-    parser.add_argument(
-        "--push-to-hub", metavar="ORG/NAME", help="upload it; a model/ that is there is taken as it is"
-    )
+    trust = "run code that comes with the run's model, if it has any"
+    parser.add_argument("--trust-remote-code", action="store_true", help=trust)
+    parser.add_argument("--push-to-hub", metavar="ORG/NAME", help="upload it; a model/ that is there stays")
     parser.add_argument("--public", action="store_true", help="a new repository on the hub is public")
     options = parser.parse_args(words)
 

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -141,19 +142,13 @@ _LONGEST_NAME = 200
 
 def check_name(key: str, value: Any) -> None:
     """Raise ConfigError unless ``value`` is a valid name of one folder or file on every file system."""
-    if (
-        not isinstance(value, str)
-        or _NAME.fullmatch(value) is None
-        or value in (".", "..")
-        or value.startswith("-")
-        or len(value) > _LONGEST_NAME
-    ):
+    named = isinstance(value, str) and _NAME.fullmatch(value) is not None and len(value) <= _LONGEST_NAME
+    if not named or value in (".", "..") or value.startswith("-"):
         raise ConfigError(
             key,
             value,
             "becomes the name of a folder or file: letters, digits and . _ + - = alone, at most "
-            f"{_LONGEST_NAME} of them, "
-            "not . or .., and no - at the beginning",
+            f"{_LONGEST_NAME} of them, not . or .., and no - at the beginning",
         )
 
 
@@ -168,6 +163,12 @@ def files_digest(paths: Iterable[Path]) -> str:
 
 
 def _sha256(path: Path) -> str:
+    about = path.stat()
+    return _read(path, about.st_size, about.st_mtime_ns)
+
+
+@cache
+def _read(path: Path, size: int, changed: int) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

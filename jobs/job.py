@@ -73,7 +73,7 @@ class Job:
     def run(self, signals: Signals) -> dict[str, Any]:
         """Train, export and report; return the summary. What fails on one of several ranks ends all of them;
         where memory was short, the message has the numbers to type."""
-        remedy = partial(short_of_memory, self.memory)
+        remedy = partial(short_of_memory, self.memory, self.prepared.config)
         with ended_together(alike=(UserError,)), explained(remedy):
             return self.results(signals)
 

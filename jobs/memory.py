@@ -488,7 +488,7 @@ class ShortOfMemoryError(RuntimeError):
     """A rank ran out of memory; the message has the numbers to type."""
 
 
-def short_of_memory(plan: MemoryPlan, error: Exception) -> Exception:
+def short_of_memory(plan: MemoryPlan, config: Config, error: Exception) -> Exception:
     """Return ShortOfMemoryError with what to type in place of an error of a GPU or a CPU without room; any
     other error as it is."""
     found = any(words in str(error) for words in SHORT)
@@ -500,6 +500,11 @@ def short_of_memory(plan: MemoryPlan, error: Exception) -> Exception:
     if tokens >= plan.load.tokens:
         step = "model.activation_checkpointing=true, or a lower model.max_length"
     first = str(error).strip().partition("\n")[0]
-    sizes = "model.eval_batch_size, reference_batch_size, sampler.batch_size"
-    elsewhere = f"in scores before training, an evaluation or a round, halve {sizes}"
+    sizes = {
+        "model.eval_batch_size": config.model.eval_batch_size,
+        "reference_batch_size": config.reference_batch_size,
+        "sampler.batch_size": config.sampler.batch_size,
+    }
+    halves = " ".join(f"{key}={size // 2}" for key, size in sizes.items() if size is not None and size > 1)
+    elsewhere = f"in scores before training, an evaluation or a round, use {halves}"
     return ShortOfMemoryError(f"out of memory ({first}): in a step, use {step}; {elsewhere}")

@@ -46,19 +46,19 @@ MOST_BRANCHES = 20
 BRANCHES_OF = {"_remedy": 28, "remedy": 26, "proposal": 26}
 # Lines that a room may have; only a reviewed change raises one.
 BUDGETS = {
-    "common": 1_462,
+    "common": 1_463,
     "config": 3_178,
     "data": 6_627,
     "models": 4_775,
     "trainers": 2_680,
     "reports": 1_954,
     "rollouts": 6_313,
-    "jobs": 4_254,
+    "jobs": 4_259,
     "evals": 1_617,
     "launch": 2_820,
     "benchmarks": 1_064,
     "tools": 762,
-    "tests": 26_508,
+    "tests": 26_509,
 }
 
 

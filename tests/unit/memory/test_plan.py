@@ -221,12 +221,13 @@ def test_a_free_fifth_of_a_card_has_the_number_that_would_use_it(taken: float, f
 )
 def test_out_of_memory_has_the_numbers_to_type(error: Exception, short: bool) -> None:
     plan = CUT
-    found = short_of_memory(plan, error)
+    config = replace(QWEN, model=replace(QWEN.model, eval_batch_size=64), reference_batch_size=16)
+    found = short_of_memory(plan, config, error)
     assert (found is error) != short and isinstance(found, ShortOfMemoryError) == short
     if short:
         tokens = int(re.search(r"use model\.microbatch_tokens=(\d+) ", str(found))[1])
         assert plan.least <= tokens < plan.load.tokens and "more" not in str(found)
-        assert "halve model.eval_batch_size, reference_batch_size, " in str(found)
+        assert "model.eval_batch_size=32 reference_batch_size=8" in str(found)
 
 
 def test_the_process_takes_what_is_said_of_a_cpu(tmp_path: Path) -> None:
