@@ -503,8 +503,8 @@ def short_of_memory(plan: MemoryPlan, config: Config, error: Exception) -> Excep
     sizes = {
         "model.eval_batch_size": config.model.eval_batch_size,
         "reference_batch_size": config.reference_batch_size,
-        "sampler.batch_size": config.sampler.batch_size,
+        "sampler.batch_size": None if config.sampler.separate else config.sampler.batch_size,
     }
     halves = " ".join(f"{key}={size // 2}" for key, size in sizes.items() if size is not None and size > 1)
-    elsewhere = f"in scores before training, an evaluation or a round, use {halves}"
-    return ShortOfMemoryError(f"out of memory ({first}): in a step, use {step}; {elsewhere}")
+    elsewhere = f"; in scores before training, an evaluation or a round, use {halves}" if halves else ""
+    return ShortOfMemoryError(f"out of memory ({first}): in a step, use {step}{elsewhere}")

@@ -126,7 +126,8 @@ class PlannedTest:
 
     name: str = ""
     cells: Annotated[
-        list[str | list[str]], must(lambda sides: len(sides) == 2 and sides[0] != sides[1], TWO_CELLS)
+        list[str | list[str]],
+        must(lambda sides: len(sides) == 2 and sides[0] != sides[1] and all(sides), TWO_CELLS),
     ] = field(default_factory=list)
     metric: Annotated[str, must(lambda of: "/" in of or of.startswith("eval_"), A_METRIC)] = ""
     effect: Annotated[

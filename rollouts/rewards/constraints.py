@@ -63,17 +63,14 @@ def fluency(answer: str, enough: float) -> float:
     return min(1.0, (1 - repetition(answer)) / enough) * min(1.0, share_of_words(answer) / enough)
 
 
-ENOUGH = 0.8
-"""``constraints.enough`` of config/reward/constraints.yaml."""
-
-
 def share_of_reward(completions: list[str], references: list[str | None]) -> list[float | None]:
-    """Return each answer's reward as a share of the largest, in [0, 1]; None where the reference names no
-    constraints. A verifier: its accuracy is the mean reward."""
+    """Return each answer's reward as a share of the largest, in [0, 1], by the numbers of the reward's yaml;
+    None where the reference names no constraints. A verifier: its accuracy is the mean reward."""
+    enough = ConstraintsConfig().enough  # type: ignore[call-arg]
     return [
         None
         if (wanted := wanted_of(reference)) is None
-        else fmean(met(text, wanted).values()) * fluency(text, ENOUGH)
+        else fmean(met(text, wanted).values()) * fluency(text, enough)
         for text, reference in zip(completions, references, strict=True)
     ]
 
@@ -81,8 +78,9 @@ def share_of_reward(completions: list[str], references: list[str | None]) -> lis
 def fluent_and_met(completions: list[str], references: list[str | None]) -> list[float | None]:
     """Return 1.0 for an answer that meets all constraints and which the guard leaves whole, else 0.0; None
     where the reference names no constraints. A verifier."""
+    enough = ConstraintsConfig().enough  # type: ignore[call-arg]
     verdicts = zip(completions, all_met(completions, references), strict=True)
-    return [None if v is None else v * (fluency(text, ENOUGH) == 1) for text, v in verdicts]
+    return [None if v is None else v * (fluency(text, enough) == 1) for text, v in verdicts]
 
 
 class ConstraintReward(Scorer):

@@ -52,13 +52,13 @@ BUDGETS = {
     "models": 4_775,
     "trainers": 2_680,
     "reports": 1_954,
-    "rollouts": 6_313,
+    "rollouts": 6_311,
     "jobs": 4_259,
     "evals": 1_617,
-    "launch": 2_820,
+    "launch": 2_821,
     "benchmarks": 1_064,
     "tools": 762,
-    "tests": 26_509,
+    "tests": 26_512,
 }
 
 

@@ -21,7 +21,7 @@ from data.sources import load_groups
 from data.types import Completion, Prompt, Turn
 from models.pretrained import load_tokenizer
 from rollouts.rewards.base import Missing, RewardError, make_reward
-from rollouts.rewards.constraints import fluency
+from rollouts.rewards.constraints import fluency, fluent_and_met, share_of_reward
 from tests.tiny import ROOT, make_config
 
 ASSETS = ROOT / "assets" / "adder"
@@ -223,4 +223,6 @@ def test_the_reward_is_the_share_times_a_guard_that_is_reported_beside_it() -> N
         reward.score([unknown], [good])
     references = [asked.reference_answer, asked.reference_answer, None]
     assert all_met([good, half, good], references) == [1.0, 0.0, None]
+    assert share_of_reward([loop, half, good], references) == [pytest.approx(scores[0] / 8), 0.5, None]
+    assert fluent_and_met([loop, half, good], [*references[:2], references[0]]) == [0.0, 0.0, 1.0]
     assert isinstance(reward.scorer.score([unknown], [good])[0], Missing)

@@ -45,6 +45,7 @@ def test_a_test_that_means_nothing_is_refused_with_the_file(tmp_path):
         ({"cells": ["plain", "trained"]}, "helps: cells=trained: is no cell of the sweep: plain, hl, online"),
         ({"cells": ["hl"]}, r"tests\[1\].cells=\['hl'\]: must be two cells"),
         ({"metric": "accuracy"}, r"tests\[1\].metric=accuracy: must be a number of a finished run"),
+        ({"cells": ["plain", []]}, r"tests\[1\].cells=\['plain', \[\]\]: must be two cells"),
         ({"cells": ["plain", ["hl", "no"]]}, "helps: cells=no: is no cell of the sweep"),
         ({"effect": 0}, r"tests\[1\].effect=0.0: must be the smallest difference"),
         ({"kind": "equal"}, r"tests\[1\].kind=equal: use one of different, same"),
