@@ -288,14 +288,14 @@ class Renderer:
     def _fitted(self, ids: list[int], prompt: Prompt, text: str) -> _Opened:
         """Return the prompt, whose text has these ids, within max_prompt_length. Raises RenderError."""
         opened = _Opened(prompt, text, np.array(self._with_bos(ids), dtype=np.int32))
+        if len(opened.ids) > self.max_prompt_length:
+            if self.long_prompts == DROP:
+                limit = f"model.max_prompt_length={self.max_prompt_length}"
+                raise RenderError(f"the prompt has more than {limit} tokens")
+            opened = self._shortened(opened)
         if not len(opened.ids):
             raise RenderError("the prompt has no token")
-        if len(opened.ids) <= self.max_prompt_length:
-            return opened
-        if self.long_prompts == DROP:
-            limit = f"model.max_prompt_length={self.max_prompt_length}"
-            raise RenderError(f"the prompt has more than {limit} tokens")
-        return self._shortened(opened)
+        return opened
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         """Return ``ids`` with exactly one beginning-of-sequence token if the model expects one, whether the

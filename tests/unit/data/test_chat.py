@@ -7,7 +7,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -167,6 +167,7 @@ words = st.text(alphabet=st.sampled_from("ab the\n é<|>✓"), max_size=60)
 
 
 @settings(max_examples=150)
+@example("qwen2", ["", "<<<<<<<<<<<<<ééé✓✓✓✓", ""], "", 30, True)  # all turns but an empty one are cut
 @given(
     family=st.sampled_from([*CHATS, "base", "llama2"]),
     contents=st.lists(words, min_size=1, max_size=5),
