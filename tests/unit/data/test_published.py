@@ -13,13 +13,9 @@ from hydra import compose, initialize_config_dir
 
 from config.schema_data import DataConfig
 from config.sections import typed
-from data.chat import Renderer
 from data.detection import FORMATS, OF_COLUMNS
 from data.rows import Loaded, Row
 from data.sources import convert, load_groups
-from data.templates import load_template
-from data.types import Sequence
-from tests.tiny_tokenizers import tiny_tokenizer
 from tests.unit.data.people import ROWS, words
 
 CONFIG = Path(__file__).parents[3] / "config"
@@ -42,34 +38,23 @@ def load(name: str, *records: dict, **settings: object) -> Loaded:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_every_shipped_yaml_is_whole_and_says_what_it_is(name: str) -> None:
-    config = shipped(name, "path=x", "eval_fraction=0.5", "columns={prompt: q}")
-    assert (config.name, config.columns) == (name, {"prompt": "q"})
-    assert (CONFIG / "data" / f"{name}.yaml").read_text().startswith("# ")
-    assert config.format in (*OF_COLUMNS, *FORMATS)
+def test_every_shipped_yaml_names_a_format(name: str) -> None:
+    assert shipped(name, "path=x").format in (*OF_COLUMNS, *FORMATS)
 
 
-def test_hh() -> None:
-    start = "\n\nHuman: hello\n\nAssistant: hi\n\nHuman: and?\n\nAssistant: "
-    twice = "\n\nHuman: a\n\nHuman: b\n\nAssistant: "
-    loaded = load(
-        "hh",
-        {"chosen": start + "yes", "rejected": start + "no"},
-        {"chosen": start + "yes", "rejected": "\n\nHuman: bye\n\nAssistant: no"},
-        {"chosen": twice + "c", "rejected": twice + "d"},
-    )
-    assert words(loaded) == [(["hello", "hi", "and?"], ["yes", "no"], (1.0, -1.0))]
+def test_hh_pairs_of_different_conversations_are_dropped() -> None:
+    start, twice = "\n\nHuman: hello\n\nAssistant: ", "\n\nHuman: a\n\nHuman: b\n\nAssistant: "
+    pairs = (start + "yes", "\n\nHuman: bye\n\nAssistant: no"), (twice + "c", twice + "d")
+    loaded = load("hh", *({"chosen": chosen, "rejected": rejected} for chosen, rejected in pairs))
     assert [d.reason for d in loaded.dropped] == ["chosen and rejected answer different conversations"] * 2
 
 
-def test_alpacaeval_judgements_and_outputs() -> None:
+def test_alpacaeval_judgements() -> None:
     judged = {"instruction": "q", "output_1": "one", "output_2": "two", "generator_1": "g"}
     preferences = (1.0, 1.49, 1.51, 2, 1.5, float("nan"), None, 0.2)
     loaded = load("alpacaeval", *({**judged, "preference": p} for p in preferences))
     assert [c for _, c, _ in words(loaded)] == [["one", "two"]] * 2 + [["two", "one"]] * 2
     assert loaded.dropped[0].reason == "a tie" and len(loaded.dropped) == 4
-    output = {"instruction": "q", "output": "a", "generator": "g", "dataset": "koala"}
-    assert words(load("alpacaeval", output, format="auto")) == [(["q"], ["a"], (1.0,))]
 
 
 @pytest.mark.parametrize("name", ["shp", "local"])
@@ -87,9 +72,6 @@ def test_checkable_maths_has_the_asked_form_and_what_lacks_it_is_dropped() -> No
     steps = "<think>\nIt is 500 * 2 = <<500*2=1000>>1000.\n</think>\n"
     assert asked == f"{steps}<answer>\n1000\n</answer>"
     assert "####" in load("gsm8k", {"question": "q", "answer": "no mark"}, sets["gsm8k"]).dropped[0].reason
-    row = sets["gsm8k_solutions"]
-    missing = load("gsm8k_solutions", row | {"6b_verification": "x"}, row)
-    assert [d.reason for d in missing.dropped] == ["'6b_verification' is a str, not an object"]
 
 
 OASST = """
@@ -151,16 +133,8 @@ def test_the_real_hh_file() -> None:
     train, held_out = load_groups(config, "train"), load_groups(config, "eval")
     assert train.read == len(train.groups) + len(held_out.groups) + len(train.dropped) == 2312
     assert len(train.dropped) < 20
-    assert not {g.prompt.id for g in train.groups} & {g.prompt.id for g in held_out.groups}
     assert all(g.prompt.turns[-1].role == "user" and g.rewards == (1.0, -1.0) for g in train.groups)
     assert max(len(g.prompt.turns) for g in train.groups) > 5
-    tokenizer = tiny_tokenizer("llama3")
-    make = Renderer(tokenizer, max_length=1024, max_prompt_length=512, template=load_template(tokenizer))
-    made = make.sequences([(g.prompt, c) for g in train.groups for c in g.completions])
-    assert all(isinstance(row, Sequence) and len(row) <= 1024 for row in made)
-    ends = sum(int(row.completion_ids[-1] == make.end_id) for row in made)
-    assert ends == len(made) - make.cuts["completion end"]
-    assert train.groups[0].completions[0].text in tokenizer.decode(made[0].completion_ids)
 
 
 def test_the_other_real_files() -> None:
@@ -179,4 +153,3 @@ def test_the_other_real_files() -> None:
     assert sum(0 < sum(g.rewards) < 4 for g in loaded.groups) == 731
     shares = [100 * fmean(g.rewards[i] for g in loaded.groups) for i in range(4)]
     assert shares == pytest.approx([21.7, 39.0, 34.7, 56.3], abs=0.05)
-    assert all(math.isfinite(float(g.prompt.reference_answer)) for g in loaded.groups)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from common.errors import ConfigError, StoppedError
 from data.examples import Examples
-from data.quality import PAPER_WORST_QUARTILE, DataReport, places, select
+from data.quality import DataReport, places, select
 from data.rows import Dropped, Loaded
 from data.types import Completion, Example, Group, Prompt, Sequence, Turn
 from reports import data_tables
@@ -47,9 +47,8 @@ def test_it_counts_rows_prompts_and_what_both_splits_share(report: DataReport) -
     assert (tokens.count, tokens.mean, tokens.maximum) == (4, 6.0, 9.0)
     assert report.completion_tokens.median == 3.5
     assert any("both trained on and evaluated" in warning for warning in report.warnings())
-    assert any("left out: 3 of 6 rows (2 × a tie, 1 × no" in line for line in report.beginning())
-    plain = json.loads(json.dumps(report.with_logprobs({"chosen": np.array([-0.1, -0.3])}).to_dict()))
-    assert plain["logprob"]["chosen"]["mean"] == pytest.approx(-0.2)
+    assert any("left out: 3 of 6 rows (2 × a tie" in line for line in report.beginning())
+    plain = json.loads(json.dumps(report.to_dict()))
     assert plain["named"][0] == {"file": "f.jsonl", "row": 2, "reason": "a tie", "intended": False}
     empty = report.with_logprobs({"chosen": np.array([np.nan])})
     assert empty.logprob == {} and empty.poor_share is report.with_logprobs({}).poor_share is None
@@ -59,25 +58,14 @@ def test_the_start_says_which_answers_are_desirable() -> None:
     """Of a rating from 0 to 4 only 0 is not, and of numbered classes the names say which is which."""
     loaded, none = Loaded([group("q1")], 1, [], "f.jsonl"), Loaded([], 0, [], "")
     examples = Examples(tuple((Example("a", (row(3, 5),), label),) for label in (-1.0, 1.0, 1.0)), {})
-    said = DataReport.of(loaded, none, examples, {}, labelled=True)
-    said = replace(said, example=("q", "a")).beginning()
-    assert "labels: 2 answers desirable, 1 not; of a row with a reward one above 0 is" in said
-    assert "first example, undesirable completion: 'a'" in said
-    read = replace(loaded, format="unpaired", columns=("a", "b"), unused=("id",))
-    lines = DataReport.of(read, none, examples, {}).beginning()
-    assert lines[0] == "data read as unpaired (a, b); columns that nothing reads: id"
-    plain = DataReport.of(loaded, none, examples, {})
-    plain = replace(plain, example=("q", "a")).beginning()
-    assert "first example, completion: 'a'" in plain and not any("desirable" in line for line in plain)
+    of = DataReport.of(loaded, none, examples, {}, labelled=True)
+    shown = replace(of, example=("q", "a")).beginning()
+    assert of.labels == (2, 1) and any("labels: 2 answers desirable, 1 not" in line for line in shown)
+    assert shown[-1] == "first example, undesirable completion: 'a'"
+    assert DataReport.of(loaded, none, examples, {}).labels is None
 
 
-def test_tables_hold_whatever_the_data_say_and_it_does_nothing(report: DataReport) -> None:
-    kinds = {"chosen": np.array([-0.1]), "rejected": np.array([-0.5])}
-    page = data_tables.page(report.with_logprobs(kinds, clippable_share=0.021).to_dict())
-    assert "f.jsonl, row 2: a tie" in page and "2.1%" in page
-    for table in page.split("\n\n"):
-        widths = {line.replace("\\|", "").count("|") for line in table.splitlines() if line.startswith("|")}
-        assert len(widths) <= 1, table
+def test_what_the_data_say_does_nothing_on_the_page() -> None:
     hostile = "<svg onload=alert(1)> ![](http://x) `a` \\| <script>\n# b\n\x1b[2J\ud800"
     loaded = Loaded([group("q1")], 3, [Dropped(hostile, 2, hostile)], hostile)
     made = DataReport.of(loaded, Loaded([], 0, [], hostile), Examples((), {hostile: 1}), {})
@@ -95,14 +83,12 @@ def test_the_gate_warns_of_data_like_the_papers_lowest_quarter(report: DataRepor
         assert any("Figure 6" in warning for warning in scored.warnings()) == warned
         assert scored.logprob["all"].count == 6  # what was not scored is not averaged over
         assert scored.logprob["chosen"].median == pytest.approx(center)
-        low, high = PAPER_WORST_QUARTILE
-        assert (f"[{low}, {high}]" in data_tables.page(scored.to_dict())) == warned
     human = np.linspace(-2.5, -1.5, 20)
     own = [-1.2 - 0.1 * i for i in range(11)]  # a tenth of these is below -2.1
     likely = report.with_logprobs({"chosen": human}, own=own)
     assert likely.poor_share == pytest.approx(0.4) and not any("Figure 6" in one for one in likely.warnings())
     unlikely = report.with_logprobs({"chosen": human - 1}, own=own)
-    assert any("median -3.00 nats a token; its own answers -1.70" in one for one in unlikely.warnings())
+    assert any("its own answers -1.70" in one for one in unlikely.warnings())
 
 
 # data.logprob_range: a slice of the order by likelihood, and ranges that meet part the data
@@ -125,10 +111,7 @@ def test_what_is_kept_is_a_slice_of_the_order_by_likelihood(values, a, b) -> Non
     assert abs(len(low.kept) - len(values) / 4) <= 0.5
 
 
-def test_a_selection_is_reported_and_refused_where_it_means_nothing() -> None:
-    page = data_tables.page({"selection": select(np.arange(-8.0, 0.0), [0.25, 0.75]).to_dict()})
-    assert "4 of 8 groups; 2 were less likely, 2 more likely" in page
-    assert "| every group | 8 | -4.500 | -8.000 |" in page
+def test_a_selection_is_refused_where_it_means_nothing() -> None:
     for bad in (float("nan"), float("-inf")):
         with pytest.raises(StoppedError, match="1 of 3 training groups"):
             select(np.array([-1.0, bad, -0.1]), [0.0, 0.5])

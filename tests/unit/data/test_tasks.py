@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 from common.errors import ConfigError
 from config.schema_data import DataConfig
 from data import adder
-from data.adder import Noise, addition, demonstration
-from data.chat import make_renderer
-from data.constraints import KINDS, PROMPTS, TOPICS, all_met, constrained, met, prompt, prompts, yaml
+from data.adder import Noise, demonstration
+from data.constraints import KINDS, PROMPTS, TOPICS, all_met, constrained, met, prompts, yaml
 from data.sources import load_groups
-from data.types import Completion, Prompt, Turn
-from models.pretrained import load_tokenizer
-from rollouts.rewards.base import Missing, RewardError, make_reward
+from data.types import Prompt, Turn
+from rollouts.rewards.base import RewardError, make_reward
 from rollouts.rewards.constraints import fluency, fluent_and_met, share_of_reward
 from tests.tiny import ROOT, make_config
 
@@ -135,15 +133,6 @@ def test_shipped_pairs_are_of_their_split_and_scored_as_the_task_scores(split, c
         assert group.rewards[0] - group.rewards[1] >= 0.01
 
 
-def test_rows_have_one_beginning_one_end_and_a_token_a_character() -> None:
-    config = make_config("model.max_prompt_length=32")
-    made = make_renderer(load_tokenizer(config.model), config.model, config.data)
-    asked = Prompt((*addition(37, 58).turns, Turn("assistant", "95"), Turn("user", "01+02=")))
-    row, decode = made.sequence(asked, Completion(text="3")), made.tokenizer.decode
-    assert decode(row.prompt_ids) == "<bos><user>37+58=<assistant>95<eos><user>01+02=<assistant>"
-    assert decode(row.completion_ids) == "3<eos>" and len(row.completion_ids) == 2
-
-
 # Constraints: prompts apart by topic, checks that follow the words, a reward whose guard is seen
 
 
@@ -190,17 +179,16 @@ def test_prompts_are_apart_by_topic_the_same_each_time_and_ask_for_what_is_check
         assert len(wanted) == len({KINDS[name].about for name in wanted}) == 2
         assert all(KINDS[name].words.format(value) in text for name, value in wanted.items())
         assert any(topic in text for topic in topics[split])
-    assert prompt("rain", random.Random(3)) == prompt("rain", random.Random(3))
 
 
 def test_the_source_gives_held_out_halves() -> None:
     data = make_config("data=constraints").data
     train, held_out = (load_groups(data, split).groups for split in ("train", "eval"))
     assert len(train) == PROMPTS["train"] and len(held_out) == PROMPTS["validation"] + PROMPTS["test"]
-    half = load_groups(make_config("data=constraints", "data.eval_split=test").data, "eval").groups
+    half = load_groups(replace(data, eval_split="test"), "eval").groups
     assert [g.prompt for g in half] == list(prompts("test"))
     with pytest.raises(ConfigError, match="validation, test, null"):
-        constrained(make_config("data=constraints", "data.eval_split=tset").data, "eval")
+        constrained(replace(data, eval_split="tset"), "eval")
 
 
 def test_the_reward_is_the_share_times_a_guard_that_is_reported_beside_it() -> None:
@@ -216,13 +204,10 @@ def test_the_reward_is_the_share_times_a_guard_that_is_reported_beside_it() -> N
     assert reward.metrics["reward_met"] == 1.0 and reward.metrics["reward_fluency"] < 0.2
     assert reward.metrics["reward_repetition"] > 0.2 and reward.metrics["reward_known_words"] < 0.8
     assert fluency(good, 0.8) == 1.0 and fluency("", 0.8) == 0.0
-    unknown = Prompt(asked.turns, json.dumps({"rhyme": None}))
-    with pytest.raises(RewardError, match="has no reference answer"):
-        reward.score([Prompt(asked.turns)], [good])
-    with pytest.raises(RewardError, match="no known constraints"):
-        reward.score([unknown], [good])
+    for reference, says in ((None, "has no reference answer"), ('{"rhyme": null}', "no known constraints")):
+        with pytest.raises(RewardError, match=says):
+            reward.score([Prompt(asked.turns, reference)], [good])
     references = [asked.reference_answer, asked.reference_answer, None]
     assert all_met([good, half, good], references) == [1.0, 0.0, None]
     assert share_of_reward([loop, half, good], references) == [pytest.approx(scores[0] / 8), 0.5, None]
     assert fluent_and_met([loop, half, good], [*references[:2], references[0]]) == [0.0, 0.0, 1.0]
-    assert isinstance(reward.scorer.score([unknown], [good])[0], Missing)
