@@ -97,6 +97,7 @@ PREFERRED = {"prompt": Q, "chosen": A, "rejected": B}
         ({"prompt": Q, "completion": A, "label": False, "is_desirable": True}, ["reads 'is_desirable'"]),
         ({"prompt": Q, "completions": [A, B], "rewards": [1, 0], "weight": 0.0}, ["reads 'weight'"]),
         ({"prompt": Q, "completion": A, "reward": 1.0, "score": 4}, ["reads 'score'"]),
+        ({"prompt": Q, "completions": [A, B], "labels": [True, False]}, ["stepwise supervision"]),
         (PREFERRED | {"margin": 0.5}, ['"data.numbers=[margin]" for a loss', "data.ignore_columns=[margin]"]),
         (PREFERRED | {"ref_chosen_logps": 0.5}, ["made elsewhere; here a run makes them"]),
         *(({"prompt": Q, "chat_template_kwargs": {"enable_thinking": False}} | answer,
@@ -140,7 +141,6 @@ def test_no_known_column_of_a_text_is_unread_in_silence(record: dict) -> None:
         ((None, None, None), "all", "abc"),
         ((None, None, None), "marked", ""),
         ((True, None, False), None, "a"),
-        ((1, 1, 1), None, "abc"),
         ((1, "0", "1"), "marked", "ac"),
         ((0, None, None), None, "bc"),
         ((True, True, False), "all", "abc"),
@@ -249,17 +249,11 @@ def test_columns_may_be_paths_into_columns() -> None:
         load(row, columns={"reference": "reward_model.truth"})
 
 
-def test_the_first_rows_show_the_format_together() -> None:
-    loaded = load({"prompt": Q, "chosen": A}, *[{"prompt": Q, "chosen": A, "rejected": B}] * 11)
-    assert loaded.format == "preference" and len(loaded.groups) == 11
-    assert [(d.row, d.reason) for d in loaded.dropped] == [(1, "no column 'rejected'")]
-    assert load({"messages": said(Q)}).groups[0].completions == ()
-
-
 def test_rows_that_cannot_be_read_are_refused_beyond_a_tenth(tmp_path) -> None:
+    """The first rows show the format together, though the very first are of another."""
     good = {"prompt": Q, "chosen": A, "rejected": B}
-    lines(tmp_path / "a.jsonl", [good] * 9)
-    lines(tmp_path / "b.jsonl", [{"instruction": Q, "output": A}] * 6)
+    lines(tmp_path / "a.jsonl", [{"instruction": Q, "output": A}] * 6)
+    lines(tmp_path / "b.jsonl", [good] * 9)
     said = r"^data\.max_unreadable=0\.1: 6 of the 15 rows of .* no column 'chosen'.*data\.max_unreadable=0\.4"
     with pytest.raises(ConfigError, match=said):
         load_groups(local(tmp_path), "train")
@@ -388,9 +382,8 @@ def test_a_thought_reaches_the_template_whatever_its_name(key: str, value: objec
 
 
 def test_a_column_of_thoughts_is_mapped() -> None:
-    for name in ("thinking", "thought"):
-        row = {"prompt": Q, name: "Red?", "completion": A}
-        (settings, *_) = typed_lines(outcome([row]))
-        assert settings == {"columns": {"reasoning_content": name}}
-        (group,) = load(row, **settings).groups
-        assert json.loads(group.completions[0].keys) == {"reasoning_content": "Red?"}
+    row = {"prompt": Q, "thinking": "Red?", "completion": A}
+    (settings, *_) = typed_lines(outcome([row]))
+    assert settings == {"columns": {"reasoning_content": "thinking"}}
+    (group,) = load(row, **settings).groups
+    assert json.loads(group.completions[0].keys) == {"reasoning_content": "Red?"}

@@ -23,6 +23,7 @@ from tests.full_disk import full_disk
 from tests.unit.data.people import ROWS, lines, load, local, said, words
 
 PROMPTED = {"chosen": "x", "rejected": "y"}
+HH = "\n\nHuman: a{}\n\nAssistant: "
 TWO = {"prompt": "a", "response_a": "b", "response_b": "c"}
 LED = {key: [{"role": "system", "content": "t"}, *said("a", key)] for key in PROMPTED}
 PICTURE = [{"role": "user", "content": [{"type": "image"}]}]
@@ -36,6 +37,8 @@ PICTURE = [{"role": "user", "content": [{"type": "image"}]}]
         ({"prompt": said("a", "b")} | PROMPTED, "end with a user turn"),
         ({"prompt": "a", "chosen": said("b", "x"), "rejected": said("b", "y")}, "not contain the prompt"),
         ({"chosen": said("a", "x"), "rejected": said("b", "y")}, "different conversations"),
+        ({key: HH.format("?" * i) + key for i, key in enumerate(PROMPTED)}, "different conversations"),
+        ({key: HH.format("\n\nHuman: b") + key for key in PROMPTED}, "different conversations"),
         ({"chosen": said("a", "x", "c"), "rejected": said("a", "x", "d")}, "end with an assistant turn"),
         ({"prompt": [{"role": "critic", "content": "a"}]} | PROMPTED, "role 'critic'"),
         ({"prompt": PICTURE} | PROMPTED, "no 'content' string"),
@@ -166,13 +169,10 @@ def test_a_text_is_trained_on_whole_but_for_its_first_word_and_never_through_a_t
     assert "fewer than two words" in load({"text": "Once"}, apply_chat_template=False).dropped[0].reason
 
 
-def test_labelled_steps_are_refused_and_columns_that_nothing_reads_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"stepwise supervision.*no loss here"):
-        load({"prompt": Q, "completions": ["a", "b"], "labels": [True, False]})
+def test_columns_that_nothing_reads_are_named() -> None:
     record = {"id": 1, "question": Q, "answer": GOOD, "source": "x"}
     found = load(*[record] * 80, columns={"prompt": "question", "completion": "answer"})
     assert found.unused == ("id", "source")
-    assert load({"instruction": Q, "input": "", "output": GOOD, "text": "whole"}).unused == ("text",)
 
 
 def test_every_kind_of_rows_is_told_from_the_others() -> None:

@@ -71,7 +71,6 @@ def test_a_dialogue_is_its_turns_again_whatever_its_headings(form: str, rows: li
         (["User: a {}\nNote: x\nAssistant:"] * 2, [["a 0\nNote: x"], ["a 1\nNote: x"]]),
         (["User: a {}\nAssistant: b"] * 2, "'user' and 'assistant' that ends with an answer"),
         (["<|im_start|>user\nHi {}<|im_end|>\n<|im_start|>assistant\n"] * 2, "markup of a chat template"),
-        (["[INST] Hi {} [/INST]"] * 2, "markup of a chat template ([INST])"),
         (["<|our|>user\nHi {}<|end|>\n<|our|>assistant\n"] * 2, "markup of a chat template (<|our|>)"),
         (["What does <|im_start|>user {} mean?", "<|im_end|> {} is what?"], None),
     ],
@@ -88,18 +87,23 @@ def test_what_a_prompt_may_mean(prompts: list[str], read: list | str | None) -> 
     assert len(load(*records, apply_chat_template=False).groups) == 2
 
 
+def read(*groups: Group) -> tuple[list[Group], tuple[str, ...]]:
+    """What the groups become, and what is said of it."""
+    reader = Reader(CONFIG)
+    rows = ((group, Row("f", i, {})) for i, group in enumerate(groups, 1))
+    return [group for group, _ in reader.read(rows)], reader.lines
+
+
 def test_a_prompt_at_the_head_of_every_answer_is_taken_off_and_counted():
     """And a script without spaces is cut behind a sentence, or refused."""
     ends = ("It is a number.", "I do not know.")
     asked = [one(f"What is {i}?", *(f"What is {i}? {end}" for end in ends)) for i in range(70)]
-    reader = Reader(CONFIG)
-    read = [group for group, _ in reader.read((group, Row("f", i, {})) for i, group in enumerate(asked, 1))]
-    assert {tuple(c.text for c in group.completions) for group in read} == {ends}
-    (line,) = reader.lines
-    assert line == "70 rows whose answers began with the prompt, which was taken off (first: f, row 1)"
-    some, reader = [*asked[:9], one("Why?", "Why? Because.", "No.")], Reader(CONFIG)
-    assert [group for group, _ in reader.read((g, None) for g in some)] == some, "one answers otherwise"
-    (line,) = reader.lines
+    found, lines = read(*asked)
+    assert {tuple(c.text for c in group.completions) for group in found} == {ends}
+    assert lines == ("70 rows whose answers began with the prompt, which was taken off (first: f, row 1)",)
+    some = [*asked[:9], one("Why?", "Why? Because.", "No.")]
+    found, (line,) = read(*some)
+    assert found == some, "one answers otherwise"
     assert line.startswith("9 rows whose answers begin with the prompt, as not all do: left so")
     assert not repeats_prompt(one("1", "10"))
     pair = {"chosen": "天空是什么颜色？天空是蓝色。", "rejected": "天空是什么颜色？天空是红色。"}
@@ -126,15 +130,12 @@ ENDS = {
 def test_a_repeated_prompt_goes_with_its_line_and_an_end_of_turn_but_no_struck_text() -> None:
     for behind, left in BEHIND.items():
         asked = [one(f"def f{i}(a):", f"def f{i}(a):{behind}", f"def f{i}(a): pass") for i in range(3)]
-        for group, _ in Reader(CONFIG).read((group, None) for group in asked):
+        for group in read(*asked)[0]:
             assert [c.text for c in group.completions] == [left, "pass"]
     for text, end in ENDS.items():
-        reader = Reader(CONFIG)
-        ((group, _),) = reader.read(iter([(one("Why?", text), None)]))
+        ((group,), lines) = read(one("Why?", text))
         assert group.completions[0].text == (text if end is None else end)
-        assert bool(reader.lines) == (end is not None)
+        assert bool(lines) == (end is not None)
     groups = [one("Why?", "", "No."), one("Why?", "Yes.", " \n"), one("Why?", "Yes.", "No.")]
-    reader = Reader(CONFIG)
-    assert [g for g, _ in reader.read((g, Row("f", i, {})) for i, g in enumerate(groups, 1))] == groups
     wordless = "2 rows with an answer without a word, which teaches to end at once (first: f, row 1)"
-    assert reader.lines == (wordless,)
+    assert read(*groups) == (groups, (wordless,))

@@ -4,7 +4,6 @@ repository."""
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 from statistics import fmean
 
@@ -40,13 +39,6 @@ def load(name: str, *records: dict, **settings: object) -> Loaded:
 @pytest.mark.parametrize("name", SETS)
 def test_every_shipped_yaml_names_a_format(name: str) -> None:
     assert shipped(name, "path=x").format in (*OF_COLUMNS, *FORMATS)
-
-
-def test_hh_pairs_of_different_conversations_are_dropped() -> None:
-    start, twice = "\n\nHuman: hello\n\nAssistant: ", "\n\nHuman: a\n\nHuman: b\n\nAssistant: "
-    pairs = (start + "yes", "\n\nHuman: bye\n\nAssistant: no"), (twice + "c", twice + "d")
-    loaded = load("hh", *({"chosen": chosen, "rejected": rejected} for chosen, rejected in pairs))
-    assert [d.reason for d in loaded.dropped] == ["chosen and rejected answer different conversations"] * 2
 
 
 def test_alpacaeval_judgements() -> None:
@@ -121,35 +113,21 @@ def test_a_set_is_read_as_the_hub_has_it(of: dict) -> None:
 # The real files
 
 
-def real(name: str) -> Path:
-    path = REAL / name
-    if not path.is_file():
-        pytest.skip(f"the real file {name} is not beside the repository (../shared/data)")
-    return path
+REAL_FILES = {  # -> rows, groups
+    "hh hh_harmless_test.jsonl.gz": (2312, 2303),
+    "alpacaeval alpacaeval_annotations_gpt35_turbo_0301.json": (805, 804),
+    "gsm8k gsm8k_train.jsonl": (7473, 7473),
+    "gsm8k_solutions gsm8k_model_solutions.jsonl.gz": (1319, 1319),
+}
 
 
-def test_the_real_hh_file() -> None:
-    config = shipped("hh", f"path={real('hh_harmless_test.jsonl.gz')}")
-    train, held_out = load_groups(config, "train"), load_groups(config, "eval")
-    assert train.read == len(train.groups) + len(held_out.groups) + len(train.dropped) == 2312
-    assert len(train.dropped) < 20
-    assert all(g.prompt.turns[-1].role == "user" and g.rewards == (1.0, -1.0) for g in train.groups)
-    assert max(len(g.prompt.turns) for g in train.groups) > 5
-
-
-def test_the_other_real_files() -> None:
-    judged = real("alpacaeval_annotations_gpt35_turbo_0301.json")
-    loaded = load_groups(shipped("alpacaeval", f"path={judged}", "eval_fraction=0"), "train")
-    assert (loaded.read, len(loaded.groups), [d.reason for d in loaded.dropped]) == (805, 804, ["a tie"])
-    files = f"path={real('gsm8k_train.jsonl')}", f"eval_path={real('gsm8k_test.jsonl')}"
-    config = shipped("gsm8k", *files, "system_prompt=think_answer")
-    train, test = load_groups(config, "train"), load_groups(config, "eval")
-    assert (len(train.groups), len(test.groups), train.dropped) == (7473, 1319, [])
-    assert all(math.isfinite(float(g.prompt.reference_answer)) for g in train.groups)
-    assert all(g.prompt.turns[0].role == "system" for g in test.groups)
-    solved = f"path={real('gsm8k_model_solutions.jsonl.gz')}"
-    loaded = load_groups(shipped("gsm8k_solutions", solved, "eval_fraction=0"), "train")
-    assert (len(loaded.groups), loaded.dropped) == (1319, [])
-    assert sum(0 < sum(g.rewards) < 4 for g in loaded.groups) == 731
-    shares = [100 * fmean(g.rewards[i] for g in loaded.groups) for i in range(4)]
-    assert shares == pytest.approx([21.7, 39.0, 34.7, 56.3], abs=0.05)
+@pytest.mark.parametrize(("file", "counts"), REAL_FILES.items())
+def test_a_real_file_is_read(file: str, counts: tuple[int, int]) -> None:
+    name, path = file.split()
+    if not (REAL / path).is_file():
+        pytest.skip(f"the real file {path} is not beside the repository (../shared/data)")
+    loaded = load_groups(shipped(name, f"path={REAL / path}", "eval_path=null", "eval_fraction=0"), "train")
+    assert (loaded.read, len(loaded.groups)) == counts
+    if name == "gsm8k_solutions":
+        shares = [100 * fmean(g.rewards[i] for g in loaded.groups) for i in range(4)]
+        assert shares == pytest.approx([21.7, 39.0, 34.7, 56.3], abs=0.05)

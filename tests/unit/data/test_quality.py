@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -54,15 +53,11 @@ def test_it_counts_rows_prompts_and_what_both_splits_share(report: DataReport) -
     assert empty.logprob == {} and empty.poor_share is report.with_logprobs({}).poor_share is None
 
 
-def test_the_start_says_which_answers_are_desirable() -> None:
-    """Of a rating from 0 to 4 only 0 is not, and of numbered classes the names say which is which."""
-    loaded, none = Loaded([group("q1")], 1, [], "f.jsonl"), Loaded([], 0, [], "")
+def test_desirable_answers_are_counted_for_a_loss_that_learns_from_them() -> None:
+    none = Loaded([], 0, [], "")
     examples = Examples(tuple((Example("a", (row(3, 5),), label),) for label in (-1.0, 1.0, 1.0)), {})
-    of = DataReport.of(loaded, none, examples, {}, labelled=True)
-    shown = replace(of, example=("q", "a")).beginning()
-    assert of.labels == (2, 1) and any("labels: 2 answers desirable, 1 not" in line for line in shown)
-    assert shown[-1] == "first example, undesirable completion: 'a'"
-    assert DataReport.of(loaded, none, examples, {}).labels is None
+    found = [DataReport.of(none, none, examples, {}, labelled=labelled) for labelled in (True, False)]
+    assert [(of.labels, of.desirable_first) for of in found] == [((2, 1), False), (None, False)]
 
 
 def test_what_the_data_say_does_nothing_on_the_page() -> None:

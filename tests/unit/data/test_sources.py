@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import ConfigError, DataError
+from common.errors import ConfigError, DataError, UserError
 from config.schema_data import DataConfig, MixPart
 from data.batches import FILL, microbatch
 from data.examples import make_examples
@@ -30,10 +30,10 @@ from data.types import Completion, Group, Prompt, Turn
 from data.views import keep_shares, labelled, pairs
 from tests.tiny import make_config
 from tests.unit.data.people import lines, local
+from tests.unit.data.people import load as records
 from tests.unit.data.test_token_cache import renderer
 
-RECORDS = [{"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(40)]
-LONG = "x" * 300  # no file system has such a name
+RECORDS = [{"prompt": f"ask {i}, ü", "chosen": f"good\n{i}", "rejected": f'"bad" {i}'} for i in range(40)]
 
 
 def config(path: object, **settings: object) -> DataConfig:
@@ -67,69 +67,48 @@ CUT = gzip.compress(b'{"prompt": "a"}\n' * 99, mtime=0)[:-9]
     [
         ("absent.jsonl", None, r"data.path=.*no such file"),
         ("pairs.xml", b"a,b", "use one of .json, .jsonl"),
-        ("pairs.csv", b"a,a\n1,2", "must name every column, each once"),
         ("index.csv", b",prompt\n0,a", "each once; it is .*; pandas leaves its index out with index=False"),
         ("pairs.csv", b"prompt,chosen", "holds no row"),
         ("pairs.json", b'{"prompt": 1}', "must hold one list"),
         ("pairs.json", b'{"a": 1}\n{"a": 2}', "must be named .jsonl"),
-        ("pairs.jsonl.gz", b"not gzip", "not JSON"),
         ("pairs.jsonl.gz", CUT, "cannot be read to its end"),
         ("pairs.parquet", b"not parquet", "cannot be read"),
         ("pairs.jsonl", b"\n", "holds no row"),
-        ("pairs.json", b"[]", "holds no row"),
+        # a quote that is open to the end of the file, or to another
+        ("a.csv", b'a,b\nq,"a\nb"\nq,"a\nr,c\ns,e\n', r"a\.csv: line 6 is not CSV .* begins at line 4;"),
+        ("a.csv", b'a,b,c\nq,"a,b\nr,c,"d"\ns,e,f\n', r"a\.csv: line 3 is not CSV .* begins at line 2;"),
     ],
 )
 def test_a_wrong_file_is_refused_with_a_remedy(tmp_path, name: str, content: bytes | None, message: str):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    known = content is not None and name != "pairs.xml"
-    with pytest.raises(DataError if known else ConfigError, match=message):
+    with pytest.raises(UserError, match=message):
         load_groups(config(tmp_path / name), "train")
-
-
-def test_a_wrong_source_path_or_format_is_refused_by_its_name(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    path = lines(tmp_path / "pairs.jsonl", RECORDS)
-    for settings in (
-        {"source": "data.sources.nothing"},
-        {"path": None},
-        {"format": "./myfmt.convert"},
-        *({"source": f"data.sources.{of}", "path": LONG} for of in ("local", "hub_table")),
-    ):
-        *_, key = settings
-        with pytest.raises(ConfigError, match=rf"^data\.{key}="):
-            load_groups(replace(config(path), **settings), "train")
 
 
 # Splits
 
 
 def test_held_out_prompts_are_a_share_and_never_trained_on(tmp_path) -> None:
+    """A system prompt does not change who is held out; nothing is where evaluation data are named."""
     doubled = RECORDS + [{**row, "chosen": "another"} for row in RECORDS]  # two pairs a prompt stay together
     settings = config(lines(tmp_path / "a.jsonl", doubled), eval_fraction=0.1)
-    train, held_out = load_splits(settings)
+    both = train, held_out = load_splits(settings)
     assert len(set(ids(held_out))) == 4 and len(held_out.groups) == 8
     assert not set(ids(train)) & set(ids(held_out)) and len(train.groups) == 72
     assert "4 of 40 prompts held out" in held_out.origin
+    assert both == (load_groups(settings, "train"), load_groups(settings, "eval"))
+    for one, bare in zip(load_splits(replace(settings, system_prompt="x")), both, strict=True):
+        assert [g.prompt.turns[-1] for g in one.groups] == [g.prompt.turns[-1] for g in bare.groups]
     shuffled = random.Random(0).sample(doubled, len(doubled))
-    again = load_groups(config(lines(tmp_path / "b.jsonl", shuffled), eval_fraction=0.1), "eval")
-    assert set(ids(again)) == set(ids(held_out))
+    other = lines(tmp_path / "b.jsonl", shuffled)
+    assert set(ids(load_groups(replace(settings, path=str(other)), "eval"))) == set(ids(held_out))
+    for named, counts in (({"eval_path": str(other)}, [80, 80]), ({"eval_fraction": 0}, [80, 0])):
+        assert [len(loaded.groups) for loaded in load_splits(replace(settings, **named))] == counts
+    pairs_of = load_splits(replace(settings, frac_unique_undesirable=0.0))
+    assert [{len(g.rewards) for g in loaded.groups} for loaded in pairs_of] == [{1}, {2}], "of training alone"
     single = Loaded([Group(Prompt((Turn("user", "a"),)))], 1)
     assert [len(hold_out(single, 0.5, split).groups) for split in ("train", "eval")] == [1, 0]
-
-
-@pytest.mark.parametrize("settings", [{"eval_fraction": 0.0}, {"eval_path": "b"}, {"system_prompt": "x"}])
-def test_both_splits_at_once_are_the_two_of_them(tmp_path, settings: dict) -> None:
-    """A system prompt does not change who is held out; nothing is where evaluation data are named."""
-    path, other = lines(tmp_path / "a.jsonl", RECORDS[:30]), lines(tmp_path / "b.jsonl", RECORDS[30:])
-    chosen = config(path, **{k: str(other) if k == "eval_path" else v for k, v in settings.items()})
-    both = load_splits(chosen)
-    assert both == (load_groups(chosen, "train"), load_groups(chosen, "eval"))
-    without = load_splits(replace(chosen, system_prompt=None))
-    for one, bare in zip(both, without, strict=True):
-        assert [g.prompt.turns[-1] for g in one.groups] == [g.prompt.turns[-1] for g in bare.groups]
-    if "eval_path" in settings:
-        assert [len(loaded.groups) for loaded in both] == [30, 10]
 
 
 def test_a_row_may_name_its_split(tmp_path) -> None:
@@ -140,9 +119,7 @@ def test_a_row_may_name_its_split(tmp_path) -> None:
     train, test = load_groups(settings, "train"), load_groups(settings, "eval")
     assert [g.prompt.turns[0].content for g in train.groups] == ["q0", "q2", "q4"]
     assert [g.prompt.turns[0].content for g in test.groups] == ["q1", "q3", "q5"]
-    assert "split" not in train.unused and {d.reason for d in train.dropped} == {
-        "says split: 'test', not 'train' (data.split; data.ignore_columns=[split] reads all)"
-    }
+    assert "split" not in train.unused and len(train.dropped) == 3
     assert len(load_groups(replace(everything, eval_fraction=0), "train").groups) == 6
     with pytest.raises(DataError, match=r"none of the 6 rows .*says split: 'train', not 'dev'"):
         load_groups(config(path, split="dev", eval_fraction=0), "train")
@@ -166,8 +143,6 @@ def test_a_source_may_be_anybodys_function_and_the_system_prompt_goes_before_pro
         (Turn("system", "mine"), asked),
         (Turn("system", "Be brief."), asked),
     ]
-    named = load_groups(replace(settings, system_prompt="think_answer"), "train")
-    assert "<think>" in named.groups[1].prompt.turns[0].content
 
 
 # The hub (no network here: the library is given a folder, or answers as the hub would)
@@ -216,15 +191,11 @@ def test_sets_are_mixed_and_what_one_evaluates_on_none_trains_on(tmp_path):
 
 
 def test_a_part_of_a_mix_is_typed_and_what_is_none_is_refused():
-    for line, key in {
-        "data=mix": "data.mix",
-        "data=mix data.mix=[{name:hh,wieght:1}]": "data.mix",
-        "data=mix data.mix=[{name:hh,weight:0}]": "data.mix[0].weight",
-    }.items():
+    for part, key in (("{name:hh,wieght:1}", "data.mix"), ("{name:hh,weight:0}", "data.mix[0].weight")):
         with pytest.raises(ConfigError) as error:
-            make_config(*line.split())
+            make_config("data=mix", f"data.mix=[{part}]")
         assert error.value.key.startswith(key)
-    for name in ("hhh", "hub", "mix"):
+    for name in ("hub", "mix"):
         with pytest.raises(ConfigError) as error:
             mixed(DataConfig(name="mix", source="data.mix.mixed", mix=[MixPart(name=name)]), "train")
         assert error.value.key == "data.mix.name"
@@ -243,17 +214,11 @@ def test_shares_of_each_label_are_kept(n, desirable, undesirable):
     assert {g.prompt.id for g in again} == {g.prompt.id for g in left}
 
 
-def test_shares_are_of_the_training_data_alone(tmp_path):
-    path = lines(tmp_path / "pairs.jsonl", RECORDS)
-    train, evaluation = load_splits(local(path, eval_fraction=0.25, frac_unique_undesirable=0.0))
-    assert [g.rewards for g in train.groups] == [(1.0,)] * 30
-    assert [len(g.rewards) for g in evaluation.groups] == [2] * 10
-
-
 # Folders and tables: whatever way somebody keeps the same pairs, the same groups
 
 
-PAIRS = [{"prompt": f"question {i}, ü", "chosen": f"good\n{i}", "rejected": f'"bad" {i}'} for i in range(12)]
+PAIRS = RECORDS[:12]
+WHOLE = [tuple(pair.values()) for pair in PAIRS]
 
 
 def load(path: Path, split: Split = "train", **more: object) -> Loaded:
@@ -264,20 +229,7 @@ def texts(loaded: Loaded) -> list[tuple[str, ...]]:
     return [(g.prompt.turns[-1].content, *(str(c.text) for c in g.completions)) for g in loaded.groups]
 
 
-WHOLE = [(p["prompt"], p["chosen"], p["rejected"]) for p in PAIRS]
-
-
-def table(path: Path, rows: list[dict]) -> Path:
-    with path.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.DictWriter(stream, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    return path
-
-
 SHARDS = {
-    "parquet": {f"train-0000{i}-of-00003": PAIRS[4 * i : 4 * i + 4] for i in range(3)}
-    | {"test-00000-of-00001": PAIRS[:3]},
     "lines": {f"pairs-{i}": PAIRS[i : i + 4] for i in (0, 4, 8)},
     "folders": {"train/0": PAIRS[:5], "train/1": PAIRS[5:], "test/0": PAIRS[:3], ".cache/old": PAIRS[:1]},
 }
@@ -289,10 +241,7 @@ def made(kind: str, folder: Path) -> Path:
     if kind not in SHARDS:
         (one if kind == "saved" else datasets.DatasetDict({"train": one, "test": other})).save_to_disk(folder)
     for name, rows in SHARDS.get(kind, {}).items():
-        if kind == "parquet":
-            datasets.Dataset.from_list(rows).to_parquet(folder / "data" / f"{name}.parquet")
-        else:
-            lines(folder / f"{name}.jsonl", rows)
+        lines(folder / f"{name}.jsonl", rows)
     return folder
 
 
@@ -340,14 +289,10 @@ SPLITS = {
     "train_prefs-00000-of-00001.parquet test_p-00000-of-00001.parquet": {"train_prefs": 1, "test_p": 1},
     "train-00000-of-00002-2a3ca2d4b5ca2f0b.parquet train-00001-of-00002.parquet": {"train": 2},
     "data/test-00000-of-00001.parquet dataset_infos.json data/dataset_info.json": {"test": 1},
-    "mine_train.jsonl mine_test.jsonl": {"train": 1, "test": 1},
-    "validation/a.json train/b.json": {"validation": 1, "train": 1},
     "pretraining.jsonl latest.csv": {"train": 2},
-    "Train.jsonl TEST.jsonl": {"train": 1, "test": 1},
-    "pairs.jsonl held_out.jsonl Held-Out.csv holdout.json": {
-        "train": 1, "held_out": 1, "held-out": 1, "holdout": 1},
+    "pairs.jsonl held_out.jsonl Held-Out.csv": {"train": 1, "held_out": 1, "held-out": 1},
     "README.md _notes.jsonl .hidden/a.jsonl": {},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("files", "splits"), SPLITS.items())
@@ -359,14 +304,13 @@ def test_the_names_of_shards_say_their_split(tmp_path, files, splits) -> None:
 
 
 def test_what_is_read_of_a_folder_and_what_is_wrong_with_it_is_said(tmp_path) -> None:
-    with pytest.raises(ConfigError, match=r"data.path=.* has no file that can be read; put .json"):
-        load(tmp_path)
+    for path, said in ((tmp_path, "has no file that can be read; put .json"), (None, "give the file")):
+        with pytest.raises(ConfigError, match=rf"^data\.path=.*{said}"):
+            load_groups(local(path), "train")
     lines(tmp_path / "two" / "Train.jsonl", PAIRS)
     lines(tmp_path / "two" / "Held_out.jsonl", PAIRS[:3])
     loaded = load(tmp_path / "two")
     assert loaded.origin == f"{tmp_path}/two (Train.jsonl)" and texts(loaded) == WHOLE
-    held_out = load_groups(local(tmp_path / "two", split="held_out"), "train")
-    assert held_out.origin == f"{tmp_path}/two (Held_out.jsonl)"
     folder = made("lines", tmp_path / "set")
     with (folder / "pairs-4.jsonl").open("a") as stream:
         stream.write("{broken\n")
@@ -381,14 +325,12 @@ def test_what_is_read_of_a_folder_and_what_is_wrong_with_it_is_said(tmp_path) ->
 # -- comma-separated values ------------------------------------------------------------------------
 
 
-def test_a_label_is_true_or_false_in_any_spelling_and_a_row_with_another_is_dropped(tmp_path) -> None:
+def test_a_label_is_true_or_false_in_any_spelling_and_a_row_with_another_is_dropped() -> None:
     right = {"True": 1, "true": 1, "TRUE": 1, "1": 1, "1 ": 1, "False": -1, "FALSE": -1, "0": -1}
     wrong = ("1 star", "0 (bad)")
     labels = enumerate([*right, *wrong])
-    rows = [{"prompt": str(i), "completion": "NA", "label": label} for i, label in labels]
-    loaded = load(table(tmp_path / "a.csv", rows), max_unreadable=0.7)
+    loaded = records(*({"prompt": str(i), "completion": "NA", "label": label} for i, label in labels))
     assert [group.rewards for group in loaded.groups] == [(float(reward),) for reward in right.values()]
-    assert texts(loaded) == [(str(i), "NA") for i in range(len(right))]
     why = "not true or false: write true and false, or 1 and 0"
     assert [d.reason for d in loaded.dropped] == [f"'label' is '{label}', {why}" for label in wrong]
 
@@ -396,27 +338,13 @@ def test_a_label_is_true_or_false_in_any_spelling_and_a_row_with_another_is_drop
 def test_messages_in_a_cell_texts_that_begin_like_a_list_and_bad_lines(tmp_path) -> None:
     asked = json.dumps([{"role": "user", "content": "q"}])
     begins = {"prompt": f"{asked} is JSON?", "chosen": '["a"] b', "rejected": "c"}
-    path = table(tmp_path / "a.csv", [{"prompt": asked, "chosen": "a", "rejected": "b"}, begins, *PAIRS])
-    with path.open("a") as stream:
-        stream.write("one,two\nc,,d\n")
-    (packed := path.with_name("a.csv.gz")).write_bytes(gzip.compress(path.read_bytes()))
-    for loaded in (load(of, max_unreadable=0.7) for of in (path, packed)):
-        assert texts(loaded) == [("q", "a", "b"), (f"{asked} is JSON?", '["a"] b', "c"), *WHOLE]
-        dropped = [(d.row, d.reason) for d in loaded.dropped]
-        assert dropped == [(16, "2 cells, but 3 columns"), (17, "no 'chosen'")]
-
-
-OPEN = {  # to the end of the file, to another quote, in the first line, in the last cell
-    'prompt,chosen,rejected\nq,"a\nb",c\nq,"a,b\nr,c,d\ns,e,f\n': (6, 4),
-    'prompt,chosen,rejected\nq,"a,b\nr,c,"d"\ns,e,f\n': (3, 2),
-    '"prompt,chosen,rejected\nq,a,b\n': (2, 1),
-    'prompt,chosen,rejected\nq,a,"b': (2, 2),
-}
-
-
-def test_a_quote_that_is_not_closed_is_refused_with_its_line(tmp_path) -> None:
     path = tmp_path / "a.csv"
-    for content, (line, begins) in OPEN.items():
-        path.write_text(content)
-        with pytest.raises(DataError, match=rf"a\.csv: line {line} is not CSV .* begins at line {begins};"):
-            load(path)
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, list(begins))
+        writer.writeheader()
+        writer.writerows([{"prompt": asked, "chosen": "a", "rejected": "b"}, begins, *PAIRS])
+        stream.write("one,two\nc,,d\n")
+    loaded = load(path, max_unreadable=0.7)
+    assert texts(loaded) == [("q", "a", "b"), (f"{asked} is JSON?", '["a"] b', "c"), *WHOLE]
+    dropped = [(d.row, d.reason) for d in loaded.dropped]
+    assert dropped == [(16, "2 cells, but 3 columns"), (17, "no 'chosen'")]

@@ -29,8 +29,7 @@ from tests.tiny import make_config
 from tests.tiny_tokenizers import byte_level
 
 FOLDER = Path(str(importlib.util.find_spec("trl").submodule_search_locations[0]), "chat_templates")
-TWIN = "_training.jinja"
-NAMES = sorted(f.stem for f in FOLDER.glob("*.jinja") if not f.name.endswith(TWIN))
+NAMES = sorted(f.stem for f in FOLDER.glob("*.jinja") if not f.stem.endswith("_training"))
 EOS = {  # of the models that the templates belong to
     "cohere": "<|END_OF_TURN_TOKEN|>",
     "deepseek": "<｜end▁of▁sentence｜>",
@@ -148,14 +147,6 @@ class Truth:
         behind = opens != header and header != "" and whole[len(opened) :].startswith(header)
         return behind or not (opened and whole.startswith(opened) and kept and blocks < 2)
 
-    def span(self, twin: str) -> str:
-        """What the twin template marks as the last thing that the assistant wrote."""
-        more = {"return_dict": True, "return_assistant_tokens_mask": True, "tools": self.tools, **DATE}
-        made = self.tokenizer.apply_chat_template(self.messages, chat_template=twin, **more)
-        ids, marked = made["input_ids"], "".join(map(str, made["assistant_masks"]))
-        end = marked.rindex("1") + 1
-        return str(self.tokenizer.decode(ids[marked.rfind("0", 0, end) + 1 : end]))
-
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_is_what_the_template_writes_or_refused_where_it_does_not(name: str) -> None:
@@ -176,9 +167,6 @@ def test_a_row_is_what_the_template_writes_or_refused_where_it_does_not(name: st
         assert made.completion_ids.tolist() == ids_of(tokenizer, own)
         written = own if whole.startswith(opened + own) else own.removesuffix(eos)
         assert whole[len(opened + written) :].strip() in ("", eos)
-        if (twin := FOLDER / f"{name}{TWIN}").is_file():
-            head, found, tail = truth.span(twin.read_text()).rpartition(written)
-            assert found and opened.endswith(head) and tail.strip() in ("", eos, "<|user|>")
 
 
 PLAIN = (  # a plain template, to be spoilt
