@@ -53,12 +53,6 @@ def steps_of(config: Config, hf_config: PretrainedConfig, steps: int) -> Segment
     return segment(pairs, rows, config.model.batch_size, steps + 1)
 
 
-def operations_of(config: Config, hf_config: PretrainedConfig, plan: Segment) -> float:
-    """Return the operations of the plan's mean step, with the reference's forward where it is synced."""
-    synced = config.has_reference and config.syncing != "never"
-    return operations(hf_config, plan, config.loss["name"], config.model.max_length, synced) / plan.steps
-
-
 def timed(step: Work, steps: int) -> float:
     """Return the mean seconds of ``steps`` steps, from an idle device to an idle device. The host runs ahead
     of the device, as in training."""
@@ -98,7 +92,9 @@ def measure(config: Config, hf_config: PretrainedConfig, world: World, steps: in
     seconds = timed(step, steps)
     assert step.waiting is not None
     tokens = sum(map(len, rows_of(plan))) / plan.steps
-    mfu = operations_of(config, hf_config, plan) / seconds / PEAK / world.size
+    synced = config.has_reference and config.syncing != "never"
+    needed = operations(hf_config, plan, config.loss["name"], config.model.max_length, synced)
+    mfu = needed / plan.steps / seconds / PEAK / world.size
     yield (
         f"{tokens / seconds:,.0f} tokens/s, MFU {mfu:.1%}; {tokens:,.0f} tokens a step in {seconds:.3f} s, "
         f"balance {step.waiting.known['token_balance']:.2f}"

@@ -40,8 +40,6 @@ class Equivalent(NamedTuple):
     """As one types it here; several are alternatives. Empty: there is no such setting."""
     note: str = ""
     """What else to know; if ``here`` is empty, what happens instead"""
-    own: bool = True
-    """Whether the value that was typed there is the one to type here"""
     same: bool = False
     """Whether the names are the same here, so that no message is needed"""
 
@@ -50,21 +48,14 @@ class Equivalent(NamedTuple):
         """The settings' names without values."""
         return [name.partition("=")[0] for name in self.there]
 
-    def answer(self, value: str) -> str:
-        """Return the row as a remedy for a user who typed ``value``, which takes the place of the example's
-        where the row has one way to type it here and units and names of values are the same (``own``)."""
+    @property
+    def answer(self) -> str:
+        """The row as a remedy. What is to be typed here is an example, unless the row is about a value."""
         if not self.here:
             return self.note.replace("`", "")
-        here, value = ", or ".join(self.here), value.strip("[]")
-        same = self.own and len(self.here) == 1 and "=" not in self.there[0] and here[-1] not in "]'"
-        if value and same and "," not in value:
-            here = f"{here.rpartition('=')[0]}={value}"
-        here = (
-            f"here: {here}"
-            if same or "=" in self.there[0] or "=" not in here
-            else f"here, for example: {here}"
-        )
-        return f"{here}{f' ({self.note})' if self.note else ''}".replace("`", "")
+        example = "" if "=" in self.there[0] or "=" not in self.here[0] else ", for example"
+        note = f" ({self.note})" if self.note else ""
+        return f"here{example}: {', or '.join(self.here)}{note}".replace("`", "")
 
 
 @cache
@@ -95,7 +86,7 @@ def foreign(name: str, value: str) -> tuple[str, Equivalent] | None:
         return (exact or rows)[0]
     of_values = [row for whose, row in rows if whose == rows[0][0] and row.here]
     here = tuple(f"{row.here[0]} for {row.there[0].partition('=')[2]}" for row in of_values)
-    return rows[0][0], Equivalent((name,), here, own=False)
+    return rows[0][0], Equivalent((name,), here)
 
 
 def remedy(key: str, value: str, settings: Iterable[str]) -> str:
@@ -111,7 +102,6 @@ def remedy(key: str, value: str, settings: Iterable[str]) -> str:
     head, _, last = key.rpartition(".")
     value = "" if is_secret(key, value) else value
     same = [name for name in settings if name.rpartition(".")[2] == last]
-    meant = [name for name in same if name in sections]
     here = [name for name in same if name not in sections]
     row = foreign(key, value) if head else None
     if row is None and (rewards := _rewards_with(key, settings)):
@@ -122,9 +112,17 @@ def remedy(key: str, value: str, settings: Iterable[str]) -> str:
         return f"{NOTHING}; loss.{last} is a setting of loss={', '.join(losses)}"
     if row := row or foreign(last, value):
         whose = f"{row[0]}'" if row[0].endswith("s") else f"{row[0]}'s"
-        return f"is {whose} name, nothing here would read it; {row[1].answer(value)}"
+        return f"is {whose} name, nothing here would read it; {row[1].answer}"
     if dotted := [name for name in settings if name.replace(".", "_") == key]:
         return f"{NOTHING}; here it is {dotted[0]}{f'={value}' if value else ''}"
+    meant = [name for name in same if name in sections]
+    return _nearest_or_section(key, meant, settings, sections)
+
+
+def _nearest_or_section(key: str, meant: list[str], settings: list[str], sections: set[str]) -> str:
+    """Return the message with the setting that is spelt almost as ``key``, or what is in its section.
+    ``meant``: sections of the key's last name."""
+    head = key.rpartition(".")[0]
     beside = [name for name in settings if head not in sections or name.rpartition(".")[0] == head]
     near = nearest(key, [name for name in beside if not head or name not in sections])
     if near is not None and not meant:
@@ -163,7 +161,7 @@ def no_file(folder: str, name: str, there: list[str]) -> str:
         return f"{missing}did you mean {folder}={lowered[near[0]]}?"
     row = foreign("loss_type", name) if folder == "loss" else None
     if row is not None and f'loss_type="{name}"' in row[1].there:
-        return f"{missing}in TRL it is a loss_type; {row[1].answer(name)}"
+        return f"{missing}in TRL it is a loss_type; {row[1].answer}"
     return f"{missing}there are {', '.join(there)}{OTHERS.get(folder, '')}"
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from common.imports import import_function
 from common.progress import SOON, interruptible, progress
-from data.batches import Segment, token_count
+from data.batches import Segment
 from data.chat import Renderer
 from data.types import Example, Group, Sequence
 from data.views import prompts_of
@@ -176,13 +176,6 @@ class Evaluator:
                 scored = (self.trainer, self.batches, self.size, self.reference, parts)
                 what = "score held-out rows (n_eval_examples)"
                 self.reference.scores = initial_scores(*scored, what, arranged=True)
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens that an evaluation scores."""
-        drawn = [] if self.initial_kl is None else self.initial_kl.rows
-        others = sum(other.tokens for other in self.named.values())
-        return sum(map(token_count, self.batches)) + sum(map(len, drawn)) + others
 
     def evaluate(self, initial: bool = False) -> Metrics:
         """Return the metrics of the current weights, the same on every rank.

@@ -99,8 +99,6 @@ class Job:
         ready = ready_rows(prepared.plan, prepared.report, trainer, parts, self.folder, likelihoods, self.say)
         diagnostics = Diagnostics.of_run(trainer, ready)
         watch = RunWatch(folder, trainer, evaluator, ready.steps, signals, diagnostics, observers, inputs)
-        if prepared.online is None:
-            watch.log.bar.weigh(watch.costs(ready.train))
         watch.log.memory = self.memory
         self.begin(watch, exists)
         self.train(trainer, policy, ready, watch)

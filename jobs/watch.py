@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from common.errors import Requeue
 from common.progress import pause_together, phase
-from data.batches import Segment, token_count
+from data.batches import Segment
 from jobs.diagnostics import Diagnostics
 from jobs.evaluation import Evaluator, Metrics
 from jobs.observers import Observers
@@ -117,18 +116,6 @@ class RunWatch:
         if self.diagnostics is not None:
             self.diagnostics.step_ends()
         self.log.step_ends(record)
-
-    def costs(self, segment: Segment) -> list[float]:
-        """Return what each step of offline training costs from its end to that of the next one, in tokens:
-        those of the next, and those of an evaluation between them, which has no backward."""
-        every, tokens = self.config.eval_every, self.evaluator.tokens / 3
-        count = segment.batch_size
-        marks = [
-            int(4 * segment.done(i) + ROUNDING) if every is None else i * count // every if every else 0
-            for i in range(segment.steps)
-        ]
-        between = [tokens * (after > before) for before, after in itertools.pairwise(marks)]
-        return [*(token_count(segment.batch(i)) + e for i, e in enumerate(between, 1)), 0.0]
 
     def done(self) -> None:
         self.log.close()

@@ -71,17 +71,12 @@ def _mixed_sum(tensor: Tensor, start: int) -> Tensor:
     for first in range(0, bits.numel(), max(1, size)):
         mixed = bits[first : first + size].to(torch.int64, copy=True)
         mixed += places[: len(mixed)]
-        mixed += _signed((start + first) * _STEP)
+        mixed += ((start + first) * _STEP + 2**63) % 2**64 - 2**63  # the int64 that equals it modulo 2^64
         for factor in (_FIRST, _SECOND):
             mixed *= factor
             mixed ^= (mixed >> 32) & _LOW
         total += mixed.sum()
     return total
-
-
-def _signed(number: int) -> int:
-    """Return the int64 that equals ``number`` modulo 2^64."""
-    return (number + 2**63) % 2**64 - 2**63
 
 
 WITHOUT_EFFECT = frozenset(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter
 
 from common.progress import phase
@@ -46,7 +45,8 @@ def _load_sharded(config: ModelConfig, world: World, seed: int) -> tuple[Policy,
         whole.update(policy.state_dict())
         model = causal_lm(policy.model)
         untied = getattr(model.config.get_text_config(), "tie_word_embeddings", None) is False
-        return untied, stored is not None and left_in_files(model)
+        computed = any(isinstance(c, WeightConverter) for c in getattr(model, "_weight_conversions", ()))
+        return untied, stored is not None and not computed
 
     untied, lies_there = on_main(read)
     everywhere = all(on_every_rank(lambda: lies_there and stored_alike(config) is not None))
@@ -74,10 +74,3 @@ def stored_alike(config: ModelConfig) -> torch.dtype | None:
     }
     dtype = getattr(torch, dtypes.pop() or "", None) if len(dtypes) == 1 else None
     return None if config.use_peft and dtype != getattr(torch, config.dtype) else dtype
-
-
-def left_in_files(model: PreTrainedModel) -> bool:
-    """Return whether transformers left all weights in their files: it computed none of them from several."""
-    return not any(
-        isinstance(conversion, WeightConverter) for conversion in getattr(model, "_weight_conversions", ())
-    )

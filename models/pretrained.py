@@ -509,6 +509,6 @@ def not_found(key: str, value: str, error: Exception) -> ConfigError:
     return ConfigError(
         key,
         value,
-        "cannot be had: give a folder that exists, or the name of a model on the hub "
+        "was not found: give a folder that exists, or the name of a model on the hub "
         f"(check the spelling, the network, and for gated models `hf auth login`): {reason}",
     )

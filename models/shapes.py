@@ -41,11 +41,6 @@ def architecture(config: ModelConfig) -> PretrainedConfig:
     return AutoConfig.for_model(**shape)
 
 
-def parameters_of(hf_config: PretrainedConfig) -> int:
-    """Return the number of parameters of the language model of this architecture."""
-    return count_weights(without_weights(hf_config))
-
-
 def count_weights(model: nn.Module) -> int:
     """Return how many numbers the parameters stand for, each counted once."""
     layers = quantised(model).values()

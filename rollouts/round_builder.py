@@ -181,10 +181,9 @@ class RoundBuilder:
 
     def _score(self, folder: RoundFolder, suffix: str, sampled: list[SampledPrompt]) -> list[Line]:
         """Return one line for each prompt with its samples' scores. Raises RewardError."""
-        stage, inputs = (
-            f"scores{suffix}",
-            {"samples": folder.checksum(f"samples{suffix}"), "reward": reward_settings(self.config)},
-        )
+        reward = self.config.reward_config  # its settings decide a score besides the samples
+        used = {"name": reward.name, "max_missing": reward.max_missing, reward.kind: asdict(reward.settings)}
+        stage, inputs = f"scores{suffix}", {"samples": folder.checksum(f"samples{suffix}"), "reward": used}
         lines = folder.lines(stage, inputs)
         if lines is None:
             if not self.config.rounds.fill:  # with fill, more samples from the same weights may be needed
@@ -244,12 +243,6 @@ def part_means(stages: Facts, parts: list[str], counts: list[int]) -> dict[str, 
             if name.startswith("reward_"):
                 sums.setdefault(name, []).append((value, count))
     return {name: sum(v * n for v, n in terms) / sum(n for _, n in terms) for name, terms in sums.items()}
-
-
-def reward_settings(config: Config) -> Facts:
-    """Return the reward's settings, on which a score depends besides the samples."""
-    reward = config.reward_config
-    return {"name": reward.name, "max_missing": reward.max_missing, reward.kind: asdict(reward.settings)}
 
 
 def score_samples(reward: Reward, sampled: list[SampledPrompt]) -> list[list[float | None]]:

@@ -171,7 +171,7 @@ def test_wrong_models_are_refused_with_key_value_and_remedy(run, tmp_path, monke
     for path, more, said in (
         ("/no/such/folder", {}, r"name_or_path=/no/such/folder: is not the folder of a model"),
         ("./runs/nope", {}, r"name_or_path=\./runs/nope: is not the folder of a model"),
-        ("no-such-org/no-such-model", {}, r"name_or_path=no-such-org/no-such-model: cannot be had: .* hub"),
+        ("no-such-org/no-such-model", {}, r"name_or_path=no-such-org/no-such-model: was not found: .* hub"),
         (run, {"attn_implementation": "magic"}, r"attn_implementation=magic: use one of sdpa, eager"),
         (run, flash, r"flash_attention_2: computes in bfloat16 .* use model.dtype=bf"),
         (run, {"max_length": 129}, r"max_length=129: the model has 128 positions"),
