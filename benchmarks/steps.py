@@ -109,6 +109,7 @@ def make_trainer(settings: Settings, policy: Policy) -> BasicTrainer:
 
 def score_all(trainer: BasicTrainer, segment: Segment) -> None:
     """Score every row of the plan under the current weights, as the reference of offline training."""
+    trainer.reference.segment = segment
     trainer.reference.refresh(trainer.policy, 0, trainer.reference.upcoming(segment, 0, 0))
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -32,10 +32,9 @@ from data.types import Example, Group, Prompt, Sequence
 from data.views import ExampleSpec, View, prompts_of
 from jobs.plan import Plan, check_data, held_out_segment
 from jobs.preflight import LoadedData
-from jobs.run_folder import run_id
 from jobs.stages import reward_on_ranks
 from jobs.watch import RunWatch
-from models.distributed import ShareError, World, on_main
+from models.distributed import ShareError, World, on_main_alone
 from models.fingerprint import weights_fingerprint
 from models.policy import Policy
 from reports.metrics import read_metrics
@@ -47,6 +46,8 @@ from rollouts.rounds import PromptSchedule, replayed, usable_prompts
 from rollouts.samplers import Sampler, make_sampler
 from trainers.basic import BasicTrainer
 from trainers.dealing import Progress
+
+T = TypeVar("T")
 
 
 def make_online_plan(
@@ -126,8 +127,7 @@ class Online:
         either on every rank."""
         logs = self.folder / "logs"
         self.sampler = make_sampler(self.config, self.renderer, self.world, logs)
-        reward = self.reward = reward_on_ranks(self.config.reward_config, self.world, logs)
-        on_main(lambda: None if reward is None else reward.check_prompts(self.contexts.prompts))
+        self.reward = reward_on_ranks(self.config.reward_config, self.world, logs, self.contexts.prompts)
 
     def source(self, trainer: BasicTrainer, policy: Policy, watch: RunWatch) -> OnlineSource:
         """Return the rounds of ``trainer``'s run as a source; ``watch`` saves and logs them."""
@@ -166,55 +166,52 @@ class Online:
             self.reward.close()
 
 
+@on_main_alone
 class RoundRecords:
-    """The records of the rounds of the run in ``folder``. Every rank makes the same calls and gets the same:
-    rank 0 alone reads and writes ``round.json``."""
+    """The records of a run's rounds (``round.json``). Every rank makes the same calls and gets the same."""
 
-    def __init__(self, folder: Path, config: Config) -> None:
-        self.folder, self.config, self.run = folder, config, on_main(lambda: run_id(folder))
-
-    def round(self, index: int) -> RoundFolder:
-        path, compress = self.folder / "rounds" / f"{index:03d}", self.config.rounds.compress
-        return RoundFolder(path, compress, self.run)
+    def __init__(self, config: Config, folder: Path, rounds: Callable[[int], RoundFolder]) -> None:
+        """``folder``: the run's folder."""
+        self.planned, self.lag = config.rounds.contexts, config.rounds.lag
+        self._folder, self._round = folder, rounds
 
     def check(self, seals: Mapping[str, str], at: Progress) -> None:
         """Raise DataError unless each round that was there before the checkpoint ``at`` is as it was.
         ``seals``: round -> the seal of its record, of rounds that were finished by then."""
         inside = at.position > 0
-        there = at.segment + inside + self.config.rounds.lag * (inside or at.segment > 0)
+        there = at.segment + inside + self.lag * (inside or at.segment > 0)
         with phase("compare the rounds with their checksums", "rounds.contexts"):
             for index in range(there):
-                if self.first(index) < self.config.rounds.contexts:
-                    on_main(partial(self.round(index).check, seals.get(str(index))))
+                if self._first(index) < self.planned:
+                    self._round(index).check(seals.get(str(index)))
 
     def first(self, index: int) -> int:
         """Return the round's first context, which is where the previous round ended; the number of planned
         contexts if that does not exist."""
-        if index == 0:
-            return 0
-        planned = self.config.rounds.contexts
-        return on_main(lambda: int(self.round(index - 1).record.get("contexts", [0, planned])[1]))
+        return self._first(index)
 
     def trained(self, index: int) -> int:
         """Return the number of examples that the rounds before ``index`` gave."""
-        return on_main(lambda: sum(int(self.round(i).record["examples"]) for i in range(index)))
+        return sum(int(self._round(i).record["examples"]) for i in range(index))
 
     def note(self, index: int, facts: dict[str, Any]) -> None:
         """Add ``facts`` to the round's record."""
-        on_main(lambda: self.round(index).note(facts))
+        self._round(index).note(facts)
 
     def close(self, index: int) -> str:
         """Record the steps that were trained on the round. Return the seal of the record, which stays as it
         is from now on."""
-        return on_main(lambda: self._closed(index))
+        folder = self._round(index)
+        if "examples" not in folder.record:
+            raise folder.not_as_written(folder.path / "round.json", "it is gone")
+        lines = read_metrics(self._folder / "metrics.jsonl")
+        folder.note({"steps": sum(line.get("round") == index for line in lines)})
+        return folder.seal
 
-    def _closed(self, index: int) -> str:
-        own = self.round(index)
-        if "examples" not in own.record:
-            raise own.not_as_written(own.path / "round.json", "it is gone")
-        lines = read_metrics(self.folder / "metrics.jsonl")
-        own.note({"steps": sum(line.get("round") == index for line in lines)})
-        return own.seal
+    def _first(self, index: int) -> int:
+        if index == 0:
+            return 0
+        return int(self._round(index - 1).record.get("contexts", [0, self.planned])[1])
 
 
 @contextmanager
@@ -241,10 +238,16 @@ class OnlineSource:
         assert online.sampler is not None, "start was called"
         self.config, self.renderer, self.contexts = online.config, online.renderer, online.contexts
         self.trainer, self.sampler, self.builder, self.watch = trainer, online.sampler, builder, watch
-        self.records = RoundRecords(online.folder, online.config)
+        self.folder = online.folder
+        self.records = RoundRecords(online.config, online.folder, self.round)
         self.view = view_of_rounds(online.config, trainer.view_of(online.config))
         self._kept: dict[int, list[str]] = {}
         self.records.check(watch.log.state.rounds, trainer.progress)
+
+    def round(self, index: int) -> RoundFolder:
+        """Return the files of round ``index`` of this run."""
+        path, run = self.folder / "rounds" / f"{index:03d}", self.watch.saver.inputs["run"]
+        return RoundFolder(path, self.config.rounds.compress, run)
 
     def segment(self, index: int) -> Segment | None:
         """Return the round's segment, made now or found on disk; None when all planned contexts were sampled.
@@ -273,20 +276,23 @@ class OnlineSource:
         with stopping(index):
             weights = self._publish(index, first)
             with phase(f"round {index}", "rounds.contexts_per_round"):
-                arguments = (self.records.round(index), first, wanted, weights)
-                self._on_main(lambda: cast(RoundBuilder, self.builder).build(*arguments))
+                arguments = (self.round(index), first, wanted, weights)
+                self._with_builder(lambda builder: builder.build(*arguments))
 
-    def _on_main(self, work: Callable[[], None]) -> None:
-        """Do the ``work`` of a round on rank 0. Where it fails, the run saves and ends on every rank."""
+    def _with_builder(self, work: Callable[[RoundBuilder], T]) -> T:
+        """Return what the ``work`` gives that rank 0 does with its builder. Where it fails, the run saves and
+        ends on every rank."""
 
-        def tried() -> None:
+        def tried() -> T | None:
             try:
-                work()
+                return work(cast(RoundBuilder, self.builder))
             except Exception as error:
                 self.watch.saver.stop_with(error)
+                return None
 
-        self.sampler.ranks.on_main(tried)
+        result = self.sampler.ranks.on_main(tried)
         self.watch.saver.stop_if_requested()
+        return cast(T, result)
 
     def _left(self, index: int) -> int | None:
         """Return how many of ``rounds.examples`` are left to train on when the round starts.
@@ -300,11 +306,11 @@ class OnlineSource:
     def _publish(self, index: int, first: int) -> str:
         """Return the fingerprint of the policy's current weights, which go to the engine if anything of the
         round is left to sample."""
-        folder, builder, step = self.records.round(index), self.builder, self.trainer.progress.step
+        folder, step = self.round(index), self.trainer.progress.step
         weights = weights_fingerprint(self.trainer.policy.named_parameters())
         published: dict[str, Any] = {}
         wanted = self.config.rounds.sampled(index)
-        if on_main(lambda: cast(RoundBuilder, builder).needs_weights(folder, first, wanted, weights)):
+        if self._with_builder(lambda builder: builder.needs_weights(folder, first, wanted, weights)):
             start = time.monotonic()
             with phase(f"round {index}: weights to the sampler, its start", "sampler"):
                 published = self.sampler.publish(folder.weights, index, self.config.rounds.keep_weights)
@@ -313,7 +319,7 @@ class OnlineSource:
         return weights
 
     def _enter(self, index: int, inside: bool) -> Segment:
-        folder = self.records.round(index)
+        folder = self.round(index)
         parts = self._examples(index)
         groups = tuple(group for part in parts for group in part.groups)
         record = folder.record
@@ -348,24 +354,22 @@ class OnlineSource:
         chosen = replayed(earlier, self.config.rounds.replayed(index), index, self.config.seed)
         for i, prompts in enumerate(map(set, chosen)):
             if prompts:
-                groups = [group for group in self.records.round(i).groups() if group.prompt.id in prompts]
+                groups = [group for group in self.round(i).groups() if group.prompt.id in prompts]
                 by_source.append(self._round_examples(i, groups))
-        return [*by_source, self._round_examples(index, self.records.round(index).groups())]
+        return [*by_source, self._round_examples(index, self.round(index).groups())]
 
     def _kept_prompts(self, index: int) -> list[str]:
         """Return the prompt ids of the contexts that round ``index`` kept.
 
         The round's groups are read for this once per process."""
         if index not in self._kept:
-            self._kept[index] = list(
-                dict.fromkeys(group.prompt.id for group in self.records.round(index).groups())
-            )
+            self._kept[index] = list(dict.fromkeys(group.prompt.id for group in self.round(index).groups()))
         return self._kept[index]
 
     def _round_examples(self, index: int, groups: list[Group]) -> Examples:
         """Return the examples of groups of round ``index``, with the step at which they were sampled."""
         examples = make_examples(groups, self.view, self.renderer)
-        step = self.records.round(index).record["sampled_step"]
+        step = self.round(index).record["sampled_step"]
         sampled = [tuple(replace(e, sampled_step=step) for e in group) for group in examples.groups]
         return replace(examples, groups=sampled)
 

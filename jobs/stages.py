@@ -3,6 +3,7 @@ machines."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
@@ -14,6 +15,7 @@ from config.schema_stages import LabelStage, SampleStage
 from data.chat import make_renderer
 from data.quality import limit_tokens
 from data.sources import load_splits
+from data.types import Prompt
 from data.views import prompts_of
 from models.distributed import Ranks, World, on_every_rank
 from models.pretrained import check_model, load_tokenizer
@@ -81,17 +83,27 @@ def label(config: Config, stage: LabelStage, world: World) -> None:
             reward.close()
 
 
-def reward_on_ranks(settings: RewardConfig, world: World, logs: Path) -> Reward | None:
-    """Return the reward on rank 0, and its models alone on the others, which score a share; None on those if
-    it has none. Raises on every rank what any of them raises."""
+def reward_on_ranks(
+    settings: RewardConfig, world: World, logs: Path, prompts: Sequence[Prompt] = ()
+) -> Reward | None:
+    """Return the reward on rank 0, which checks the ``prompts`` that it will score, and its models alone on
+    the others, which score a share; None on those if it has none. Raises on every rank what any of them
+    raises."""
     built: list[Reward] = []
 
     def make() -> None:
         needed = settings if world.is_main else settings.models_alone()
         if needed is not None:
             built.append(make_reward(needed, world.device, logs if world.is_main else None))
+            if world.is_main and prompts:
+                built[0].check_prompts(prompts)
 
-    on_every_rank(make)
+    try:
+        on_every_rank(make)
+    except BaseException:
+        for reward in built:
+            reward.close()
+        raise
     return built[0] if built else None
 
 

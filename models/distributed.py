@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -242,11 +243,11 @@ def gather_objects(value: Any, group: Group | None = None) -> list[Any]:
 def to_main(value: Any, ranks: Sequence[int]) -> list[Any]:
     """Return on rank 0 the ``value`` of each of ``ranks``, in their order; [] on the others. It goes from one
     rank to the other through the CPU, and no third one gets it. Every rank calls it."""
-    own = dist.get_rank()
-    if own != 0 and own in ranks:
+    this = dist.get_rank()
+    if this != 0 and this in ranks:
         dist.send_object_list([value], dst=0, group=_long_timeout)
     values = []
-    for rank in ranks if own == 0 else ():
+    for rank in ranks if this == 0 else ():
         box = [value]
         if rank != 0:
             dist.recv_object_list(box, src=rank, group=_long_timeout)
@@ -319,6 +320,19 @@ def on_main(work: Callable[[], T], duties: Sequence[Callable[[Any], Any]] = ()) 
         _refuse_if_one_has_ended()
         from_main((None, done))
     return _unwrap(done)
+
+
+def on_main_alone(cls: type[T]) -> type[T]:
+    """Class decorator: each public method runs on rank 0 alone, and every rank calls it alike (``on_main``).
+    Other methods run where they are called."""
+
+    def public(method: Callable[..., Any]) -> Callable[..., Any]:
+        return wraps(method)(lambda *args: on_main(lambda: method(*args)))
+
+    for name, method in list(vars(cls).items()):
+        if isinstance(method, FunctionType) and not name.startswith("_"):
+            setattr(cls, name, public(method))
+    return cls
 
 
 def on_every_rank(work: Callable[[], T]) -> list[T]:

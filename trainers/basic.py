@@ -31,10 +31,10 @@ from trainers.corrections import Behavior, Correction
 from trainers.dealing import Dealer, DealtBatch, Progress
 from trainers.humanline import Humanline
 from trainers.losses.base import LossResult, Mean, TokenScores
-from trainers.meters import Meters, Pending, mean_log_ratio, reference_kl
+from trainers.meters import Meters, Pending
 from trainers.optimizer import lr_factor, make_optimizer, update
 from trainers.routing import RouterBalance
-from trainers.scorer import TokenScorer, rejection_key
+from trainers.scorer import TokenScorer
 from trainers.syncing import SyncedReference
 
 Prepared = TypeVar("Prepared")
@@ -217,14 +217,14 @@ class BasicTrainer(ABC, Generic[Prepared]):
         if due and not schedule.after_update:
             # After backward, before the update: the reference becomes the policy *before* this step (paper
             # C.2.1, listing line 10).
-            self.reference.sync(batch.segment, at, at.step)
+            self.reference.sync(at, at.step)
             if schedule.resets_optimizer:
                 self.optimizer.state.clear()
         lr = self.config.lr * lr_factor(*batch.done, self.config)
         skip = (~torch.isfinite(norm)).float()
         update(self.optimizer, lr, skip)
         if due and schedule.after_update:
-            self.reference.sync(batch.segment, at, at.step + 1)
+            self.reference.sync(at, at.step + 1)
         # filled on the device: a copy would make the host wait
         once = torch.full_like(norm, 1.0 / self.world.size)
         meters.add({"grad_norm": Mean(norm * once, once), "skipped": Mean(skip * once, once)})
@@ -247,11 +247,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
         is the exact mean."""
         out = {"loss": self.mean_loss(micro, result)} | result.metrics
         if self.config.has_reference:
-            key = rejection_key(self.progress.step, micro.sequences)
-            out |= self.scorer.humanline.metrics(scores, key)
-            out["drift"] = mean_log_ratio(micro, scores, self.reference.initial_logprobs)
-            if self.reference.schedule.bound is not None:
-                out["reference_kl"] = reference_kl(scores)
+            out |= self.scorer.metrics(self.progress.step, micro, scores)
+            out |= self.reference.metrics(micro, scores)
             out |= self.correction.metrics(scores, micro)
             if self.config.online or batch.segment.has_behavior:
                 out |= Behavior.of(micro, scores.mask).metrics(scores)
@@ -270,7 +267,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
         """Train segment after segment until the source has no more. ``watch`` is told of every step and may
         interrupt by raising an exception."""
         while (segment := source.segment(self.progress.segment)) is not None:
-            if self.progress.position == 0 and self.config.has_reference:
+            if self.config.has_reference:
                 self.reference.start_segment(segment, self.progress)
             while self.progress.position < segment.steps:
                 watch.before_step(segment)

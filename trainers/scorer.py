@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from data.types import Sequences
+from data.types import Microbatch, Sequences
 from models.reference import Reference
 from models.sharding import reshard
 from trainers.humanline import Humanline, RejectionKey
-from trainers.losses.base import TokenScores
+from trainers.losses.base import Mean, TokenScores
 
 
 class TokenScorer:
@@ -72,6 +72,10 @@ class TokenScorer:
         scores = self.score(step, sequences)
         reshard(self.policy)
         return scores
+
+    def metrics(self, step: int, micro: Microbatch, scores: TokenScores) -> dict[str, Mean]:
+        """Return what humanline logs of a microbatch's ``scores`` (``Humanline.metrics``)."""
+        return self.humanline.metrics(scores, rejection_key(step, micro.sequences))
 
 
 def rejection_key(step: int, sequences: Sequences) -> RejectionKey:

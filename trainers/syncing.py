@@ -40,10 +40,11 @@ from torch import Tensor, nn
 from common.progress import interruptible
 from config.schema import Config
 from data.batches import Segment
+from data.types import Microbatch
 from models.reference import Reference, Scored, SoftReference
 from trainers.dealing import Dealer, Progress
-from trainers.losses.base import Mean
-from trainers.meters import global_mean
+from trainers.losses.base import Mean, TokenScores
+from trainers.meters import global_mean, mean_log_ratio, reference_kl
 
 ANCHOR = "anchor/"
 """Prefix by which a checkpoint tells the scores of a KL term's anchor from the reference's."""
@@ -108,6 +109,9 @@ class SyncedReference(Reference):
     """The reference of a run, which becomes the policy at a segment's start (Algorithm 1, line 3) and by the
     ``schedule``, and the anchor of its KL term where that is another."""
 
+    segment: Segment
+    """The segment that is trained on, from ``start_segment`` on."""
+
     def __init__(self, config: Config, policy: nn.Module, dealer: Dealer) -> None:
         self.schedule = Syncing.from_config(config)
         super().__init__(config.reference_batch_size is not None and self.schedule.delay is None)
@@ -125,9 +129,11 @@ class SyncedReference(Reference):
         missing."""
 
     def start_segment(self, segment: Segment, at: Progress) -> None:
-        """Become the policy at the start of the segment, unless the initial weights are the reference. Where
-        ``rounds.reset_reference`` is false, stay as it is from the second segment on."""
-        if self.fixed:
+        """Become the policy at the start of the segment, unless the initial weights are the reference, or a
+        run goes on inside the segment. Where ``rounds.reset_reference`` is false, stay as it is from the
+        second segment on."""
+        self.segment = segment
+        if self.fixed or at.position > 0:
             return
         stays = self.outlives_rounds and at.segment > 0
         if self.soft is not None and not stays:
@@ -139,9 +145,10 @@ class SyncedReference(Reference):
             with self.initial.in_place_of(self.policy):
                 self.anchor.refresh(self.policy, 0, interruptible(every))
 
-    def sync(self, segment: Segment, at: Progress, policy_step: int) -> None:
+    def sync(self, at: Progress, policy_step: int) -> None:
         """Move to the current policy, that of ``policy_step`` (or towards it, by ``sync_alpha``), and score
         the batches that will be compared with it."""
+        segment = self.segment
         if self.soft is not None:
             self.soft.follow(self.policy, self.schedule.alpha)
         if (delay := self.schedule.delay) is None:
@@ -157,6 +164,12 @@ class SyncedReference(Reference):
         next sync or the segment's end. ``since``: the step whose policy the reference is; None: ``step``."""
         last = self.schedule.last_step_before_sync(step, step if since is None else since)
         return self.dealer.upcoming(segment, position, step, last)
+
+    def metrics(self, micro: Microbatch, scores: TokenScores) -> dict[str, Mean]:
+        """Return ``drift``, the mean token log-ratio of the policy to the initial weights, and where the
+        schedule depends on it, ``reference_kl``."""
+        drift = {"drift": mean_log_ratio(micro, scores, self.initial_logprobs)}
+        return drift if self.schedule.bound is None else drift | {"reference_kl": reference_kl(scores)}
 
     def _score(self, since: int, upcoming: Scored) -> None:
         with nullcontext() if self.soft is None else self.soft.in_place_of(self.policy):

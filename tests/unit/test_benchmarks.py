@@ -101,9 +101,9 @@ def test_the_guard_measures_what_the_baseline_has_and_sees_a_real_slowdown(base,
     monkeypatch.setattr(quick, "ROUNDS", 2)
     before, sync = quick.humanline_cost("dpo", base), SyncedReference.sync
 
-    def slow(self, segment, at, policy_step):
+    def slow(self, at, policy_step):
         for _ in range(5):
-            sync(self, segment, at, policy_step)
+            sync(self, at, policy_step)
 
     monkeypatch.setattr(SyncedReference, "sync", slow)
     worse = quick.worse(quick.humanline_cost("dpo", base), before)

@@ -10,14 +10,14 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from common.errors import ConfigError, DataError
-from common.files import sealed
 from config.load import LOCK, MARKER, RECORD, VERSION, load, load_run, marked, started
 from config.removed import LAST
 from config.schema import Config
 from evals.targets import settings_of_run
-from jobs import online
 from jobs.online import RoundRecords
 from jobs.run_folder import SELECTION, RunFolder
+from models import distributed
+from rollouts.ledger import RoundFolder
 from tests.full_disk import full_disk
 from tests.tiny_files import ROOT, everything
 
@@ -215,7 +215,7 @@ def test_a_full_disk_refuses_a_new_run_in_a_sentence(at):
 
 
 def test_a_round_that_is_gone_is_one_message(tmp_path, plain, monkeypatch):
-    monkeypatch.setattr(online, "on_main", lambda work: work())
-    (tmp_path / MARKER).write_text(sealed({"run": "a"}))
+    monkeypatch.setattr(distributed, "on_main", lambda work: work())
+    records = RoundRecords(plain, tmp_path, lambda index: RoundFolder(tmp_path / f"rounds/{index:03d}"))
     with pytest.raises(DataError, match=r"rounds/000/round\.json is not as it was written \(it is gone\)"):
-        RoundRecords(tmp_path, plain).close(0)
+        records.close(0)

@@ -116,6 +116,7 @@ def prepared(weights, loss: str, *overrides: str) -> tuple[BasicTrainer, Segment
     trainer = make_trainer(config, load_policy(config.model, start().device))
     groups = random_groups(7, kind="pairs" if trainer.rows_per_example == 2 else "labelled")
     segment = Segment(groups, config.model.batch_size, sum(map(len, groups)), config.seed)
+    trainer.reference.segment = segment
     trainer.reference.refresh(trainer.policy, 0, trainer.reference.upcoming(segment, 0, 0))
     Diagnostics(trainer, [], segment.steps)  # it follows every step
     return trainer, segment
