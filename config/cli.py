@@ -115,8 +115,8 @@ def refuse_default_data(config: Config, overrides: Sequence[str]) -> None:
     path = chosen.get("data.path")
     source = "local" if path is None or os.path.exists(path) or path.endswith(DATA_FILES) else "hub"
     without_source = path is not None and "data" not in chosen and config.data.name == EMBEDDED
-    own = f"would be read as sums of the embedded task; type data={source} data.path={path}"
-    require(not without_source, "data.path", path, own)
+    why = f"would be read as sums of the embedded task; type data={source} data.path={path}"
+    require(not without_source, "data.path", path, why)
     model, data = chosen.get("model", EMBEDDED), config.data.name
     require(
         "data" in chosen or data != EMBEDDED or model.startswith(EMBEDDED),
@@ -327,8 +327,8 @@ def refuse_foreign(overrides: Sequence[str]) -> None:
         name, _, value = option.partition("=")
         setting = option.lstrip("-")
         require(not re.fullmatch(r"-[A-Za-z_.]{2,}=.*", option), name, value, f"is no option; type {setting}")
-        own = "settings begin with config.yaml; a file of your own is config/experiment/mine.yaml, chosen by"
-        require(name not in PAST, name, value, f"{own} experiment=mine (elsewhere: --config-dir FOLDER)")
+        why = "settings begin with config.yaml; a file of your own is config/experiment/mine.yaml, chosen by"
+        require(name not in PAST, name, value, f"{why} experiment=mine (elsewhere: --config-dir FOLDER)")
     refuse_removed(_typed_settings(overrides))
     for key in (word[1:].partition("=")[0] for word in overrides if word.startswith("~")):
         instead = "wandb.enabled=false" if key == "wandb" else f"{key}=VALUE"

@@ -61,6 +61,6 @@ def speaks(env: Mapping[str, str]) -> bool:
 
 def decided(env: Mapping[str, str]) -> list[str]:
     """Return a sentence for each variable in ``env`` that decides something, or is meant to and does not."""
-    own = "is not read: a run has an id of its own in wandb, with which resume=true goes on"
-    unread = [f"{name}={env[name]} {own}" for name in NOT_READ if env.get(name)]
+    unused = "is not read: a run has an id of its own in wandb, with which resume=true goes on"
+    unread = [f"{name}={env[name]} {unused}" for name in NOT_READ if env.get(name)]
     return [f"{name}={env[name]} decides {what}" for name, what in DECIDES.items() if env.get(name)] + unread

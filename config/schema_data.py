@@ -138,16 +138,16 @@ def check_keep_best(key: str | None, evaluations: Mapping[str, Any]) -> None:
     one_of("keep_best", key or "off", ("off", *(f"eval_{measure}" for measure in RANKED), *named))
 
 
-def evaluation_sets(evaluations: Mapping[str, Any], own: DataConfig) -> dict[str, DataConfig]:
+def evaluation_sets(evaluations: Mapping[str, Any], run_data: DataConfig) -> dict[str, DataConfig]:
     """Return the data settings of each set by its name; its rows are the split "eval" of these settings.
-    ``own`` are the settings of the run's data, from which a set starts.
+    ``run_data`` are the settings of the run's data, from which a set starts.
 
     Raises ConfigError for an invalid name, a name that collides with a number of the run, an unknown key or a
     wrong type.
     """
     for name in evaluations:
         _check_set_name(name)
-    return {name: _settings_of_set(name, settings, own) for name, settings in evaluations.items()}
+    return {name: _settings_of_set(name, settings, run_data) for name, settings in evaluations.items()}
 
 
 def _check_set_name(name: str) -> None:
@@ -163,7 +163,7 @@ def _check_set_name(name: str) -> None:
         )
 
 
-def _settings_of_set(name: str, settings: Any, own: DataConfig) -> DataConfig:
+def _settings_of_set(name: str, settings: Any, run_data: DataConfig) -> DataConfig:
     key = f"evaluations.{name}"
     mapping = f"is a mapping, as in {key}.path=hard.jsonl"
     if not isinstance(settings, dict) or not settings:
@@ -171,8 +171,8 @@ def _settings_of_set(name: str, settings: Any, own: DataConfig) -> DataConfig:
     one = typed(settings, SetConfig, f"{key}.")
     if one == SetConfig():
         raise ConfigError(key, settings, "names the run's own held-out rows; give path or split")
-    files = own.source in _OF_FILES
-    no_splits = f"data={own.name} has no splits to choose from; give a path"
+    files = run_data.source in _OF_FILES
+    no_splits = f"data={run_data.name} has no splits to choose from; give a path"
     if one.split is not None and one.path is None and not files:
         raise ConfigError(f"{key}.split", one.split, no_splits)
     changes: dict[str, Any] = {"verifier": one.verifier} if "verifier" in settings else {}
@@ -182,7 +182,7 @@ def _settings_of_set(name: str, settings: Any, own: DataConfig) -> DataConfig:
             changes["source"] = _OF_FILES[0]
     if one.split is not None:  # of the path: the set's, or the run's own
         changes |= {"eval_path": None, "eval_split": one.split}
-    return replace(own, **changes)
+    return replace(run_data, **changes)
 
 
 def of_set(key: str, error: ConfigError | DataError) -> UserError:

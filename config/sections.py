@@ -249,6 +249,11 @@ def _remedy(error: Any, key: str, schema: Any, place: str) -> str:
         switch = f"; type {key}.enabled={str(value).lower()}" if f"{key}.enabled" in inside else ""
         alone = f"is a section, not a setting{switch}; {section_says(key, inside)}"
         return listed if isinstance(error["loc"][-1], int) else alone
+    return _remedy_of_value(kind, value, key, section, name)
+
+
+def _remedy_of_value(kind: str, value: Any, key: str, section: Any, name: str) -> str:
+    """Return what a value must be that the setting ``name`` of ``section`` does not take."""
     parts = list(_parts(type_hints(section, extras=True)[name]))
     word = word_of(section, name)
     blank = word or ("null" if NoneType in parts else None)
@@ -263,10 +268,14 @@ def _remedy(error: Any, key: str, schema: Any, place: str) -> str:
         return NAN if math.isnan(value) else message if "finite" in message else "must be finite"
     if kind == "dict_type":
         return f"is a mapping{message or f': give its settings, as in {key}.name=value'}"
-    default = getattr(section, name, None)
+    return _must_be(kind, value, key, getattr(section, name, None), int in parts, word)
+
+
+def _must_be(kind: str, value: Any, key: str, default: Any, of_numbers: bool, word: str | None) -> str:
+    """Return of what type the value of ``key`` must be, with an example."""
     whole = isinstance(value, float) and value.is_integer()
     number = str(int(value) if whole else default if isinstance(default, int | float) else 1)
-    texts = "[0,1]" if int in parts else "[a,b]"
+    texts = "[0,1]" if of_numbers else "[a,b]"
     takes, example = {
         "bool": ("true or false", "true"),
         "int": ("a whole number", number),

@@ -437,20 +437,29 @@ def proposal(rows: Sequence[Row], config: DataConfig, names: Sequence[str], unre
     """Return the settings to type so that the columns ``names``, which nothing reads, are read; "" where
     nothing works. ``unread`` gives the columns that decide and are not read with other ``data.columns``; None
     where the rows cannot be read so."""
-    best: tuple[Sequence[str], dict[str, str]] | None = None
-    for _, way in sorted(_ways(rows, config, names), key=lambda way: way[0])[:_MOST]:
-        left = unread(way)
-        texts = any({*pieces(at(row.values, name)[0])} - {NO_TEXT} for row in rows for name in left or ())
-        if left is not None and not texts and (best is None or len(left) < len(best[0])):
-            best = left, way
-            if not left:
-                break
+    best = _best(rows, _ways(rows, config, names), unread)
     lettered = {*of_choices(rows[0].values)}
     if best is None or (lettered and lettered.isdisjoint(map(_column, best[1].values()))):
         return ""
     line = typed(dict(sorted(best[1].items(), key=lambda item: [*_ORDER, item[0]].index(item[0]))))
     without = [*(config.ignore_columns or ()), *dict.fromkeys(map(_column, best[0]))]
     return f"{line} {ignoring(without)}" if best[0] else line
+
+
+def _best(
+    rows: Sequence[Row], ways: Iterable[tuple[int, dict[str, str]]], unread: Trial
+) -> tuple[Sequence[str], dict[str, str]] | None:
+    """Return (columns that decide and stay unread, data.columns) of the way that leaves the fewest of them;
+    None where no way reads the rows' texts."""
+    best: tuple[Sequence[str], dict[str, str]] | None = None
+    for _, way in sorted(ways, key=lambda way: way[0])[:_MOST]:
+        left = unread(way)
+        texts = any({*pieces(at(row.values, name)[0])} - {NO_TEXT} for row in rows for name in left or ())
+        if left is not None and not texts and (best is None or len(left) < len(best[0])):
+            best = left, way
+            if not left:
+                break
+    return best
 
 
 def _ways(

@@ -214,7 +214,7 @@ class Said:
         """Return whether each text of a value stands in one of these, or a long one of these in the value."""
         parts = [_plain(piece) for piece in pieces(unpacked(value)) if piece]
         theirs = "\n".join(parts)
-        return all(map(self._repeats, parts)) or any(_share(own, theirs) >= ALIKE for own in self._pieces)
+        return all(map(self._repeats, parts)) or any(_share(piece, theirs) >= ALIKE for piece in self._pieces)
 
     def _repeats(self, piece: str) -> bool:
         if piece in self._pieces or _share(piece, self._text) >= ALIKE:

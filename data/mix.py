@@ -61,9 +61,9 @@ def part_config(part: MixPart) -> DataConfig:
     """Return the settings of one set, from its own file. Raises ConfigError."""
     settings = group_file("data", "data.mix.name", part.name)
     paths = {key: path for key in ("path", "eval_path") if (path := getattr(part, key)) is not None}
-    own = settings["source"] != "data.mix.mixed" and (settings | paths).get("path") != "???"
+    has_path = settings["source"] != "data.mix.mixed" and (settings | paths).get("path") != "???"
     why = "needs a path of its own, and is no mix itself: give {name: local, path: pairs.jsonl, weight: 1}"
-    require(own, "data.mix.name", part.name, f"{why}, or another set")
+    require(has_path, "data.mix.name", part.name, f"{why}, or another set")
     config = DataConfig(**settings | paths)
     why = f"config/data/{part.name}.yaml sets logprob_range, which orders a whole mix: take it out there"
     require(config.logprob_range is None, "data.mix.name", part.name, f"{why} and give data.logprob_range")

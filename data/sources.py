@@ -136,21 +136,21 @@ def local(config: DataConfig, split: str) -> Loaded:
     """Load a local file or folder (``data.path``; ``data.eval_path`` for evaluation): a file of
     ``data.rows.SUFFIXES``, a folder of such files, or what ``datasets`` saved to disk. From a folder with
     several splits, ``data.split`` and ``data.eval_split`` are read."""
-    train, own = split == "train", split == "eval" and config.eval_path is not None
-    key, path = ("data.eval_path", config.eval_path) if own else ("data.path", config.path)
+    train, has_eval_path = split == "train", split == "eval" and config.eval_path is not None
+    key, path = ("data.eval_path", config.eval_path) if has_eval_path else ("data.path", config.path)
     split_key, name = ("data.split", config.split) if train else ("data.eval_split", config.eval_split)
     if path is None:
         raise ConfigError("data.path", None, "give the file, as in data.path=pairs.jsonl")
-    if name is None and not own:
+    if name is None and not has_eval_path:
         return Loaded([], 0, origin="no evaluation data (data.eval_path is null and data.eval_fraction is 0)")
     folder = os.path.isdir(path)
     rows = folder_rows(Path(path), name, key, split_key) if folder else read_rows(Path(path), key)
-    if not train and not own and not folder:
+    if not train and not has_eval_path and not folder:
         splits = (row.values.get("split") for row in read_rows(Path(path)) if isinstance(row, Row))
         why = f'no row of {path} says "split": "{name}"; give the evaluation file as data.eval_path'
         if not _has_splits(config) or name not in splits:
             raise ConfigError(split_key, name, why)
-    if train or not (own or folder):
+    if train or not (has_eval_path or folder):
         rows = _of_split(config, rows, name)
     return convert(rows, config, f"{path}{files_of(Path(path), name)}" if folder else path)
 

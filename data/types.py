@@ -186,7 +186,7 @@ class PackedRows:
     """The tokens that are computed for each of several packed rows. If rows of a microbatch have the same
     prompt, one may leave it to another. Then its own tokens are only its completion."""
 
-    own: tuple[int, ...]
+    lengths: tuple[int, ...]
     """Number of each row's own tokens"""
     prompts: tuple[tuple[int, int], ...]
     """(first, count) of the tokens that a row reads before its own: its prompt, computed for another row. The

@@ -222,8 +222,8 @@ class MemoryPlan:
     @property
     def predicted(self) -> float:
         """GiB of the trainer's own tensors, and without a GPU of the whole process."""
-        own = [s for s in self.situations if s.name != "sampling"]
-        return max(s.tensors if self.card else s.total for s in own)
+        training = [s for s in self.situations if s.name != "sampling"]
+        return max(s.tensors if self.card else s.total for s in training)
 
     @property
     def record(self) -> dict[str, Any]:
@@ -458,11 +458,11 @@ def measured(world: World, plan: MemoryPlan) -> dict[str, Any]:
     """Return the most that the fullest rank has held so far, in words beside what was planned, and as GiB; a
     collective."""
     if world.device.type == "cuda":
-        own, what = torch.cuda.max_memory_allocated(world.device) / GIB, "tensors on the GPU"
+        held, what = torch.cuda.max_memory_allocated(world.device) / GIB, "tensors on the GPU"
     else:
-        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB  # Linux counts in KiB
+        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB  # Linux counts in KiB
         what = "the whole process"
-    most = max(gather_objects(own))
+    most = max(gather_objects(held))
     beside = ""
     if (world.device.type == "cuda") == (plan.card is not None):
         beside = f", {most / plan.predicted:.0%} of what was predicted"

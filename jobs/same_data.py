@@ -177,8 +177,8 @@ def check_origin(folder: Path) -> None:
     for path, inputs, step in states(folder):
         named, other = int(path.name.rpartition("_")[2]), inputs.get("run")
         where = f"{path} is of step {step} of run {other}, and {folder / MARKER} is of run {run}"
-        own = (run, named) == (other, step)
-        require(own, "resume", True, f"{where}: move it away, or bring the run's own back")
+        matches = (run, named) == (other, step)
+        require(matches, "resume", True, f"{where}: move it away, or bring the run's own back")
     for path in sorted((folder / "rounds").glob("*")):
         if path.name.isdecimal():
             _ = RoundFolder(path, run=run).record

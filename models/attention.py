@@ -116,7 +116,7 @@ def flash_fails(heads: Heads, shared: bool = False, compiled: bool = False) -> s
     rows = PackedRows((3, 6, 4), ((0, 0), (0, 0), (0, 2))) if shared else PackedRows((3, 6), ((0, 0),) * 2)
     generator, results = torch.Generator().manual_seed(0), []
     queries, keys, size = heads
-    shape = 1, queries + 2 * keys, sum(rows.own), size
+    shape = 1, queries + 2 * keys, sum(rows.lengths), size
     drawn = torch.randn(shape, generator=generator).bfloat16().cuda()
     arguments = row_limits(rows, drawn.device)
     limits = arguments["cu_seq_lens_q"], arguments.get("cu_seq_lens_k", arguments["cu_seq_lens_q"])
@@ -184,7 +184,7 @@ class RowLengths:
     because torch.compile would compile a layer again for every new tuple of numbers."""
 
     def __init__(self, queries: Seq[int], keys: Seq[int]) -> None:
-        self.own = tuple(queries)
+        self.queries = tuple(queries)
         self.keys = tuple(keys)
         self._masks: dict[tuple[int, int], Tensor] = {}
 
@@ -202,11 +202,11 @@ def row_limits(rows: PackedRows, device: torch.device) -> dict[str, Any]:
     begins, the longest length, and all lengths. If a prompt is shared, they include the same for the keys
     that each row reads, and the places of these keys. The numbers are on the device and on the host, so that
     neither waits for the other."""
-    keys = [count + length for length, (_, count) in zip(rows.own, rows.prompts, strict=True)]
+    keys = [count + length for length, (_, count) in zip(rows.lengths, rows.prompts, strict=True)]
     limits = {
-        "cu_seq_lens_q": to_device(_limits(rows.own), device),
-        "max_length_q": max(rows.own),
-        "row_lengths": RowLengths(rows.own, keys),
+        "cu_seq_lens_q": to_device(_limits(rows.lengths), device),
+        "max_length_q": max(rows.lengths),
+        "row_lengths": RowLengths(rows.lengths, keys),
     }
     if not rows.shares:
         return limits
@@ -224,7 +224,7 @@ def _limits(lengths: Seq[int]) -> Tensor:
 def _key_places(rows: PackedRows, device: torch.device) -> Tensor:
     """Return [sum of the rows' keys] int64, the places of the tokens that each row reads, row after row."""
     places, start = [], 0
-    for length, (first, count) in zip(rows.own, rows.prompts, strict=True):
+    for length, (first, count) in zip(rows.lengths, rows.prompts, strict=True):
         places += [np.arange(first, first + count), np.arange(start, start + length)]
         start += length
     return to_device(torch.from_numpy(np.concatenate(places)), device)
@@ -288,7 +288,7 @@ def _row_by_row(
 ) -> Tensor:
     parts, grouped = [], query.shape[1] != key.shape[1]
     # split instead of slices: the backward of each slice would fill a gradient as long as all rows.
-    splits = (query.split(lengths.own, dim=2), *(x.split(lengths.keys, dim=2) for x in (key, value)))
+    splits = (query.split(lengths.queries, dim=2), *(x.split(lengths.keys, dim=2) for x in (key, value)))
     for q, k, v in zip(*splits, strict=True):
         alone = q.shape[2] == k.shape[2]
         parts.append(

@@ -210,10 +210,10 @@ class HandOver:
 
         return self.nodes.failure_of(connect)
 
-    def _failures(self, own: NodeError | None) -> Failures:
+    def _failures(self, mine: NodeError | None) -> Failures:
         """Return each node's first failure, from those of all ranks."""
         failures: Failures = {}
-        for rank, failure in enumerate(gather_objects(own)):
+        for rank, failure in enumerate(gather_objects(mine)):
             if failure is not None:
                 failures.setdefault(self.world.nodes[rank] if self.world.nodes else 0, failure)
         return failures

@@ -89,7 +89,7 @@ class Nodes:
         sampler = self.config.sampler
 
         every = on_every_rank(lambda: with_engines(sampler, torch.cuda.device_count(), ranks))
-        own = every[self.world.leaders[self.world.node]]
+        sampler_here = every[self.world.leaders[self.world.node]]
         copies = [every[rank].copies for rank in self.world.leaders]
         counts = ", ".join(f"{count} on {host}" for host, count in zip(self.hosts, copies, strict=True))
         require(
@@ -99,7 +99,9 @@ class Nodes:
             f"would be {counts}, and every node has as many engines: use {min(copies)}",
         )
         beside = self.hosts.count(self.hosts[self.world.node])
-        self.engines = Engines(self.config, own, self.log_dir, self.world.node * own.copies, beside)
+        self.engines = Engines(
+            self.config, sampler_here, self.log_dir, self.world.node * sampler_here.copies, beside
+        )
 
     @property
     def every(self) -> range:

@@ -43,22 +43,21 @@ MOST_LINES = 600
 MOST_LINES_OF_A_FUNCTION = 60
 MOST_BRANCHES = 20
 # What has more, and how many: these may only fall.
-BRANCHES_OF = {"_remedy": 28, "remedy": 26, "proposal": 26}
 # Lines that a room may have; only a reviewed change raises one.
 BUDGETS = {
-    "common": 1_463,
-    "config": 3_178,
-    "data": 6_627,
-    "models": 4_775,
-    "trainers": 2_680,
+    "common": 1_454,
+    "config": 3_185,
+    "data": 6_636,
+    "models": 4_772,
+    "trainers": 2_694,
     "reports": 1_954,
-    "rollouts": 6_311,
-    "jobs": 4_259,
+    "rollouts": 6_306,
+    "jobs": 4_253,
     "evals": 1_617,
     "launch": 2_821,
-    "benchmarks": 1_064,
+    "benchmarks": 1_061,
     "tools": 762,
-    "tests": 26_513,
+    "tests": 26_235,
 }
 
 
@@ -276,8 +275,7 @@ def test_no_function_has_too_many_branches():
         assert branches(function) == count
     functions = nodes(ast.FunctionDef, ast.AsyncFunctionDef)
     counts = {f"{m}.{node.name}": branches(node) for m, node in functions}
-    most = {name: BRANCHES_OF.get(name.rpartition(".")[2], MOST_BRANCHES) for name in counts}
-    assert {name: n for name, n in counts.items() if n > most[name]} == {}
+    assert {name: n for name, n in counts.items() if n > MOST_BRANCHES} == {}
 
 
 def path_of(module: str) -> Path:

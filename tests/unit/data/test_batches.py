@@ -256,7 +256,7 @@ def test_every_row_can_be_read_off_what_is_computed(drawn, masked):
     tokens, positions = made.input_ids[0].numpy(), made.position_ids[0].numpy()
     before = np.split(made.predict.numpy(), np.cumsum([len(r.counted) for r in rows])[:-1])
     start = 0
-    spans = zip(rows, made.packed.own, made.packed.prompts, before, strict=True)
+    spans = zip(rows, made.packed.lengths, made.packed.prompts, before, strict=True)
     for r, own, (first, count), predicted in spans:
         places = np.concatenate([np.arange(first, first + count), np.arange(start, start + own)])
         assert tokens[places].tolist() == [*r.prompt_ids, *r.completion_ids]
