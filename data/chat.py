@@ -115,6 +115,47 @@ class _Opened:
     """[P] int32"""
 
 
+class TextEncoder:
+    """Token ids of texts in which the special tokens are written out, as a template writes them. Raises
+    ConfigError for a tokenizer that is not fast, or that ends nothing."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        key, name = "model.tokenizer_name_or_path", tokenizer.name_or_path
+        if not tokenizer.is_fast:
+            raise ConfigError(key, name, "has no fast tokenizer (tokenizer.json); use one that has")
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(key, name, "has no end-of-sequence token; set its eos_token")
+        self.tokenizer, bos = tokenizer, tokenizer.bos_token_id
+        self._adds_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
+        self._anchor = ""
+        alone, behind_eos = (self.alone([text])[0] for text in ("a", tokenizer.eos_token + "a"))
+        if behind_eos[0] == tokenizer.eos_token_id and behind_eos[1:] != alone:
+            # this tokenizer puts a space before a text, which is wrong in the middle of one
+            self._anchor = tokenizer.eos_token
+
+    def alone(self, texts: list[str]) -> list[list[int]]:
+        """Return the ids of each text by itself."""
+        if not texts:
+            return []
+        encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+    def inside(self, texts: list[str]) -> list[list[int]]:
+        """Return the ids of texts that continue a sequence of tokens."""
+        skip = 1 if self._anchor else 0
+        return [ids[skip:] for ids in self.alone([self._anchor + text for text in texts])]
+
+    def with_bos(self, ids: list[int]) -> list[int]:
+        """Return ``ids`` with exactly one beginning-of-sequence token if the model expects one, whether the
+        template, the data or neither wrote it."""
+        bos = self.tokenizer.bos_token_id
+        if bos is None or not (self._adds_bos or ids[:1] == [bos]):
+            return ids
+        start = next((i for i, token in enumerate(ids) if token != bos), len(ids))
+        return [bos, *ids[start:]]
+
+
 class Renderer:
     """Conversion of conversations to token ids, by a chat template or, with ``template=None``, concatenation.
 
@@ -136,12 +177,7 @@ class Renderer:
         """``control_tokens``, ``long_prompts``: the settings of these names in ``data``. ``ends``: further
         tokens that end a sampled answer."""
         self._ends = ends
-        key, name = "model.tokenizer_name_or_path", tokenizer.name_or_path
-        if not tokenizer.is_fast:
-            raise ConfigError(key, name, "has no fast tokenizer (tokenizer.json); use one that has")
-        why = "has no end-of-sequence token; set its eos_token"
-        if tokenizer.eos_token_id is None:
-            raise ConfigError(key, name, why)
+        self.encoder = TextEncoder(tokenizer)
         self.tokenizer, self.template = tokenizer, template
         self.max_length, self.max_prompt_length = max_length, max_prompt_length
         self.cuts: Counter[str] = Counter()
@@ -149,20 +185,13 @@ class Renderer:
         control tokens (CONTROLLED); and of texts that were cut before they were tokenised."""
         self.control_tokens, self.long_prompts = control_tokens, long_prompts
         self.controls = control_pattern(tokenizer)
-        bos = tokenizer.bos_token_id
-        self._adds_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
-        self._anchor = ""
-        alone, behind_eos = (self._encode([text])[0] for text in ("a", tokenizer.eos_token + "a"))
-        if behind_eos[0] == tokenizer.eos_token_id and behind_eos[1:] != alone:
-            # this tokenizer puts a space before a text, which is wrong in the middle of one
-            self._anchor = tokenizer.eos_token
         self.chat = None if template is None else ChatTemplate(tokenizer, template)
         self.end_text, self.end_id = str(tokenizer.eos_token), int(tokenizer.eos_token_id)
         """Text up to the end of the token that closes an answer, and the token's id."""
         if self.chat is not None:
             self.end_text, self.end_id = self.chat.end_text, self.chat.end_id
         self._end_token = str(tokenizer.decode([self.end_id]))
-        marks = [token for token in self._encode([self.end_text])[0] if is_mark(tokenizer, token)]
+        marks = [token for token in self.encoder.alone([self.end_text])[0] if is_mark(tokenizer, token)]
         self._closing = {*marks, *self.stop_token_ids, tokenizer.pad_token_id}
 
     # Properties that other modules use
@@ -226,7 +255,7 @@ class Renderer:
         distinct = list(dict.fromkeys(prompt for prompt, _ in rows))
         opened = dict(zip(distinct, self._opened(distinct), strict=True))
         texts = [_or_reason(self._answer_text, opened[p], c) for p, c in rows if c.token_ids is None]
-        answers = iter(_encoded(self.encode_inside, texts))
+        answers = iter(_encoded(self.encoder.inside, texts))
         return [
             self._sequence(opened[prompt], next(answers) if c.token_ids is None else self._sampled(c))
             for prompt, c in rows
@@ -236,7 +265,7 @@ class Renderer:
         """Return each prompt as an answer follows it, or the reason why it cannot be rendered."""
         prepared = [_or_reason(self._prepared, prompt) for prompt in prompts]
         texts = [_or_reason(self._render, one) for one in prepared]
-        encoded = _encoded(self._encode, texts)
+        encoded = _encoded(self.encoder.alone, texts)
         return [_or_reason(self._fitted, *row) for row in zip(encoded, prepared, texts, strict=True)]
 
     def _sequence(self, opened: _Opened | RenderError, answer: list[int] | RenderError) -> Sequence | str:
@@ -278,16 +307,11 @@ class Renderer:
         missing = completion.finished and not ended
         return [*ids, self.end_id] if missing else ids
 
-    def encode_inside(self, texts: list[str]) -> list[list[int]]:
-        """Return the ids of texts that continue a sequence of tokens."""
-        skip = 1 if self._anchor else 0
-        return [ids[skip:] for ids in self._encode([self._anchor + text for text in texts])]
-
     # Prompts
 
     def _fitted(self, ids: list[int], prompt: Prompt, text: str) -> _Opened:
         """Return the prompt, whose text has these ids, within max_prompt_length. Raises RenderError."""
-        opened = _Opened(prompt, text, np.array(self._with_bos(ids), dtype=np.int32))
+        opened = _Opened(prompt, text, np.array(self.encoder.with_bos(ids), dtype=np.int32))
         if len(opened.ids) > self.max_prompt_length:
             if self.long_prompts == DROP:
                 limit = f"model.max_prompt_length={self.max_prompt_length}"
@@ -296,15 +320,6 @@ class Renderer:
         if not len(opened.ids):
             raise RenderError("the prompt has no token")
         return opened
-
-    def _with_bos(self, ids: list[int]) -> list[int]:
-        """Return ``ids`` with exactly one beginning-of-sequence token if the model expects one, whether the
-        template, the data or neither wrote it."""
-        bos = self.tokenizer.bos_token_id
-        if bos is None or not (self._adds_bos or ids[:1] == [bos]):
-            return ids
-        start = next((i for i, token in enumerate(ids) if token != bos), len(ids))
-        return [bos, *ids[start:]]
 
     def _shortened(self, opened: _Opened) -> _Opened:
         """Return the prompt without its oldest turns, then without the beginning of its last user turn."""
@@ -341,7 +356,9 @@ class Renderer:
 
     def _open(self, prompt: Prompt) -> _Opened:
         text = self._render(prompt)
-        return _Opened(prompt, text, np.array(self._with_bos(self._encode([text])[0]), dtype=np.int32))
+        return _Opened(
+            prompt, text, np.array(self.encoder.with_bos(self.encoder.alone([text])[0]), dtype=np.int32)
+        )
 
     def _render(self, prompt: Prompt) -> str:
         """Return the prompt's text up to the point where the answer begins. Raises RenderError."""
@@ -370,7 +387,7 @@ class Renderer:
         while size < len(text):
             # A template would strip white space at the cut, and with it what is still to be cut by tokens.
             part = f"…{text[-size:]}" if end else f"{text[:size]}…"
-            if len(self._encode([part])[0]) > limit + _MORE:
+            if len(self.encoder.alone([part])[0]) > limit + _MORE:
                 self.cuts[CUT_EARLY] += 1
                 return part
             size *= 2
@@ -384,14 +401,6 @@ class Renderer:
             if self.control_tokens == DROP:
                 raise RenderError(f"a text holds the control token {token[0]} (data.control_tokens=drop)")
         return text
-
-    def _encode(self, texts: list[str]) -> list[list[int]]:
-        """Return the ids of each text alone: special tokens come from the text, which the template wrote."""
-        if not texts:
-            return []
-        encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        ids: list[list[int]] = encoded["input_ids"]
-        return ids
 
 
 def _or_reason(render: Callable[..., T], first: Any, *more: Any) -> T | RenderError:

@@ -105,7 +105,7 @@ class Place:
         self.end_id = self._renderer.end_id
         """the end-of-turn token"""
         rest = self._renderer.chat.rest if rendering == "template" and self._renderer.chat else ""
-        self._tail = self._renderer.encode_inside([rest])[0]
+        self._tail = self._renderer.encoder.inside([rest])[0]
         """the tokens that the chat template writes after an answer's end-of-turn token (Qwen's newline)"""
 
     def rows(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Row | Missing]:

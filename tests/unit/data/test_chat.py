@@ -225,7 +225,7 @@ def test_settings_choose_template_and_lengths_and_the_models_files_its_ends(tmp_
     assert make_renderer(tokenizer, model, plain).template is None
     own = renderer("qwen2").stop_token_ids
     assert made.stop_token_ids == (*own, 7, 11, 12, 13)
-    assert made.said([*made._encode(["yes"])[0], 11]) == "yes"
+    assert made.said([*made.encoder.alone(["yes"])[0], 11]) == "yes"
     assert made.about_ends.startswith(f"a sampled answer ends at <|im_end|> ({own[0]}), ")
 
 

@@ -43,7 +43,7 @@ def first_with(renderer: Renderer, ids: list[int], strings: list[str]) -> int | 
 def test_an_answer_is_cut_behind_the_first_token_that_completes_a_string(monkeypatch, name, first):
     monkeypatch.setattr(stop_strings, "FIRST", first)
     renderer = renderer_of(name)
-    ids = renderer.encode_inside([TEXT if name == "llama3" else "7+8=15;3+5=8;85"])[0]
+    ids = renderer.encoder.inside([TEXT if name == "llama3" else "7+8=15;3+5=8;85"])[0]
     prompt, settings, keys = adder.prompts("eval")[0], SamplingSettings(1.0, 1.0, len(ids)), list[str]()
 
     def draw(rows, settings, seed, stops):  # a policy that writes the text
