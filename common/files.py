@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common.errors import ConfigError
+from common.errors import ConfigError, DataError
 
 LINK = "is a link, through which nothing is written"
 
@@ -71,6 +71,17 @@ def read_json(path: Path) -> Any:
         return json.loads(regular_file(path).read_bytes())
     except RecursionError as error:
         raise ValueError(f"{path} is nested too deeply") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises OSError, and DataError for what is none."""
+    try:
+        content = read_json(path)
+    except ValueError as error:
+        raise DataError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path} is damaged (it holds no object)")
+    return content
 
 
 def resolve_model_path(name_or_path: str) -> str:

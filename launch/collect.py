@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import DataError, require
+from common.files import read_object
 from config.load import OPERATIONAL, RECORD, flat, settings_of
 from launch.grid import Run, Settings, unselected
 from launch.slurm import ROOT
@@ -124,13 +125,14 @@ def read_run(folder: Path, cell: str | None = None) -> Result:
     values: dict[str, float] = {}
     done = (folder / "summary.json").exists()
     if done:
-        summary = read_json(folder / "summary.json")
+        summary = read_object(folder / "summary.json")
         after: dict[str, Any] = dict(numbers(summary.get("after")))
         values = after | dict(numbers({key: summary.get(key) for key in ("tokens_per_second", "seconds")}))
         last = lines[-1] if lines else last_line(folder)
         lines = [*lines, after | {"step": last.get("step", -1) + 1, "examples": summary.get("examples", 0)}]
     for path in sorted((folder / "evals").glob("*.json")):
-        values |= {f"{path.stem}/{key}": float(value) for key, value in numbers(read_json(path), NO_NUMBERS)}
+        found = numbers(read_object(path), NO_NUMBERS)
+        values |= {f"{path.stem}/{key}": float(value) for key, value in found}
     return Result(
         folder.name,
         cell or default,
@@ -146,17 +148,6 @@ def read_run(folder: Path, cell: str | None = None) -> Result:
 def computed(config: Settings) -> Settings:
     """Return the settings of a flat configuration that change the computation, without the seed."""
     return {key: value for key, value in config.items() if key.split(".")[0] not in (*OPERATIONAL, "seed")}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the content of a file that is one JSON object. Raises DataError."""
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise DataError(f"{path} is damaged: {error}. Put it back, or make it again") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{path} is damaged: it is no JSON object. Put it back, or make it again")
-    return content
 
 
 # -- rows of a table -------------------------------------------------------------------------------

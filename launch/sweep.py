@@ -29,12 +29,12 @@ from pathlib import Path
 from statistics import fmean
 
 from common.errors import ConfigError, StoppedError, require
+from common.files import read_object
 from common.options import options_of
 from common.progress import SOON, progress, pulse
 from config.cli import answered
 from config.schema import CARDS
 from config.unread import leaves, unread
-from launch.collect import read_json
 from launch.grid import Run, Sweep, parse_overrides, read_sweep
 from launch.local import STOPPED, Pool, failures
 from launch.slurm import (
@@ -282,7 +282,7 @@ def hours_of(states: Sequence[State]) -> dict[str, float]:
     measured: dict[str, list[float]] = {}
     for state in states:
         if state.kind == FINISHED:
-            taken = numbers(read_json(state.folder / "summary.json").get("seconds"))
+            taken = numbers(read_object(state.folder / "summary.json").get("seconds"))
             measured.setdefault(state.run.cell, []).extend(seconds / 3600 for _, seconds in taken)
     expected = {
         state.run.name: fmean(hours) if (hours := measured.get(state.run.cell)) else state.run.hours

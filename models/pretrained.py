@@ -33,8 +33,8 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.tokenization_utils_base import AddedToken
 from transformers.utils import find_adapter_config_file
 
-from common.errors import ConfigError
-from common.files import resolve_model_path
+from common.errors import ConfigError, DataError
+from common.files import read_object, resolve_model_path
 from config.machine import speaks
 from config.schema_model import ModelConfig
 from data.templates import chosen_template
@@ -47,9 +47,7 @@ from models.sharding import local_part
 from models.weight_files import (
     CONFIG,
     KEY,
-    DamagedError,
     named,
-    read_object,
     refuse_adapter,
     refuse_other_tensors,
     refuse_quantised,
@@ -471,7 +469,7 @@ def wrong_field(file: Path) -> str | None:
     of one layer can be built; None where all is well or no single field is to blame."""
     try:
         fields = read_object(file)
-    except (OSError, DamagedError):
+    except (OSError, DataError):
         return None
     part = fields.get("text_config") if isinstance(fields.get("text_config"), dict) else fields
     assert isinstance(part, dict)

@@ -12,8 +12,8 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 
-from common.errors import ConfigError
-from common.files import read_json, regular_file
+from common.errors import ConfigError, DataError
+from common.files import read_object, regular_file
 from config.files import walk
 from config.schema_model import ModelConfig
 
@@ -29,10 +29,6 @@ _PACKED = re.compile(r"\.(qweight|qzeros|weight_packed|weight_scale(_inv)?|absma
 _SIZES = re.compile(r"(layers?|heads?|experts|_size|_dim|embd|inner)$")
 _ANY_SIZE = 1_000_000
 """A size up to which a model is built at once, whatever its files hold."""
-
-
-class DamagedError(ValueError):
-    """A file that is not what it should be; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +120,7 @@ def check_files(key: str, name: str, folder: Path) -> dict[str, Stored] | None:
             return None
         refuse_quantised(key, name, fields := read_object(folder / CONFIG))
         tensors = read_tensors(folder)
-    except (OSError, DamagedError) as error:
+    except (OSError, DataError) as error:
         raise ConfigError(key, name, f"{error}; copy or download the model again") from error
     refuse_sizes(key, name, fields, tensors)
     packed = next((stored.name for stored in tensors.values() if stored.packed), None)
@@ -145,26 +141,15 @@ def stored_tensors(config: ModelConfig) -> dict[str, Stored] | None:
     return check_files(KEY, config.name_or_path, path)
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises DamagedError, OSError."""
-    try:
-        parsed = read_json(path)
-    except ValueError as error:
-        raise DamagedError(f"{path} is damaged ({type(error).__name__}: {error})") from error
-    if not isinstance(parsed, dict):
-        raise DamagedError(f"{path} is damaged (it holds no object)")
-    return parsed
-
-
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that transformers loads from ``folder``. Raises DamagedError, OSError."""
+    """Return the files that transformers loads from ``folder``. Raises DataError, OSError."""
     if (folder / SINGLE).exists():
         return [folder / SINGLE]
     if not (folder / INDEX).exists():
         others = sorted(
             p.name for end in ("*.bin", "*.pt", "*.pth", "*.h5", "*.safetensors") for p in folder.glob(end)
         )
-        raise DamagedError(
+        raise DataError(
             f"{folder} has no {SINGLE}"
             + (
                 f" but {', '.join(others[:3])}: only safetensors are loaded (a pickle may run code); write "
@@ -181,26 +166,26 @@ def weights_are_there(folder: Path) -> bool:
     """Return whether all weight files of a model in the hub's cache have been downloaded."""
     try:
         return all(file.exists() for file in weight_files(folder))
-    except (OSError, DamagedError):
+    except (OSError, DataError):
         return False
 
 
 def weight_map(folder: Path) -> dict[str, str]:
-    """Return name of a tensor -> its file, from the index. Raises DamagedError, OSError."""
+    """Return name of a tensor -> its file, from the index. Raises DataError, OSError."""
     files = read_object(folder / INDEX).get("weight_map")
     if not isinstance(files, dict) or not files:
-        raise DamagedError(f"{folder / INDEX} is damaged (it has no weight_map)")
+        raise DataError(f"{folder / INDEX} is damaged (it has no weight_map)")
     for name, file in files.items():
         if not isinstance(file, str) or Path(file).name != file:
-            raise DamagedError(f"{folder / INDEX} puts {name} into {file!r}, which is no file of its folder")
+            raise DataError(f"{folder / INDEX} puts {name} into {file!r}, which is no file of its folder")
     return files
 
 
 def read_tensors(folder: Path) -> dict[str, Stored]:
-    """Return the tensors in the weight files of ``folder``. Raises DamagedError, OSError."""
+    """Return the tensors in the weight files of ``folder``. Raises DataError, OSError."""
     files = weight_files(folder)
     if missing := [file.name for file in files if not file.exists()]:
-        raise DamagedError(
+        raise DataError(
             f"{folder / INDEX} names {len(files)} files, of which {len(missing)} are missing: "
             f"{', '.join(missing[:3])}"
         )
@@ -208,24 +193,22 @@ def read_tensors(folder: Path) -> dict[str, Stored]:
     if files != [folder / SINGLE]:
         for name, file in weight_map(folder).items():
             if name not in tensors or tensors[name].file.name != file:
-                raise DamagedError(f"{folder / INDEX} says that {name} is in {file}, which does not have it")
+                raise DataError(f"{folder / INDEX} says that {name} is in {file}, which does not have it")
     return tensors
 
 
 def read_header(file: Path) -> list[Stored]:
     """Return the tensors in a safetensors file, once its header is sound and the file
-    has every byte that the header promises. Raises DamagedError, OSError."""
+    has every byte that the header promises. Raises DataError, OSError."""
     with regular_file(file).open("rb") as stream:
         if stream.read(8).startswith(b"version "):
-            raise DamagedError(
-                f"{file} is the pointer of Git LFS, not the weights: git lfs pull fetches them"
-            )
+            raise DataError(f"{file} is the pointer of Git LFS, not the weights: git lfs pull fetches them")
     try:
         with safe_open(file, framework="np") as tensors:
             parts = {name: tensors.get_slice(name) for name in tensors.offset_keys()}
             return [Stored(n, file, part.get_dtype(), tuple(part.get_shape())) for n, part in parts.items()]
     except SafetensorError as error:
-        raise DamagedError(f"{file} is cut, damaged or no safetensors file ({error})") from error
+        raise DataError(f"{file} is cut, damaged or no safetensors file ({error})") from error
 
 
 def stored_dtype(tensors: dict[str, Stored]) -> str | None:
@@ -271,7 +254,7 @@ def refuse_adapter(key: str, name: str, folder: Path, revision: str | None = Non
     it lies, or the cache of its repository on the hub, which may hold no more than the adapter's config."""
     try:
         base = read_object(folder / ADAPTER).get("base_model_name_or_path")
-    except (OSError, DamagedError) as error:
+    except (OSError, DataError) as error:
         raise ConfigError(key, name, f"is an adapter whose files are damaged: {error}") from error
     here = Path(name).is_dir()
     place = folder if here else name

@@ -45,16 +45,16 @@ MOST_BRANCHES = 20
 # What has more, and how many: these may only fall.
 # Lines that a room may have; only a reviewed change raises one.
 BUDGETS = {
-    "common": 1_454,
+    "common": 1_465,
     "config": 3_185,
-    "data": 6_636,
-    "models": 4_772,
+    "data": 6_645,
+    "models": 4_753,
     "trainers": 2_694,
     "reports": 1_954,
     "rollouts": 6_306,
     "jobs": 4_253,
     "evals": 1_617,
-    "launch": 2_821,
+    "launch": 2_812,
     "benchmarks": 1_061,
     "tools": 762,
     "tests": 26_235,
