@@ -85,10 +85,8 @@ def measure(config: Config, hf_config: PretrainedConfig, world: World, steps: in
         score_all(trainer, plan)
     step = Stepper(trainer, plan)
     timed(step, WARM_UP)
-    on_gpu = world.device.type == "cuda"
-    if on_gpu:
+    if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        torch.cuda.reset_accumulated_memory_stats()
     seconds = timed(step, steps)
     assert step.waiting is not None
     tokens = sum(map(len, rows_of(plan))) / plan.steps
@@ -100,10 +98,6 @@ def measure(config: Config, hf_config: PretrainedConfig, world: World, steps: in
         f"balance {step.waiting.known['token_balance']:.2f}"
     )
     yield f"peak: {measured(world, planned)['measured']}; estimate: {planned.record['predicted']}"
-    if on_gpu:
-        retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-        held = torch.cuda.max_memory_reserved() / 2**30
-        yield f"the allocator held {held:.1f} GiB and ran out {retries} times"
 
 
 def main() -> None:

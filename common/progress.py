@@ -15,7 +15,8 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, ClassVar, TextIO, TypeVar
 
 from tqdm import tqdm
@@ -140,6 +141,7 @@ class Bar(tqdm):
     """tqdm's: when it was drawn, in seconds of its clock."""
     _since: tuple[int, float] | None = None
     _waits = False
+    _ends: Sequence[float] = ()
     _updated: tuple[int, float] | None = None
     """How often it was updated since ``measure``, and when last."""
     _within = 0.0
@@ -154,6 +156,11 @@ class Bar(tqdm):
         if not self.disable:
             self._updated = ((self._updated or (0, 0.0))[0] + 1, self._time())
         return super().update(n)  # type: ignore[no-any-return]
+
+    def weigh(self, costs: Iterable[float]) -> None:
+        """Take the time left in proportion to the ``costs`` of all steps (such as their tokens), of which the
+        first is that of step 0."""
+        self._ends = list(accumulate(costs, initial=0.0))
 
     def display(self, *args: Any, **options: Any) -> Any:
         self.nrows = 2  # a terminal that does not tell its size (a container's) has a line all the same
@@ -208,7 +215,9 @@ class Bar(tqdm):
         if self._updated is None or not since < self.n < (self.total or 0):
             return None
         updates, at = self._updated
-        left = (at - begun) * (self.total - self.n) / (self.n - since)
+        ends = self._ends or range(self.total + 1)
+        first, done, whole = (ends[min(int(n), len(ends) - 1)] for n in (since, self.n, self.total))
+        left = (at - begun) * (whole - done) / max(done - first, 1)
         return max(left - min(self._time() - at, (at - begun) / updates), SOON)
 
 

@@ -16,6 +16,7 @@ from common.errors import Requeue, StoppedError, UserError
 from common.files import on_disk, write_whole
 from common.progress import phase
 from common.secrets import scrub, scrub_words
+from data.batches import token_count
 from jobs.diagnostics import Diagnostics
 from jobs.evaluation import make_evaluator
 from jobs.initial_scores import ready_rows, scored_with
@@ -99,6 +100,10 @@ class Job:
         ready = ready_rows(prepared.plan, prepared.report, trainer, parts, self.folder, likelihoods, self.say)
         diagnostics = Diagnostics.of_run(trainer, ready)
         watch = RunWatch(folder, trainer, evaluator, ready.steps, signals, diagnostics, observers, inputs)
+        if prepared.online is None:
+            # a step's line, at which the bar moves, is read at the next step
+            later = (token_count(ready.train.batch(i)) for i in range(1, ready.train.steps))
+            watch.log.bar.weigh([*later, 0.0])
         watch.log.memory = self.memory
         self.begin(watch, exists)
         self.train(trainer, policy, ready, watch)

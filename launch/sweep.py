@@ -51,7 +51,7 @@ from launch.slurm import (
     script,
     submit,
 )
-from launch.state import CHANGED, Composer, State, inspect, named, newest_logs, tail
+from launch.state import CHANGED, Composer, State, inspect, named
 from reports.metrics import numbers
 from reports.outcome import FINISHED
 
@@ -241,11 +241,7 @@ def run_here(pool: Pool) -> int:
 
 
 def hand_over(sweep: Sweep, todo: Sequence[State], job: Job, logs: Path) -> None:
-    """Submit what is left, after showing the last output of earlier attempts."""
-    newest = newest_logs(logs)
-    for state in todo:
-        if (log := newest.get(state.run.name)) is not None:
-            print(f"\n--- {state.run.name} was tried before: {log}\n" + "\n".join(tail(log, 5)))
+    """Submit what is left."""
     if not todo:
         print("nothing to submit")
         return

@@ -45,19 +45,19 @@ MOST_BRANCHES = 20
 # What has more, and how many: these may only fall.
 # Lines that a room may have; only a reviewed change raises one.
 BUDGETS = {
-    "common": 1_465,
+    "common": 1_474,
     "config": 3_185,
     "data": 6_645,
     "models": 4_753,
     "trainers": 2_694,
     "reports": 1_954,
     "rollouts": 6_306,
-    "jobs": 4_253,
+    "jobs": 4_258,
     "evals": 1_617,
-    "launch": 2_812,
-    "benchmarks": 1_061,
+    "launch": 2_808,
+    "benchmarks": 1_055,
     "tools": 762,
-    "tests": 26_235,
+    "tests": 26_237,
 }
 
 

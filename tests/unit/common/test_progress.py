@@ -100,17 +100,19 @@ def test_a_log_file_gets_whole_lines_and_a_terminal_one_line_redrawn():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_time_left_is_steady_on_steps_of_uneven_lengths(seed: int) -> None:
-    """A clock by hand: steps of 5 to 40 seconds, looked at every second."""
+    """A clock by hand: steps of 5 to 40 seconds, in proportion to their tokens, looked at every second. The
+    long ones may come first."""
     draw = random.Random(seed)
-    lengths = [draw.randint(5, 40) for _ in range(60)]
+    tokens = sorted((draw.randint(100, 800) for _ in range(60)), reverse=seed % 2 == 0)
     now, seen = 0.0, []
     with progress(60, "train", stream=io.StringIO()) as bar:
         bar._time, bar.start_t = lambda: now, 0.0
         bar.wait()
-        for step, seconds in enumerate(lengths):
+        bar.weigh(tokens)
+        for step, count in enumerate(tokens):
             if step == 1:
                 bar.measure()
-            for _ in range(seconds):
+            for _ in range(count // 20):
                 now += 1.0
                 fields = bar.format_dict
                 if now > 60 and step > 1 and fields["rate"]:
