@@ -3,7 +3,6 @@ share."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,9 +109,3 @@ def first_gradient(
 
 def weights(trainer: BasicTrainer) -> dict[str, torch.Tensor]:
     return {name: local(p.detach()).clone() for name, p in trainer.policy.named_parameters()}
-
-
-def moved(policy: Policy, after: dict[str, torch.Tensor]) -> float:
-    """How far the weights are from those of ``policy`` (a copy made before training), as one norm."""
-    before = dict(copy.deepcopy(policy).named_parameters())
-    return float(sum((after[n] - p.detach()).double().square().sum() for n, p in before.items()) ** 0.5)

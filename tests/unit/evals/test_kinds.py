@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -15,10 +14,8 @@ from data import adder
 from data.chat import Renderer
 from evals import accuracy, compare
 from evals.answers import limited
-from evals.base import Evaluation, Target
-from evals.running import check_early, write_result
-from launch.collect import NO_NUMBERS
-from reports.metrics import numbers
+from evals.base import Target
+from evals.running import check_early
 from rollouts.samplers import Sample
 from tests.tiny import ROOT, make_config
 
@@ -61,8 +58,7 @@ def test_what_cannot_be_counted_stops(renderer, verdict, says):
 
     def measure() -> None:
         found = accuracy.verified(PROMPTS, drawn, lambda texts, _: [verdict] * len(texts), renderer)
-        items, summaries = accuracy.items_of({"greedy": found}, []), {"greedy": accuracy.summary(found)}
-        accuracy.measured([items], summaries, STAGE, "t", {})
+        accuracy.measured([accuracy.items_of({"greedy": found}, [])], {}, STAGE, "t", {})
 
     with pytest.raises(StoppedError, match=says):
         measure()
@@ -85,8 +81,7 @@ def test_the_other_way_round_wins_are_losses():
     assert ours["win_rate"] == pytest.approx(1 - theirs["win_rate"])
     assert ours["win_rate"] == pytest.approx(ours["win"] + ours["tie"] / 2)
     assert ours["mean_difference"] == pytest.approx(-theirs["mean_difference"])
-    for p in ("p_t", "p_wilcoxon", "p_sign"):
-        assert ours[p] == pytest.approx(theirs[p])
+    assert all(ours[p] == pytest.approx(theirs[p]) for p in ("p_t", "p_wilcoxon", "p_sign"))
     near = compared({"a": 1.0, "b": 0.4, "c": -0.4, "d": -1.0}, tie=0.5)
     assert (near["win"], near["tie"], near["loss"]) == (0.25, 0.5, 0.25)
     high, low = theirs["mean_difference_ci"]
@@ -99,29 +94,11 @@ def test_limited_prompts_are_a_draw_that_does_not_depend_on_the_order():
     assert some == [prompt for prompt in PROMPTS if prompt in some] and limited(PROMPTS, None) == PROMPTS
 
 
-def test_a_result_is_numbers_for_the_table_of_runs_and_a_line_an_answer(tmp_path):
-    made = Evaluation(
-        {"greedy": {"accuracy": 0.5, "accuracy_ci": [0.4, float("nan")]}, "counts": {"prompts": 2}},
-        [["a", "b"]],
-        [{"output": "ü"}, {"output": "2"}],
-        {"judge_api_key": "hunter2hunter2", "samples": 8},
-        {"weights": "00"},
-    )
-    write_result(tmp_path / "x.json", made)
-    read = json.loads((tmp_path / "x.json").read_text())
-    assert dict(numbers(read, NO_NUMBERS)) == {"greedy.accuracy": 0.5}
-    assert "hunter2" not in json.dumps(read) and read["greedy"]["accuracy_ci"][1] is None
-    lines = (tmp_path / "x.jsonl").read_text().splitlines()
-    assert [json.loads(line)["output"] for line in lines] == ["ü", "2"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.json", "x.jsonl"]
-
-
 def test_a_result_is_not_written_over_somebody_s_file(tmp_path):
     """The answers stand beside the result: ``name.jsonl`` without ``name.json`` is not of an evaluation."""
     (tmp_path / "prompts.jsonl").write_text("mine")
     with pytest.raises(ConfigError, match=r"prompts\.jsonl: is there already"):
         check_early([Target("a", make_config(), tmp_path)], EvalStage(out=str(tmp_path), name="prompts"))
-    assert (tmp_path / "prompts.jsonl").read_text() == "mine"
-    for name in ("..", "a/b", "", "a b"):
+    for name in ("..", "a/b"):
         with pytest.raises(ConfigError, match="letters"):
             EvalStage(name=name)

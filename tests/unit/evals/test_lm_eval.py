@@ -59,26 +59,21 @@ def tasks(tmp_path_factory):
     return folder
 
 
-def stage(folder, **own):
+def stage(folder, limit=None, **own):
     asked = {"tasks": ["sums"], "include_path": str(folder)} | own
-    limit = asked.pop("limit", None)
     return typed(OmegaConf.create({"kind": "lm_eval", "limit": limit, "lm_eval": asked}), EvalStage)
 
 
-def target(tmp_path, *overrides):
-    return Target("adder", make_config("sampler.max_tokens=40", *overrides), Path(tmp_path) / "out")
-
-
-def renderer_of(one):
-    return make_renderer(load_tokenizer(one.config.model), one.config.model, one.config.data)
+def target(tmp_path):
+    return Target("adder", make_config("sampler.max_tokens=40"), Path(tmp_path) / "out")
 
 
 def test_the_harness_counts_what_our_sampler_and_verifier_count(tmp_path, tasks):
     """Greedy answers by another generate, another prompt builder and another metric: the same accuracy,
-    answer by answer."""
+    answer by answer. Limit and chat template are what the model sees."""
     one = target(tmp_path)
     [found] = evaluate([one], stage(tasks), start())
-    renderer = renderer_of(one)
+    renderer = make_renderer(load_tokenizer(one.config.model), one.config.model, one.config.data)
     policy = load_policy(one.config.model, torch.device("cpu"))
     sampler = EmbeddedSampler(policy, renderer, start(), batch_size=24)
     drawn = sampler.sample(list(PROMPTS), 1, SamplingSettings(0.0, 1.0, 40), 0)
@@ -94,33 +89,15 @@ def test_the_harness_counts_what_our_sampler_and_verifier_count(tmp_path, tasks)
     written = json.loads((tmp_path / "out" / "lm_eval.json").read_text())
     assert written["sums"] == found.values["sums"] and written["settings"]["lm_eval"]
     assert len((tmp_path / "out" / "lm_eval.jsonl").read_text().splitlines()) == 24
-
-
-def test_limit_and_chat_template_are_what_the_model_sees(tmp_path, tasks):
-    one = target(tmp_path)
-    found = lm_eval.evaluate(one, stage(tasks, limit=3), start())
-    assert found.values["counts"]["prompts"] == {"sums": 3}
-    asked = renderer_of(one).tokenizer.decode(renderer_of(one).prompt_ids(PROMPTS[0]))
-    assert found.rows[0]["arguments"][0][0] == asked
-    bare = lm_eval.evaluate(one, stage(tasks, limit=1, chat_template=False), start())
+    assert found.rows[0]["arguments"][0][0] == renderer.tokenizer.decode(renderer.prompt_ids(PROMPTS[0]))
+    bare = lm_eval.evaluate(one, stage(tasks, limit=3, chat_template=False), start())
+    assert bare.values["counts"]["prompts"] == {"sums": 3}
     assert bare.rows[0]["arguments"][0][0] == PROMPTS[0].turns[0].content
     assert bare.settings["chat_template"] is False and found.settings["chat_template"] is True
-    assert bare.rows[0]["prompt_hash"] != found.rows[0]["prompt_hash"]
-    assert bare.fingerprints["weights"] == found.fingerprints["weights"]
 
 
-REFUSED = [
-    ({"tasks": []}, "name at least one"),
-    ({"tasks": ["summs"]}, r"lm_eval.tasks=\['summs'\]: cannot be loaded \(KeyError.*summs"),
-    ({"num_fewshot": -1}, "lm_eval.num_fewshot=-1"),
-    ({"batch_size": 0}, "lm_eval.batch_size=0"),
-    ({"task": ["sums"]}, r"lm_eval.task=.*did you mean lm_eval.tasks"),
-]
-
-
-def test_settings_that_cannot_be_honoured(tmp_path, tasks, monkeypatch):
+def test_a_task_that_there_is_not_is_refused(tmp_path, tasks, monkeypatch):
     mine = lm_eval._manager(str(tasks), ("sums",))
     monkeypatch.setattr(lm_eval, "_manager", lambda *_: mine)  # the harness's own list takes half a minute
-    for own, message in REFUSED:
-        with pytest.raises(ConfigError, match=message):
-            lm_eval.check(target(tmp_path), stage(tasks, **own))
+    with pytest.raises(ConfigError, match=r"lm_eval.tasks=\['summs'\]: cannot be loaded \(KeyError.*summs"):
+        lm_eval.check(target(tmp_path), stage(tasks, tasks=["summs"]))

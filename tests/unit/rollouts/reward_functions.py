@@ -19,10 +19,6 @@ def sees_others(completions, difficulty, tags=None, missing=None, **rest):
     return [float(d * len(t)) for d, t in zip(difficulty, tags, strict=True)]
 
 
-def beyond(completions, **columns):
-    return [float(text) for text in completions]
-
-
 def none_for_long(completions, **columns):
     return [None if len(c[0]["content"]) > 20 else 3.0 for c in completions]
 
@@ -56,7 +52,6 @@ def by_word(completions, **columns):
         "nan": [float("nan")] * n,
         "short": [1.0] * (n - 1),
         "string": "1" * n,
-        "lambda": [lambda: 1] * n,
     }.get(word, [1.0] * n)
 
 

@@ -89,18 +89,6 @@ def test_other_settings_are_other_answers(tmp_path, asked):
         assert len(asked) == count
 
 
-def test_a_line_that_a_killed_process_left_unfinished_costs_that_line_alone(tmp_path):
-    kept = AnswerCache(tmp_path, {"a": 1})
-    one, other = [Sample((1, 2), True, (-0.5, -0.25))], [Sample((3,), False)]
-    kept.add({"x": one})
-    with kept.path.open("ab") as stream:
-        stream.write(b'5\nnull\n{}\n{"prompt": "y", "samp')
-    assert kept.read() == {"x": one}
-    kept.add({"y": other})
-    assert AnswerCache(tmp_path, {"a": 1}).read() == {"x": one, "y": other}
-    assert AnswerCache(tmp_path, {"a": 2}).read() == {}
-
-
 def test_the_same_weights_in_another_architecture_are_asked_anew(tmp_path, asked):
     """Where the files say nothing else of the model, its answers are those that are there."""
     shutil.copytree(ROOT / "assets/adder/model", folder := tmp_path / "model")
@@ -113,8 +101,8 @@ def test_the_same_weights_in_another_architecture_are_asked_anew(tmp_path, asked
         assert len(asked) == count
 
 
-def test_a_kept_answer_with_a_flipped_bit_is_drawn_again(tmp_path):
-    """Wherever in its line the bit is; the other lines stay."""
+def test_a_line_with_a_flipped_bit_or_that_a_killed_process_left_unfinished_costs_that_line_alone(tmp_path):
+    """Wherever in its line the bit is."""
     kept = AnswerCache(tmp_path, {})
     answers = {name: [Sample((3, 5, i), True, (-0.5, -1.25, -2.0))] for i, name in enumerate("xyz")}
     kept.add(answers)
@@ -126,3 +114,7 @@ def test_a_kept_answer_with_a_flipped_bit_is_drawn_again(tmp_path):
         assert {"x": answers["x"], "z": answers["z"]} == {k: v for k, v in found.items() if k in "xz"}
         assert found.get("y", answers["y"]) == answers["y"]
         assert [s.logprobs for s in found.get("y", answers["y"])] == [(-0.5, -1.25, -2.0)]
+    kept.path.write_bytes(whole + b'5\nnull\n{}\n{"prompt": "w", "samp')
+    kept.add({"w": answers["y"]})
+    assert AnswerCache(tmp_path, {}).read() == answers | {"w": answers["y"]}
+    assert AnswerCache(tmp_path, {"a": 2}).read() == {}

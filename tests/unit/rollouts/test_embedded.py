@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,23 +42,13 @@ def shipped() -> tuple[Policy, Renderer]:
     return load_policy(config.model, torch.device("cpu")), renderer
 
 
-@pytest.fixture(scope="module")
-def policy() -> Policy:
-    return shipped()[0]
+def make(policy: Policy, renderer: Renderer, **more: Any) -> EmbeddedSampler:
+    return EmbeddedSampler(policy, renderer, start(), batch_size=4, **more)
 
 
 @pytest.fixture(scope="module")
-def renderer() -> Renderer:
-    return shipped()[1]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    start()
-
-
-def make(policy: Policy, renderer: Renderer, batch_size: int = 256) -> EmbeddedSampler:
-    return EmbeddedSampler(policy, renderer, start(), batch_size=batch_size)
+def sampler() -> EmbeddedSampler:
+    return make(*shipped())
 
 
 def uneven_prompts(n: int) -> list[Prompt]:
@@ -72,11 +63,11 @@ def uneven_prompts(n: int) -> list[Prompt]:
 
 
 @pytest.mark.parametrize("length", [24, 3])
-def test_greedy_is_the_highest_logit_of_plain_forwards(policy, renderer, length):
+def test_greedy_is_the_highest_logit_of_plain_forwards(sampler, length):
     """Without cache, padding, mask or generate. A sample is finished where it ends with its only stop token,
     and not where the length ended it."""
-    model, prompts = causal_lm(policy.model), uneven_prompts(3)
-    found = make(policy, renderer).sample(prompts, 1, SamplingSettings(0.0, 1.0, length), 0)
+    model, renderer, prompts = causal_lm(sampler.policy.model), sampler.renderer, uneven_prompts(3)
+    found = sampler.sample(prompts, 1, SamplingSettings(0.0, 1.0, length), 0)
     for prompt, (sample,) in zip(prompts, found, strict=True):
         ids = renderer.prompt_ids(prompt).tolist()
         expected: list[int] = []
@@ -88,8 +79,8 @@ def test_greedy_is_the_highest_logit_of_plain_forwards(policy, renderer, length)
         assert row.completion_ids.tolist() == expected, "it is trained on as it is"
 
 
-def test_a_sample_is_its_own_whatever_is_sampled_beside_it(policy, renderer):
-    prompts, sampler = uneven_prompts(6), make(policy, renderer, batch_size=4)
+def test_a_sample_is_its_own_whatever_is_sampled_beside_it(sampler):
+    prompts = uneven_prompts(6)
     every = sampler.sample(prompts, 3, SAMPLED, 7)
     assert sampler.sample(prompts[::-1], 3, SAMPLED, 7) == every[::-1]
     assert sampler.sample(prompts[3:5], 1, SAMPLED, 7) == [[samples[0]] for samples in every[3:5]]
@@ -97,8 +88,8 @@ def test_a_sample_is_its_own_whatever_is_sampled_beside_it(policy, renderer):
     assert sampler.sample(prompts, 3, SAMPLED, 8) != every and sampler.sample([], 3, SAMPLED, 7) == []
 
 
-def test_neither_global_generators_nor_published_settings_are_read(policy, renderer, monkeypatch):
-    sampler, model = make(policy, renderer), causal_lm(policy.model)
+def test_neither_global_generators_nor_published_settings_are_read(sampler, monkeypatch):
+    model = causal_lm(sampler.policy.model)
     torch.manual_seed(1)
     first = sampler.sample(uneven_prompts(6), 2, SAMPLED, 0)
     torch.manual_seed(2)
@@ -112,7 +103,7 @@ def test_neither_global_generators_nor_published_settings_are_read(policy, rende
     assert np.array_equal(np.random.get_state()[1], numpy_state)
 
 
-def test_a_sharded_policy_samples_from_its_newest_weights(renderer):
+def test_a_sharded_policy_samples_from_its_newest_weights(sampler):
     """FSDP2 leaves its root whole after a forward without backward: without a reshard the embeddings would be
     those of the last round."""
     both, prompts = (shipped()[0], shipped()[0]), uneven_prompts(4)
@@ -122,11 +113,12 @@ def test_a_sharded_policy_samples_from_its_newest_weights(renderer):
     embeddings = [
         next(p for name, p in policy.named_parameters() if "embed_tokens" in name) for policy in both
     ]
-    before, plain = (make(policy, renderer).sample(prompts, 1, SAMPLED, 0) for policy in both)
+    samplers = [make(policy, sampler.renderer) for policy in both]
+    before, plain = (one.sample(prompts, 1, SAMPLED, 0) for one in samplers)
     with torch.no_grad():
         for weight in embeddings:
             weight.mul_(-1)
-    after, other = (make(policy, renderer).sample(prompts, 1, SAMPLED, 0) for policy in both)
+    after, other = (one.sample(prompts, 1, SAMPLED, 0) for one in samplers)
     assert before == plain != after == other
 
 
@@ -136,9 +128,9 @@ def test_a_sharded_policy_samples_from_its_newest_weights(renderer):
 @pytest.mark.parametrize(
     ("settings", "temperature"), [(GREEDY, 1.0), (SamplingSettings(0.6, 0.8, 12), 1.0), (SAMPLED, 0.6)]
 )
-def test_each_token_comes_with_what_the_policy_thinks_of_it(policy, renderer, settings, temperature):
+def test_each_token_comes_with_what_the_policy_thinks_of_it(sampler, settings, temperature):
     """At the trainer's temperature and over all tokens, whatever it was drawn with."""
-    prompts, sampler = uneven_prompts(3), make(policy, renderer, batch_size=4)
+    prompts, policy, renderer = uneven_prompts(3), sampler.policy, sampler.renderer
     with policy.at_temperature(temperature):
         answers = sampler.sample(prompts, 2, settings, 5)
         rows = [
@@ -203,14 +195,11 @@ def sample_together(rank: int, ranks: int, store: str, out: str) -> None:
     stop()
 
 
-def test_ranks_with_uneven_shares_finish_with_the_samples_of_one_process(
-    policy, renderer, tmp_path, monkeypatch
-):
+def test_ranks_with_uneven_shares_finish_with_the_samples_of_one_process(sampler, tmp_path, monkeypatch):
     in_ranks(sample_together, (2, str(tmp_path / "store"), str(tmp_path / "out")), 2)
     monkeypatch.setattr(stop_strings, "FIRST", 2)
-    sampler = make(policy, renderer)
-    sampler.stops = StopStrings([";"], renderer)
-    (alone,) = sampler.sample(STOPPED, 3, SAMPLED, 0)
+    stopped = make(sampler.policy, sampler.renderer, stops=StopStrings([";"], sampler.renderer))
+    (alone,) = stopped.sample(STOPPED, 3, SAMPLED, 0)
     for rank in (0, 1):
         assert json.loads((tmp_path / f"out.{rank}").read_text()) == [list(s.token_ids) for s in alone]
     assert any(s.stopped for s in alone) and len({len(s.token_ids) for s in alone}) > 1

@@ -25,26 +25,16 @@ SAMPLES = [
 SCORES: list[list[float | None]] = [[1.0, 4.0, None, 2.0], [0.0, 0.0, 0.0, 0.0], [3.0, 1.0, 3.0, 2.0]]
 
 
-def read(path):
-    config = DataConfig(name="local", source="data.sources.local", path=str(path), eval_fraction=0.0)
-    return load_groups(config, "train").groups
-
-
-@pytest.mark.parametrize("form", ["groups", "halos", "alpacaeval"])
-def test_samples_come_back(tmp_path, form):
-    path = tmp_path / ("samples.jsonl" if form == "groups" else "samples.json")
-    write_samples(path, SAMPLES, form, "someone/model", "task_train")
-    back = read_samples(path)
-    if form == "groups":
-        assert back == SAMPLES
-        return
-    found, wanted = (
-        [(s.prompt.turns, [c.text for c in s.completions]) for s in of] for of in (back, SAMPLES)
-    )
-    assert found == wanted
+def test_samples_come_back(tmp_path):
+    wanted = [(one.prompt.turns, [c.text for c in one.completions]) for one in SAMPLES]
+    for form in ("groups", "halos", "alpacaeval"):
+        path = tmp_path / ("samples.jsonl" if form == "groups" else f"{form}.json")
+        write_samples(path, SAMPLES, form, "someone/model", "task_train")
+        back = read_samples(path)
+        assert [(one.prompt.turns, [c.text for c in one.completions]) for one in back] == wanted
+        assert form != "groups" or back == SAMPLES
     rows = json.loads(path.read_text())
-    assert len(rows) == 12 and rows[0]["generator"] == "someone/model"
-    assert form == "halos" or rows[0].keys() == {"instruction", "output", "generator"}
+    assert len(rows) == 12 and rows[0].keys() == {"instruction", "output", "generator"}
 
 
 @pytest.mark.parametrize(
@@ -53,7 +43,8 @@ def test_samples_come_back(tmp_path, form):
 def test_feedback_is_read_as_data(tmp_path, form, entries):
     path = tmp_path / "feedback.jsonl" if form == "groups" else tmp_path / "feedback.json"
     assert write_feedback(path, SAMPLES, SCORES, form, RoundsConfig(threshold=2.0), 0) == entries
-    groups = read(path)
+    config = DataConfig(name="local", source="data.sources.local", path=str(path), eval_fraction=0.0)
+    groups = load_groups(config, "train").groups
     if form in ("groups", "pairwise"):
         best = [[c.text for c in group.completions] for group in groups]
         assert best == [["answer 0 1", "answer 0 0"], ["answer 2 0", "answer 2 1"]]
@@ -67,19 +58,16 @@ def test_feedback_is_read_as_data(tmp_path, form, entries):
 
 def test_a_path_that_cannot_be_written_is_refused_before_work(tmp_path):
     """Whether or not a file there may be written over; nothing is made."""
-    file, gone = tmp_path / "afile", tmp_path / "gone"
+    file = tmp_path / "afile"
     file.write_text("x")
-    gone.symlink_to(tmp_path / "nowhere")
-    long = [tmp_path / (n * "n") for n in (300, 252)]  # the second has no room for the ending of a part
-    for paths, overwrite, said in (
-        ([file / "fb.jsonl", file / "deep" / "fb.jsonl", gone / "fb.jsonl"], False, "is no folder"),
-        ([file], False, "overwrite_out=true"),
-        ([tmp_path], True, "is a folder: name a file in it"),
-        (long, False, r"cannot be written: .*File name too long"),
+    for path, overwrite, said in (
+        (file / "deep" / "fb.jsonl", False, "is no folder"),
+        (file, False, "overwrite_out=true"),
+        (tmp_path, True, "is a folder: name a file in it"),
+        (tmp_path / (252 * "n"), False, r"cannot be written: .*File name too long"),  # with a part's ending
     ):
-        for path in paths:
-            with pytest.raises(ConfigError, match=rf"^out={path}: .*{said}"):
-                refuse_existing(path, overwrite)
+        with pytest.raises(ConfigError, match=rf"^out={path}: .*{said}"):
+            refuse_existing(path, overwrite)
     refuse_existing(file, overwrite=True)
     refuse_existing(tmp_path / "new" / "folders" / "fb.jsonl", overwrite=False)
-    assert {path.name for path in tmp_path.iterdir()} == {"afile", "gone"}
+    assert [path.name for path in tmp_path.iterdir()] == ["afile"]

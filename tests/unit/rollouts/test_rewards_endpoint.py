@@ -9,7 +9,6 @@ import re
 import resource
 import threading
 import time
-from collections import Counter
 
 import pytest
 
@@ -35,33 +34,20 @@ class Endpoint(http_server.Server):
 
     def __init__(self):
         super().__init__(Handler)
-        self.seen = Counter()
-        self.headers, self.bodies, self.made = [], [], []
-        self.lock, self.now, self.most_at_once = threading.Lock(), 0, 0
+        self.asked, self.headers, self.bodies, self.made = [], [], [], []
 
 
 class Handler(http_server.Handler):
     def post(self):
-        server = self.server
         body = json.loads(self.body())
+        self.server.headers.append(dict(self.headers))
+        self.server.bodies.append(body)
         if "completions" in body:
-            server.bodies.append(body)
-            return self.send(*server.scored(body["completions"]))
-        text = body["messages"][-1]["content"].rpartition("A:")[2]
-        with server.lock:
-            server.seen[text] += 1
-            server.now += 1
-            server.most_at_once = max(server.most_at_once, server.now)
-            server.headers.append(dict(self.headers))
-            server.bodies.append(body)
+            return self.send(*self.server.scored(body["completions"]))
         assert self.path == "/v1/chat/completions"
-        try:
-            answered = server.behave(self, text)
-        finally:
-            with server.lock:  # before the answer: with it in hand the caller may ask again at once
-                server.now -= 1
-        if not answered:
-            self.reply(f"Fine. [[{len(text)}]]")
+        text = body["messages"][-1]["content"].rpartition("A:")[2]
+        self.server.asked.append(text)
+        return self.server.behave(self, text) or self.reply(f"Fine. [[{len(text)}]]")
 
     def reply(self, content, usage=30):
         choice = {"message": {"content": content}}
@@ -81,7 +67,7 @@ def endpoint(monkeypatch):
 def judge(endpoint, **settings):
     asked = {"base_url": f"{endpoint.url}/v1", "model": "m", "api_key_env": "JUDGE_KEY"}
     asked |= {"prompt": "Q:{prompt} R:{reference} A:{completion}", "max_tokens": 20}
-    limits = {"backoff": 0.001, "timeout": 0.5, "concurrency": 8}
+    limits = {"backoff": 0.001, "timeout": 20, "concurrency": 8}
     endpoint.made.append(JudgeReward(JudgeConfig(**(asked | limits | settings))))
     return endpoint.made[-1]
 
@@ -98,11 +84,19 @@ def texts(n):
 
 def test_scores_in_order_and_at_once(endpoint):
     """What a completion says is not a placeholder."""
-    endpoint.behave = lambda handler, text: time.sleep(0.02)
+    now, most = [], []
+
+    def behave(handler, text):
+        now.append(text)
+        most.append(len(now))
+        time.sleep(0.02)
+        now.remove(text)
+
+    endpoint.behave = behave
     asked = judge(endpoint, system="Strict. {prompt}", max_tokens_field="max_completion_tokens")
     written = [*texts(40), "{prompt}"]
     assert asked.score([PROMPT] * 41, written) == [*map(len, texts(40)), 8]
-    assert 2 <= endpoint.most_at_once <= 8
+    assert 2 <= max(most) <= 8
     assert {h["Authorization"] for h in endpoint.headers} == {f"Bearer {KEY}"}
     body = next(body for body in endpoint.bodies if "A:{prompt}" in body["messages"][1]["content"])
     assert (body["model"], body["temperature"], body["max_completion_tokens"]) == ("m", 0.0, 20)
@@ -120,14 +114,11 @@ def replied(body, headers=b""):
 CHUNK = b"10000\r\n" + b" " * 65536 + b"\r\n"
 LATE = "the endpoint did not answer within 1 s"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-DIGITS = b'{"choices": [{"message": {"content": %s}}]}' % (b"9" * 5000)
 BROKEN = {
     "dripping": (b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", b" ", LATE),
-    "no HTTP": (b"\x00\xff SSH-2.0\r\n\r\n", None, "BadStatusLine|BadHttpMessage|ClientResponseError"),
     "cut": (b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{", None, "ClientPayloadError|ClientOSError"),
     "endless": (CHUNKED, CHUNK, "longer than 4000000 bytes"),
     "brackets": (replied(b"[" * 200_000), None, "the endpoint's reply is no JSON"),
-    "digits": (replied(DIGITS), None, "is no JSON"),
     "packed": (replied(b"?", b"Content-Encoding: gzip\r\n"), None, "compressed, which was not asked for"),
 }
 """What is sent once, what is sent again and again, and why that is no verdict."""
@@ -156,7 +147,7 @@ def test_a_broken_reply_costs_its_verdict_alone_and_little_memory(endpoint, how)
     gc.enable()
     assert time.monotonic() - began < 15 and not over.is_set()
     over.set()
-    assert verdicts[::2] == [2, 3] and endpoint.seen["bad"] == 2
+    assert verdicts[::2] == [2, 3] and endpoint.asked.count("bad") == 2
     assert isinstance(verdicts[1], Missing) and re.search(reason, verdicts[1].reason), verdicts
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
 
@@ -164,14 +155,14 @@ def test_a_broken_reply_costs_its_verdict_alone_and_little_memory(endpoint, how)
 def test_no_wait_that_an_endpoint_asks_for_is_too_long(endpoint, monkeypatch):
     monkeypatch.setattr("rollouts.rewards.endpoint.LONGEST_WAIT_S", 0.1)
     waits, began = ["nan", "99999999", "Wed, 21 Oct 2026 07:28:00 GMT"], time.monotonic()
-    endpoint.behave = lambda handler, text: endpoint.seen[text] == 1 and handler.send(
+    endpoint.behave = lambda handler, text: endpoint.asked.count(text) == 1 and handler.send(
         429, "later", [("Retry-After", waits[len(text) - 1])]
     )
     assert judge(endpoint, retries=1).score([PROMPT] * 3, ["a", "ab", "abc"]) == [1, 2, 3]
     assert time.monotonic() - began < 5
 
 
-@pytest.mark.parametrize("code", [401, 404, 308])
+@pytest.mark.parametrize("code", [401, 308])
 def test_a_refusal_in_mid_round_ends_the_calls_under_way_and_shows_no_key(endpoint, code):
     """Also those that hang or wait."""
     over, hung = threading.Event(), threading.Event()
@@ -191,84 +182,69 @@ def test_a_refusal_in_mid_round_ends_the_calls_under_way_and_shows_no_key(endpoi
     with pytest.raises(RewardError, match=rf"HTTP {code} revoked \*\*\*") as error:
         asked.score([PROMPT] * 20, ["hang", "later", "no", *["more"] * 17])
     asked.close()
-    assert time.monotonic() - began < 10 and not over.is_set() and sum(endpoint.seen.values()) < 20
+    assert time.monotonic() - began < 10 and not over.is_set() and len(endpoint.asked) < 20
     assert KEY not in repr(error.getrepr(chain=True, showlocals=False))
     assert not [one for one in threading.enumerate() if one.name == "http"]
     over.set()
-
-
-def test_a_count_of_tokens_that_cannot_be_is_not_believed(endpoint):
-    usages = [-(10**6), 10**400, True, None, "many", 1.5]
-    endpoint.behave = lambda handler, text: handler.reply("[[5]]", usages[len(text)])
-    reward = judge(endpoint)
-    assert reward.score([PROMPT] * 6, ["x" * n for n in range(6)]) == [5] * 6
-    assert 6 * 20 <= reward.metrics["tokens"] < 6 * 60
 
 
 QUOTED = Missing("the judge's reply has no rating but one that stands in the answer")
 SEVERAL = Missing("the judge's reply has several different ratings")
 
 
-@pytest.mark.parametrize(
-    ("completion", "reply", "verdict"),
-    [
-        ("fine", "Poor. [[2]]", 2),
+def test_no_text_of_the_answer_decides_its_rating(endpoint):
+    for completion, reply, verdict in (
         ("fine", "Poor: [[2]]. I repeat: [[ 2.0 ]]", 2),
         ("say [[10]]", "Poor: [[2]]. It says [[10]].", SEVERAL),
-        ("say [[10]]", "It says [[10]]. Poor: [[2]]", SEVERAL),
-        ("say [[10]]", "It says '[[10]]', which is no answer, so I would", QUOTED),
         ("say [[ 10.0 ]]", "It says [[10]]: cheating", QUOTED),
         ("say [[10]]", " [[10]]\n", 10),
         ("say [[10]]", "Poor: [[2]]", 2),
-        ("fine", "[[5]] or [[99]]", SEVERAL),
         ("fine", "[[11]]", Missing("the judge's score is out of range")),
         ("fine", "", Missing("no score in the judge's reply")),
-    ],
-)
-def test_no_text_of_the_answer_decides_its_rating(endpoint, completion, reply, verdict):
-    endpoint.behave = lambda handler, text: handler.reply(reply)
-    assert judge(endpoint, retries=0).score([PROMPT], [completion]) == [verdict]
+    ):
+        endpoint.behave = lambda handler, text, reply=reply: handler.reply(reply)
+        assert judge(endpoint, retries=0).score([PROMPT], [completion]) == [verdict]
 
 
-def test_a_dead_endpoint_is_given_up(endpoint):
+def test_a_dead_endpoint_is_given_up_but_not_for_what_an_answer_alone_brings_about(endpoint):
     endpoint.behave = lambda handler, text: handler.send(503, "down")
-    reward = judge(endpoint, retries=2)
-    verdicts = reward.score([PROMPT] * 500, texts(500))
-    assert all(isinstance(v, Missing) for v in verdicts)
-    assert sum(endpoint.seen.values()) < 70
-    endpoint.behave = lambda handler, text: False
-    assert reward.score([PROMPT], ["abc"]) == [3]  # the next round tries again
+    reward = judge(endpoint, retries=1)
+    assert all(isinstance(v, Missing) for v in reward.score([PROMPT] * 500, texts(500)))
+    assert len(endpoint.asked) < 70
 
-
-def test_what_an_answer_alone_brings_about_says_nothing_about_the_endpoint(endpoint):
     def behave(handler, text):
         if text == "bad":
             return handler.send(400, {"error": {"message": f"too long, {KEY}"}})
         return "[[" in text and handler.reply(f"[[2]], it says {text}")
 
-    endpoint.behave = behave
-    verdicts = judge(endpoint, retries=1).score([PROMPT] * 161, ["[[10]]"] * 80 + ["bad"] * 80 + ["abc"])
+    endpoint.behave = behave  # the next round tries again
+    verdicts = reward.score([PROMPT] * 161, ["[[10]]"] * 80 + ["bad"] * 80 + ["abc"])
     refused = Missing('HTTP 400 from the endpoint: {"error": {"message": "too long, ***"}}')
     assert verdicts == [SEVERAL] * 80 + [refused] * 80 + [3]
-    assert (endpoint.seen["[[10]]"], endpoint.seen["bad"]) == (160, 80), "a refused one is not sent again"
+    assert endpoint.asked.count("[[10]]") == 160
+    assert endpoint.asked.count("bad") == 80, "a refused one is not sent again"
 
 
 def test_no_more_calls_or_tokens_than_the_caps_even_at_once(endpoint):
+    """A count of tokens that cannot be is not believed."""
+    usages = [-(10**6), 10**400, True, "many"]
+    endpoint.behave = lambda handler, text: handler.reply("[[5]]", usages[len(text)])
+    reward = judge(endpoint)
+    assert reward.score([PROMPT] * 4, ["x" * n for n in range(4)]) == [5] * 4
+    assert 4 * 20 <= reward.metrics["tokens"] < 4 * 60
+    endpoint.asked.clear()
     endpoint.behave = lambda handler, text: handler.send(500, "") if len(text) == 3 else False
     reward = judge(endpoint, max_calls=25)
     verdicts = reward.score([PROMPT] * 60, texts(60))
-    assert sum(endpoint.seen.values()) == reward.spent.calls == 25
+    assert len(endpoint.asked) == reward.spent.calls == 25
     assert Missing("reward.judge.max_calls=25 is used up") in verdicts
     assert all(isinstance(v, Missing) for v in reward.score([PROMPT], ["a"]))
-    endpoint.behave = lambda handler, text: False
+    endpoint.behave = Endpoint.behave
     reward = judge(endpoint, max_total_tokens=400, concurrency=1)
     verdicts = reward.score([PROMPT] * 60, texts(60))
     scored = [v for v in verdicts if not isinstance(v, Missing)]
     assert 300 <= reward.spent.tokens == 30 * len(scored) <= 400 and reward.spent.calls == len(scored)
     assert Missing("reward.judge.max_total_tokens=400 is used up") in verdicts
-
-
-# -- a reward server -------------------------------------------------------------------------------
 
 
 def test_batches_come_back_in_order(endpoint):
@@ -281,21 +257,14 @@ def test_batches_come_back_in_order(endpoint):
     assert first["prompts"] == ["2+2 {completion}?"] * 5 and len(endpoint.bodies) == 5
 
 
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        ({"rewards": [None]}, "no verdict was given (None)"),
-        ('{"rewards": [' + "9" * 400 + "]}", "int was given, not a number"),
-        ({"rewards": [1, 2]}, 'the reply is not {"rewards": [one a completion]}'),
-    ],
-)
-def test_replies_that_are_none(endpoint, given, reason):
+def test_replies_that_are_no_scores_give_no_verdict_and_refuse_a_server_at_the_start(endpoint):
     asked = scorer(endpoint, retries=1)
-    endpoint.scored = lambda completions: (200, given)
-    assert asked.score([PROMPT], ["abc"]) == [Missing(reason)]
-
-
-def test_a_server_that_cannot_score_is_refused_at_the_start(endpoint):
+    for given, reason in (
+        ({"rewards": [None]}, "no verdict was given (None)"),
+        ({"rewards": [1, 2]}, 'the reply is not {"rewards": [one a completion]}'),
+    ):
+        endpoint.scored = lambda completions, given=given: (200, given)
+        assert asked.score([PROMPT], ["abc"]) == [Missing(reason)]
     for reply, said in (
         ((200, {"scores": [1]}), r'does not answer .*{"rewards"'),
         ((404, "no such page"), "refuses the call: HTTP 404 no such page"),
@@ -305,20 +274,9 @@ def test_a_server_that_cannot_score_is_refused_at_the_start(endpoint):
             scorer(endpoint, retries=0)
 
 
-def test_a_proxy_comes_from_the_environment(endpoint, monkeypatch):
-    monkeypatch.setenv("http_proxy", endpoint.url)
-    monkeypatch.setenv("no_proxy", "elsewhere.invalid:1")
-    assert scorer(endpoint, base_url="http://no.such.host.invalid").score([PROMPT], ["abc"]) == [3]
-    with pytest.raises(ConfigError, match="Client"):
-        scorer(endpoint, base_url="http://elsewhere.invalid:1", retries=0)
-
-
-@pytest.mark.parametrize(
-    ("url", "key", "setting"),
-    [("http://", "k", "base_url"), ("http://h:port", "k", "base_url"), ("http://h", "é", "api_key_env")],
-)
-def test_an_endpoint_that_cannot_be_asked_is_refused(url, key, setting):
+def test_an_endpoint_that_cannot_be_asked_is_refused():
     check_endpoint("s", "http://h/v1", None, None)
-    with pytest.raises(ConfigError) as error:
-        check_endpoint("s", url, "VARIABLE", key)
-    assert error.value.key == f"s.{setting}" and "é" not in str(error.value)
+    for url, key, setting in (("http://", "k", "base_url"), ("http://h", "é", "api_key_env")):
+        with pytest.raises(ConfigError) as error:
+            check_endpoint("s", url, "VARIABLE", key)
+        assert error.value.key == f"s.{setting}" and "é" not in str(error.value)

@@ -29,43 +29,57 @@ def verifier():
     reward.close()
 
 
-@pytest.mark.parametrize(
-    ("reference", "completion", "expected"),
-    [
-        (r"\frac{1}{2}", r"It is $\frac{2}{4}$.", 1.0),
-        (r"\frac{1}{2}", "<answer>0.5</answer>", 1.0),
-        ("x^2+1", r"\boxed{1+x^2}", 1.0),
-        (r"\sqrt{2}", r"<answer>\sqrt2</answer>", 1.0),
-        ("(1,2)", "<answer>(2,1)</answer>", 0.0),
-        (r"\text{Evelyn}", "Evelyn", 1.0),
-        ("72", "72 or 73", 0.0),
-        ("72", "<answer>72</answer> <answer>71</answer>", 0.0),
-        ("72", r"\frac{", 0.0),
-        ("1200", "<think>\n3 * 400\n</think>\n<answer>\n$1,200.00\n</answer>", 1.0),
-        ("-3", "#### 3", 0.0),
-        ("-2125.5", "#### -2,125.50", 1.0),
-        ("1234567", r"It is $1{,}234{,}567$.", 1.0),
-        ("2125", r"It costs \$3, so the answer is 2,1251.", 0.0),
-        ("2125", "<answer>2,125,1</answer>", 0.0),
-        ("12.5", "12,5", 1.0),
-        ("1.2", "1,2,3", 0.0),
-        ("1,2,3", "3, 1, 2", 1.0),
-        ("1,2,3", r"They are $1,2,3$.", 1.0),
-        ("$4.00 + $2.00 = $<<4+2=6.00>>6.00\nA: 6", "fee: $4.00 + $2.00 = $<<4+2=6.00>>6.00\nA: 6", 1.0),
-        ("5x=2*2\n26+15=41>>41 points\nA: 41", "26+15=41\n10+20+25 = <<10+20+25=55>>55 points\nA: 55", 0.0),
-        ("6", "It is $4 and $2.\n**Final answer:** 6", 1.0),
-        ("7", "n = 7.", 1.0),
-        ("Half of that is 7\nA: 7", "He has 7 of them.\nA: 7", 1.0),
-        ("7", "It is 7i.", 0.0),
-        (r"30^\circ", "30", 1.0),
-        ("x=5", "5", 1.0),
-        (None, "72", Missing),
-        ("", "72", Missing),
-    ],
-)
-def test_answers(verifier, reference, completion, expected):
-    verdict = verifier.accuracy([reference], [completion])[0]
-    assert isinstance(verdict, Missing) if expected is Missing else verdict == expected
+ANSWERS = [
+    (r"\frac{1}{2}", r"It is $\frac{2}{4}$.", 1.0),
+    (r"\frac{1}{2}", "<answer>0.5</answer>", 1.0),
+    ("(1,2)", "<answer>(2,1)</answer>", 0.0),
+    (r"\text{Evelyn}", "Evelyn", 1.0),
+    ("72", "72 or 73", 0.0),
+    ("72", "<answer>72</answer> <answer>71</answer>", 0.0),
+    ("72", r"\frac{", 0.0),
+    ("1200", "<think>\n3 * 400\n</think>\n<answer>\n$1,200.00\n</answer>", 1.0),
+    ("-3", "#### 3", 0.0),
+    ("-2125.5", "#### -2,125.50", 1.0),
+    ("1234567", r"It is $1{,}234{,}567$.", 1.0),
+    ("2125", r"It costs \$3, so the answer is 2,1251.", 0.0),
+    ("2125", "<answer>2,125,1</answer>", 0.0),
+    ("12.5", "12,5", 1.0),
+    ("1.2", "1,2,3", 0.0),
+    ("1,2,3", "3, 1, 2", 1.0),
+    ("1,2,3", r"They are $1,2,3$.", 1.0),
+    ("$4.00 + $2.00 = $<<4+2=6.00>>6.00\nA: 6", "fee: $4.00 + $2.00 = $<<4+2=6.00>>6.00\nA: 6", 1.0),
+    ("5x=2*2\n26+15=41>>41 points\nA: 41", "26+15=41\n10+20+25 = <<10+20+25=55>>55 points\nA: 55", 0.0),
+    ("6", "It is $4 and $2.\n**Final answer:** 6", 1.0),
+    ("7", "n = 7.", 1.0),
+    ("Half of that is 7\nA: 7", "He has 7 of them.\nA: 7", 1.0),
+    ("7", "It is 7i.", 0.0),
+    ("x=5", "5", 1.0),
+    (None, "72", None),
+    ("", "72", None),
+    ("yes", "The answer is yes.", 1.0),
+    ("yes", "#### yes", 1.0),
+    ("yes", "The answer is no.", 0.0),
+    ("yes", "yes or no", None),
+    ("yes", "", None),
+    ("(B)", "B) city 1", 1.0),
+    ("(B)", r"\boxed{B}", 1.0),
+    ("(B)", "Answer: C", 0.0),
+    ("(B)", "I like B and C", None),
+    ("A", "The correct option is A: city 0", 1.0),
+    ("A", "The correct option is B: city A", 0.0),
+    ("A", "A thing", None),
+    (r"\text{east}", "$\\text{east}$", 1.0),
+    (r"\text{east}", r"\boxed{west}", 0.0),
+    ("infinity", r"$\infty$", 1.0),
+    ("infinity", "it diverges quickly", None),
+]
+"""A reference, an answer to it, and the verdict: None where it is not plainly it, nor another."""
+
+
+def test_answers(verifier):
+    found = verifier.accuracy([row[0] for row in ANSWERS], [row[1] for row in ANSWERS])
+    verdicts = [None if isinstance(one, Missing) else one for one in found]
+    assert [(*row, v) for row, v in zip(ANSWERS, verdicts, strict=True) if v != row[2]] == []
 
 
 MATH = {
@@ -115,31 +129,6 @@ def test_a_reference_is_read_whole_and_units_per_cent_and_other_scripts_as_peopl
         assert [(*one, v) for one, v in zip(asked, found, strict=True) if v != one[2]] == [], sentence
 
 
-@pytest.mark.parametrize(
-    ("reference", "right", "wrong", "unclear"),
-    [
-        ("yes", ("The answer is yes.", "**Yes**", "#### yes"), ("The answer is no.", "No"), "yes or no"),
-        ("Paris", ("The answer is Paris.", r"\boxed{\text{Paris}}"), ("The answer is London.",), "not Paris"),
-        (
-            "(B)",
-            ("The answer is (B).", "B", "B) city 1", r"\boxed{B}"),
-            ("(C)", "Answer: C"),
-            "I like B and C",
-        ),
-        ("A", ("The correct option is A: city 0", "**A**"), ("The correct option is B: city A",), "A thing"),
-        (r"\text{east}", ("East", "$\\text{east}$"), ("seat", r"\boxed{west}"), "no idea at all"),
-        ("infinity", (r"$\infty$", "Infinity"), ("The answer is zero",), "it diverges quickly"),
-    ],
-)
-def test_a_reference_that_is_no_mathematics(verifier, reference, right, wrong, unclear):
-    """An answer that is plainly it or plainly another has a verdict; any other has none."""
-    answers = [*right, *wrong, unclear, ""]
-    verdicts = verifier.accuracy([reference] * len(answers), answers)
-    assert verdicts[: len(right)] == [1.0] * len(right)
-    assert verdicts[len(right) : len(right) + len(wrong)] == [0.0] * len(wrong)
-    assert all(isinstance(one, Missing) for one in verdicts[len(right) + len(wrong) :])
-
-
 def test_verdicts_on_answers_of_models_are_the_published_ones(verifier):
     path = DATA / "gsm8k_model_solutions.jsonl.gz"
     if not path.is_file():
@@ -180,20 +169,15 @@ def test_weights_and_parts():
 GOOD = "<think>\na\nb\n</think>\n<answer>\nc\n</answer>"
 
 
-@pytest.mark.parametrize(
-    ("text", "form", "tags"),
-    [
+def test_format_and_tags():
+    """Open-R1's, whose ``$`` is the end of a line: text after the last one costs nothing, a tag that comes
+    twice costs its quarter."""
+    for text, form, tags in (
         (GOOD, 1, 1),
         (" " + GOOD, 0, 1),
         (GOOD + "\nmore", 1, 1),
         (GOOD + " more", 0, 1),
-        (GOOD.replace("\n", " "), 0, 0),
         (GOOD.replace("<think>\n", ""), 0, 0.75),
-        (GOOD.replace("</answer>", ""), 0, 0.75),
         (GOOD + "\n" + GOOD, 1, 0),
-    ],
-)
-def test_format_and_tags(text, form, tags):
-    """Open-R1's, whose ``$`` is the end of a line: text after the last one costs nothing, a tag that comes
-    twice costs its quarter."""
-    assert (format_reward(text), tag_count_reward(text)) == (form, tags)
+    ):
+        assert (format_reward(text), tag_count_reward(text)) == (form, tags)

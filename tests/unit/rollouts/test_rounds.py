@@ -261,6 +261,8 @@ def test_a_line_is_the_groups_object_and_comes_back_as_it_was(prompt, of):
         ("rounds.contexts_per_round=2000", "rounds.contexts_per_round"),
         ("rounds.tau=-1", "rounds.tau"),
         ("sampler.temperature=0", "sampler.temperature"),
+        ("+sampler.data_parallel=2", "sampler.data_parallel"),
+        ("sampler=vllm sampler.devices=[0,0]", "sampler.devices"),
         ("rounds.zero_variance=keep", "rounds.zero_variance"),
         ("rounds.replay=1", "rounds.replay"),
         *((f"rounds.replay={share} rounds.contexts_per_round=12", "rounds.replay") for share in (0.99, 0.01)),

