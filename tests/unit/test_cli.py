@@ -24,25 +24,13 @@ from tests.tiny import ROOT
 from trainers.assembly import make_loss
 
 
-def program(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "train.py", "dry_run=true", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
-
-
-WRONG = {
-    "model.batchsize=8": ["did you mean model.batch_size?"],
-    "loss=grpo loss.shape=sapo loss.beta=0.2 sync_freq=4 correction.low=0.5 loss.epsilon=0.2": [
-        *("sync_freq=4: nothing would read it", "correction.low=0.5: the same", "loss.epsilon=0.2: the same")
-    ],
-}
-
-
-@pytest.mark.parametrize("line", WRONG)
-def test_a_wrong_command_line_gives_its_message_and_code_2(line):
-    done = program(*line.split())
+def test_a_wrong_command_line_gives_its_messages_and_code_2():
+    words = "loss=grpo loss.shape=sapo loss.beta=0.2 sync_freq=4 correction.low=0.5 loss.epsilon=0.2"
+    command = [sys.executable, "train.py", "dry_run=true", *words.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
     errors = done.stderr.splitlines()
-    assert done.returncode == 2 and errors[0].startswith("error: ") and len(errors) == len(WRONG[line])
-    assert all(said in text for said, text in zip(WRONG[line], errors, strict=True))
+    assert done.returncode == 2 and errors[0].startswith("error: sync_freq=4: nothing would read it")
+    assert [line.split(":")[0].strip() for line in errors[1:]] == ["correction.low=0.5", "loss.epsilon=0.2"]
 
 
 def test_a_file_that_yaml_cannot_read_is_named_with_the_line(tmp_path, monkeypatch):
@@ -63,7 +51,6 @@ def test_something_else_in_the_place_of_a_file_or_ctrl_c_ends_a_program_with_one
     (link := tmp_path / "log").symlink_to(tmp_path / "thesis")
     for work, path in (
         (lambda: write_whole(folder, ""), f"{folder}: "),
-        (lambda: read_metrics(folder), f"{folder}: "),
         (lambda: read_metrics(pipe), f"{pipe}: "),
         (folder.mkdir, f"{folder}: "),
         (lambda: open_own(link), f"{link}: {LINK}; "),
@@ -83,12 +70,9 @@ CHOICES = {
     **{f"{group}=null": f"{group}=null: choose a file of" for group in ("model", "data", "sampler", "loss")},
     "reward=armrom": "reward=armrom: there is no such file in config/reward; did you mean reward=armorm?",
     "trackers=[tensorbord]": "trackers=tensorbord: there is no such file in config/trackers; did you",
-    "=3": "=3: has no setting before the =",
     "loss=./mine.yaml": "is a path, and loss= names a file of config/loss; type loss=mine",
     "model=qwen2.5-0.5b": "model=hub model.name_or_path=org/name",
     "data={here}/pairs.jsonl": "type data=local data.path={here}/pairs.jsonl",
-    "data=org/name": "type data=hub data.path=org/name",
-    "model=org/name-1.5B": "type model=hub model.name_or_path=org/name-1.5B",
     "reward=org/name": "type reward=classifier reward.classifier.name_or_path=org/name",
 }
 
@@ -157,25 +141,18 @@ def test_every_refusal_says_key_value_and_remedy(line):
     assert "hydra.cc" not in message
 
 
-def test_several_settings_in_one_pair_of_quotes_and_a_module_by_its_path_are_refused():
+def test_several_settings_in_one_pair_of_quotes_are_refused():
     with pytest.raises(UserError, match="several settings within one pair of quotes; type each as a word"):
         compose("loss=kto humanline=true")
-    for module in ("launch/sweep", "launch/results", "launch/status", "reports/report"):
-        words = ["python3", "-S", f"{ROOT}/{module}.py"]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=HANG)
-        assert done.stderr == f"error: type python -m {module.replace('/', '.')}\n"
 
 
 OPTIONS = {
-    "--lr 1e-5": ["lr=1e-5"],
     "--learning-rate 1e-5": ["learning_rate=1e-5"],
     "data.columns.prompt=q lr=1": ["++data.columns.prompt=q", "lr=1"],
     "--log_epsilon_P -1.5 --humanline": ["log_epsilon_P=-1.5", "humanline=true"],
-    "--resume loss=dpo": ["resume=true", "loss=dpo"],
     "--trackers a b --seed 3": ["trackers=[a,b]", "seed=3"],
     "--model.batch_size 8 -m seed=1,2": ["-m", "model.batch_size=8", "seed=1,2"],
     "loss=dpo -m seed=1,2 --cfg job lr=1": ["-m", "--cfg", "job", "loss=dpo", "seed=1,2", "lr=1"],
-    "--": ["--"],
 }
 
 
@@ -189,7 +166,6 @@ JOBS = {
     "loss=dpo,kto +callbacks.c.token=plain7": r"^callbacks\.c\.token=\[removed\]: has a secret",
     "seed=1,2 reward.http.base_url=http://me:pw7@host": r"^reward\.http\.base_url=\[removed\]",
     "hydra.output_subdir=x loss=dpo": r"^hydra\.output_subdir=\[removed\]: is Hydra's own",
-    "loss=dpo seed=range(1,3) exp_name=x-${loss.name}": r"\(seed=1 and seed=2\)",
     "seed=1,2 out=x.json overwrite_out=true": r"out=x\.json: two jobs .*, as in 'out=",
 }
 

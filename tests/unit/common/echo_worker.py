@@ -21,12 +21,8 @@ def hang() -> None:
 
 
 def spawn() -> int:
-    """A child of the worker's own, as engines with tensor parallelism have; returns its process id."""
-    return subprocess.Popen(["sleep", "600"]).pid
-
-
-def spawn_holder() -> int:
-    """The same, holding the worker's end of the pipe open, as a forked child would."""
+    """A child of the worker's own, as engines with tensor parallelism have, holding the worker's end of the
+    pipe open, as a forked child would; returns its process id."""
     return subprocess.Popen(["sleep", "600"], pass_fds=(int(sys.argv[1]),)).pid
 
 
@@ -41,7 +37,7 @@ def scribble() -> None:
 
 
 if __name__ == "__main__":
-    own = (fail, say, hang, spawn, spawn_holder, fork_and_return, scribble)
+    own = (fail, say, hang, spawn, fork_and_return, scribble)
     others = {"echo": lambda value: value, "environment": os.environ.get, "unsendable": lambda: (lambda: 1)}
     serve({handler.__name__: handler for handler in own} | others)
     print("left")

@@ -39,10 +39,8 @@ def test_a_module_of_the_working_directory_is_found_behind_the_projects_own(tmp_
     [
         ("statistics.py", "statistics.score"),
         ("my-reward.py", "my-reward.score"),
-        ("my reward.py", "my reward.score"),
         ("second.try.py", "second.try.py:score"),
         ("rewards/json.py", "./rewards/json.py:score"),
-        ("rewards/json.py", "rewards/json.py.score"),
     ],
 )
 def test_a_file_may_have_any_name(tmp_path, monkeypatch, file, path):

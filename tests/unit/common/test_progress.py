@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import io
-import itertools
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from common import progress as module
 from common.files import write_whole
 from common.progress import progress
 from config.cli import STOPPED, guarded
-from reports.evaluations import status
 from tests.full_disk import full_disk
 
 ROOT = Path(__file__).parents[3]
@@ -67,74 +63,16 @@ def test_a_file_without_room_ends_a_program_with_one_message(tmp_path, capsys):
         guarded(lambda: (tmp_path / "none" / "file").write_bytes(b"x"))
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.fixture(autouse=True)
-def _always_due(monkeypatch):
-    monkeypatch.setattr(module, "SECONDS_BETWEEN_LINES", 0.0)
-    monkeypatch.setattr(module, "SECONDS_BETWEEN_REDRAWS", 0.0)
-
-
-def run(stream: io.StringIO) -> str:
-    shown = {"lr": 5e-6, "tokens_per_second": 1234.5, "gpu_memory_gib": 3.04}
-    with progress(6, "train", done=2, stream=stream) as bar:
-        for step in range(2, 6):
-            bar.set_postfix_str(status({"step": step, "loss": step / 10, **shown}), refresh=False)
-            bar.update()
-    return stream.getvalue()
-
-
-def test_a_log_file_gets_whole_lines_and_a_terminal_one_line_redrawn():
-    lines = run(io.StringIO()).split("\n")
-    assert lines.pop() == ""
-    assert "\r" not in "".join(lines)
-    assert [line.split(",")[0] for line in lines] == [f"train: {n}/6 steps" for n in range(2, 7)]
-    assert lines[-1].endswith("loss 0.5000, lr 5.00e-06, 1,234 tokens/s, 3.0 GiB")
-    text = run(Terminal())
-    assert text.count("\n") == 1
-    assert "6/6" in text.split("\r")[-1] and "loss 0.5000" in text.split("\r")[-1]
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_the_time_left_is_steady_on_steps_of_uneven_lengths(seed: int) -> None:
-    """A clock by hand: steps of 5 to 40 seconds, in proportion to their tokens, looked at every second. The
-    long ones may come first."""
-    draw = random.Random(seed)
-    tokens = sorted((draw.randint(100, 800) for _ in range(60)), reverse=seed % 2 == 0)
-    now, seen = 0.0, []
-    with progress(60, "train", stream=io.StringIO()) as bar:
-        bar._time, bar.start_t = lambda: now, 0.0
-        bar.wait()
-        bar.weigh(tokens)
-        for step, count in enumerate(tokens):
-            if step == 1:
-                bar.measure()
-            for _ in range(count // 20):
-                now += 1.0
-                fields = bar.format_dict
-                if now > 60 and step > 1 and fields["rate"]:
-                    seen.append((fields["total"] - fields["n"]) / fields["rate"])
-            bar.update()
-    assert all(0.5 < after / before < 2 for before, after in itertools.pairwise(seen) if before > 60)
-    first, length = seen[0], len(seen)
-    assert 0.5 < first / length < 2
-    assert all(1 / 2 < left / (length - i) < 2 for i, left in enumerate(seen) if length - i > 60)
-
-
-def test_the_seconds_of_a_start_are_said_once_each_by_what_was_shown(monkeypatch) -> None:
-    monkeypatch.setattr(module.Bar, "opened", [])  # what another test has left open is none of them
-    module.Bar.spent.clear()
+def test_the_time_left_is_in_proportion_to_the_tokens_of_the_steps_to_come() -> None:
+    """A clock by hand. What is under way counts as if it took the mean."""
     now = 0.0
-    with progress(2, "outer (a)", stream=io.StringIO()) as outer:
-        outer._time, outer.start_t = lambda: now, 0.0
-        with progress(1, "inner (b)", stream=io.StringIO()) as inner:
-            inner._time, inner.start_t = lambda: now, 0.0
-            now = 7.0
-        now = 10.0
-        with progress(1, "train (c)", stream=io.StringIO()) as train:
-            train._time, train.start_t = lambda: now, 10.0
-            now = 15.0
-            assert module.seconds_so_far() == "7 inner (b), 5 train (c), 3 outer (a)"
+    with progress(4, "train", stream=io.StringIO()) as bar:
+        bar._time, bar.start_t = lambda: now, 0.0
+        bar.weigh([100, 100, 200, 600])
+        for seconds in (10.0, 10.0, 20.0):
+            now += seconds
+            bar.update()
+        left = (bar.total - bar.n) / bar.format_dict["rate"]
+        now += 10.0
+        later = (bar.total - bar.n) / bar.format_dict["rate"]
+    assert (left, later) == (60.0, 50.0)

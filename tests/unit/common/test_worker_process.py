@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from common.worker_process import ROOT, WorkerError, WorkerProcess, run_workers_on
+from tests.programs import alive, until
 
 ECHO = "tests.unit.common.echo_worker"
 
@@ -21,21 +22,6 @@ def worker(tmp_path: Path) -> Iterator[WorkerProcess]:
     worker = WorkerProcess(ECHO, log=tmp_path / "echo.log", env={"COLOUR": "blue"})
     yield worker
     worker.close(grace=0.0)
-
-
-def alive(pid: int) -> bool:
-    """Whether the process runs (a zombie, which only waits to be asked for its exit code, does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(condition, seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
 
 
 def test_replies_come_in_order_and_an_exception_brings_its_traceback(worker):
@@ -67,7 +53,7 @@ def test_a_killed_worker_is_an_error_at_once_and_its_last_words_are_in_it(worker
     """The pipe has no end of file where a child holds it open: the worker's death must be seen by itself, and
     the child be killed."""
     worker.call("say", "about to go", timeout=900)
-    child = worker.call("spawn_holder", timeout=900)
+    child = worker.call("spawn", timeout=900)
     worker.send("hang")
     os.kill(worker.pid, signal.SIGKILL)
     began = time.monotonic()
@@ -76,14 +62,14 @@ def test_a_killed_worker_is_an_error_at_once_and_its_last_words_are_in_it(worker
     assert time.monotonic() - began < 5
     with pytest.raises(WorkerError, match="died"):
         worker.send("echo", 1)
-    assert wait_until(lambda: not alive(child))
+    until(lambda: not alive(child), seconds=10)
 
 
 def test_a_child_that_returns_from_its_fork_replies_to_nothing(worker):
     """Nor does it take a request from the pipe; and it is gone."""
     children = [worker.call("fork_and_return", timeout=900) for _ in range(3)]
     assert [worker.call("echo", n, timeout=900) for n in range(5)] == list(range(5))
-    assert wait_until(lambda: not any(alive(pid) for pid in children))
+    until(lambda: not any(alive(pid) for pid in children), seconds=10)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +84,7 @@ def test_what_is_no_reply_and_silence_end_the_worker_and_nothing_is_left(worker,
     worker.send(*call)
     with pytest.raises(WorkerError, match=error):
         worker.receive(timeout=0.7 if call == ("hang",) else 900)
-    assert wait_until(lambda: not alive(worker.pid) and not alive(child))
+    until(lambda: not alive(worker.pid) and not alive(child), seconds=10)
 
 
 def test_output_without_a_log_is_kept_and_goes_on_in_the_log_that_is_named_later(tmp_path):
@@ -134,4 +120,4 @@ time.sleep(60)
         pids = [int(pid) for pid in owner.stdout.readline().split()]
         assert len(pids) == 2 and all(alive(pid) for pid in pids)
         owner.kill()
-    assert wait_until(lambda: not any(alive(pid) for pid in pids))
+    until(lambda: not any(alive(pid) for pid in pids), seconds=10)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 
 from common.errors import UserError
-from config.machine import MARK, decided, refuse_left_over, speaks
+from config.machine import MARK, refuse_left_over, speaks
 
 LEFT = {"WORLD_SIZE": "4", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29577"}
-
-
 REFUSED = [
-    *(LEFT, {"WORLD_SIZE": "2"}, {"RANK": "1"}, {"LOCAL_RANK": "3"}),
+    *(LEFT, {"WORLD_SIZE": "2"}, {"RANK": "1"}),
     LEFT | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # of an interactive shell
     LEFT | {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"},  # of another program
 ]
@@ -19,7 +17,6 @@ FINE = [
     *({}, {"MASTER_ADDR": "head", "MASTER_PORT": "1"}, {"WORLD_SIZE": "", "RANK": ""}),
     {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"},
     LEFT | {MARK: "none", "RANK": "3", "LOCAL_RANK": "3"},
-    LEFT | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"},
     LEFT | {"PMI_RANK": "0", "PMI_SIZE": "4"},
 ]
 
@@ -35,18 +32,3 @@ def test_a_launchers_variables_without_a_launcher_are_refused():
     for env in FINE:
         refuse_left_over(env)
         assert speaks(env) == (env.get("RANK") != "3")
-
-
-def test_variables_that_decide_are_said():
-    env = {
-        "WANDB_PROJECT": "theirs",
-        "HF_ENDPOINT": "",
-        "HOME": "/x",
-        "WANDB_RUN_ID": "a",
-        "NVIDIA_TF32_OVERRIDE": "1",
-    }
-    assert decided(env) == [
-        "WANDB_PROJECT=theirs decides where wandb keeps the run",
-        "NVIDIA_TF32_OVERRIDE=1 decides how a GPU rounds float32 products",
-        "WANDB_RUN_ID=a is not read: a run has an id of its own in wandb, with which resume=true goes on",
-    ]

@@ -6,13 +6,13 @@ from dataclasses import fields, is_dataclass, replace
 from typing import get_args, get_type_hints
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from common.errors import ConfigError
 from config.cli import compose, compose_config
+from config.files import section, walk
 from config.load import split_settings
 from config.schema import Config, CorrectionConfig
 from config.schema_data import MEASURED, DataConfig, evaluation_sets, named_measure
@@ -21,9 +21,8 @@ from config.schema_stages import EvalStage, LabelStage, SampleStage
 from tests.tiny import ROOT, make_config
 
 FILES = {"config.yaml": Config, "eval.yaml": EvalStage, "sample.yaml": SampleStage, "label.yaml": LabelStage}
-COMPOSED = {"defaults", "hydra"}  # Hydra's own
-GROUPS = {"model", "data", "loss", "trainer", "correction"}  # files of their own
-REUSED = {"sampler"}  # eval.yaml's section changes a run's own
+ELSEWHERE = {"model", "data", "loss", "trainer", "correction", "sampler", "reward", "defaults", "hydra"}
+"""Groups, which have files of their own, and what is Hydra's"""
 
 
 def leaves(schema, prefix=""):
@@ -31,11 +30,6 @@ def leaves(schema, prefix=""):
         key = next((f.metadata.get("key", name) for f in fields(schema) if f.name == name), name)
         inner = next((h for h in (hint, *get_args(hint)) if is_dataclass(h)), None)
         yield from leaves(inner, f"{prefix}{key}.") if inner else [prefix + key]
-
-
-def keys(tree, prefix=""):
-    for key, value in tree.items():
-        yield from keys(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [prefix + key]
 
 
 GROUP_FILES = {
@@ -47,16 +41,13 @@ GROUP_FILES = {
 
 def test_the_yaml_and_the_schema_have_the_same_keys():
     for file, schema in FILES.items():
-        written = yaml.safe_load((ROOT / "config" / file).read_text())
-        in_yaml = {key for key in keys(written) if key.split(".")[0] not in COMPOSED | (REUSED - {file})}
-        in_yaml = {key for key in in_yaml if file == "config.yaml" or key.split(".")[0] not in REUSED}
-        own = {key for key in leaves(schema) if key.split(".")[0] not in GROUPS}
-        if file == "config.yaml":  # groups that are optional or have files of their own
-            own = {key for key in own if key.split(".")[0] not in ("reward", "sampler")}
+        written = {key for key, value in walk(section(file)) if not (isinstance(value, dict) and value)}
+        in_yaml, own = (
+            {key for key in keys if key.split(".")[0] not in ELSEWHERE} for keys in (written, leaves(schema))
+        )
         assert in_yaml == own, file
     for file, schema in GROUP_FILES.items():
-        written = OmegaConf.to_container(OmegaConf.load(ROOT / "config" / file), resolve=False)
-        assert set(written) - COMPOSED == {key.split(".")[0] for key in leaves(schema)}, file
+        assert section(file).keys() - {"defaults"} == {key.split(".")[0] for key in leaves(schema)}, file
 
 
 WHOLE = {"run": None, "out": "x.jsonl", "format": "groups", "split": "train"}
@@ -86,8 +77,6 @@ ROOM = {
     f"{HUB} model.max_length=8192": 2048,  # the paper's, however much room there is
     f"{HUB} model.max_prompt_length=2000": 48,
     f"{HUB} sampler.max_tokens=100": 100,
-    "model=qwen2.5-1.5b-instruct": 2048,
-    "experiment=dpo-online": 2048,
     "": 48,
 }
 
@@ -112,18 +101,10 @@ def test_one_answer_a_prompt_is_too_few_for_pairs_alone():
         compose_config(["rounds.samples=1", "online=true"])
 
 
-def sets(*words: str):
-    config, _ = compose(*words)
-    return evaluation_sets(config.evaluations, config.data)
-
-
 def test_a_set_differs_from_the_runs_own_data():
-    found = sets(
-        "evaluations.hard.path=hard.jsonl",
-        "--evaluations.other.verifier",
-        "data.adder.sums",
-        "evaluations.theirs={path: org/name, split: test}",
-    )
+    words = ["evaluations.hard.path=hard.jsonl", "--evaluations.other.verifier", "data.adder.sums"]
+    config, _ = compose(*words, "evaluations.theirs={path: org/name, split: test}")
+    found = evaluation_sets(config.evaluations, config.data)
     assert list(found) == ["hard", "other", "theirs"]
     hard = found["hard"]
     assert (hard.source, hard.path, hard.eval_path) == ("data.sources.local", "hard.jsonl", "hard.jsonl")

@@ -53,7 +53,6 @@ def test_it_speaks_where_the_weights_are_the_same(tmp_path, rounds, k, idle, kep
     [
         (["humanline=true"], 2, "only clips"),
         (["humanline=true"], 1, "can change nothing"),
-        (["humanline=true", "humanline_mode=sample"], 1, "only clips"),
         (["humanline=true", "sync_mode=never"], 2, None),
     ],
 )

@@ -67,7 +67,6 @@ ADDER = ["reward=function", "reward.function.path=rollouts.rewards.function.adde
     ("with_reference", "of", "reward", "told"),
     [
         *((0, 4, f"reward={name}", f"reward={name}: ") for name in ("constraints", "adder", "verifier")),
-        (3, 4, "reward=constraints", "1 of 4 prompts of data=local have none (reward.max_missing=0):"),
         (9, 10, "reward=verifier", None),
         (0, 4, "reward=verifier reward.max_missing=1", "4 of 4 prompts of data=local have none"),
         (17, 20, "reward=adder", "3 of 20 prompts of data=local have none (reward.max_missing=0.1):"),

@@ -7,33 +7,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 
-from common.errors import ConfigError, DataError
-from config.load import LOCK, MARKER, RECORD, VERSION, load, load_run, marked, started
+from common.errors import ConfigError
+from config.load import LOCK, MARKER, RECORD, VERSION, load_run, marked, started
 from config.removed import LAST
 from config.schema import Config
 from evals.targets import settings_of_run
-from jobs.online import RoundRecords
 from jobs.run_folder import SELECTION, RunFolder
-from models import distributed
-from rollouts.ledger import RoundFolder
 from tests.full_disk import full_disk
+from tests.tiny import compose_config
 from tests.tiny_files import ROOT, everything
 
 
-@pytest.fixture(scope="module")
-def plain() -> Config:
-    with initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-        return load(compose("config"))
-
-
 @pytest.fixture
-def at(tmp_path, plain):
+def at(tmp_path):
     """Settings of a run under ``tmp_path``/runs."""
 
     def make(**settings: object) -> Config:
-        return replace(plain, runs_dir=str(tmp_path / "runs"), **settings)
+        return replace(compose_config([]), runs_dir=str(tmp_path / "runs"), **settings)
 
     return make
 
@@ -81,10 +72,10 @@ def test_all_settings_that_are_others_are_said_with_both_values(at):
     assert "lr=0.0001 seed=1 warmup=0.1 goes on" in error.remedy
 
 
-def test_what_changes_nothing_that_is_trained_may_be_another_but_not_the_length(at, plain):
+def test_what_changes_nothing_that_is_trained_may_be_another_but_not_the_length(at):
     begin(at())
     assert {"resume=true", "overwrite=true"} <= {*refused(at()).remedy.replace(",", "").split()}
-    model = replace(plain.model, batch_size=8)
+    model = replace(at().model, batch_size=8)
     assert refused(at(model=model, resume=True)).key == "model.batch_size"
     assert overwritten(at(resume=True, eval_every=8, save_every=16))
     begin(at(), "b")
@@ -193,14 +184,6 @@ def test_settings_that_are_damaged_are_said_to_be(at):
 # -- a full disk -----------------------------------------------------------------------------------
 
 
-def test_going_on_writes_nothing_that_stands_there_already(at):
-    path = begin(at(resume=True))
-    before = without_lock(path)
-    with full_disk(0):
-        assert overwritten(at(resume=True))
-    assert without_lock(path) == before
-
-
 def test_a_full_disk_refuses_a_new_run_in_a_sentence(at):
     with full_disk(10), pytest.raises(ConfigError, match="make room") as error:
         RunFolder(at(), "a").claim()
@@ -212,10 +195,3 @@ def test_a_full_disk_refuses_a_new_run_in_a_sentence(at):
             folder.prepare()
         folder.release()
     assert begin(at(), "a").exists() and begin(at(), "b").exists()
-
-
-def test_a_round_that_is_gone_is_one_message(tmp_path, plain, monkeypatch):
-    monkeypatch.setattr(distributed, "on_main", lambda work: work())
-    records = RoundRecords(plain, tmp_path, lambda index: RoundFolder(tmp_path / f"rounds/{index:03d}"))
-    with pytest.raises(DataError, match=r"rounds/000/round\.json is not as it was written \(it is gone\)"):
-        records.close(0)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from config.files import FOLDER
+from config.load import flat
 from config.schema import Config
 from tests.tiny import compose_config
 
@@ -112,8 +113,6 @@ MATHS = {
 }
 HALOS: dict[str, dict[str, Any]] = {"dpo": {}, "kto": {}, "grpo": {"loss.advantage_epsilon": 0.01}}
 CHAT = {"model.max_prompt_length": 625, "model.max_length": 1250, "model.chat_template": CHATML}
-
-
 CHANGED = {
     **dict.fromkeys(("math-grpo-online", "math-grpo-64x"), MATHS | {"loss.kl_anchor": "initial"}),
     "math-grpo-64x-humanline": MATHS | {"rounds.reset_reference": False},
@@ -125,11 +124,3 @@ CHANGED = {
 def test_the_authors_recipe_differs_in_these_settings_and_no_other(recipe):
     ours, theirs = (flat(asdict(compose_config([f"experiment={recipe}{end}"]))) for end in ("", "-authors"))
     assert {key: value for key, value in theirs.items() if value != ours[key]} == CHANGED[recipe]
-
-
-def flat(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
-    """The tree's leaves, by their dotted names."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= flat(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: value}
-    return found

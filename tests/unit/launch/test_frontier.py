@@ -85,7 +85,6 @@ def test_a_sweep_of_arms_from_its_file(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "| plain | 3 |" in said and "equal KL: hl − plain | 0.1" in said
     assert "Power for a difference of 0.05" in said
-    assert "What a distance from the start buys" in (tmp_path / "results" / "arms" / "index.html").read_text()
     for words in (["--frontier", "--baseline", "arms-plain-lr1e-05"], ["--tests", "3"]):
         assert results.main([str(path), *words]) == 2
     path.write_text(f"{base}seeds: [1]\n")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import subprocess
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from launch.slurm import (
     SlurmError,
     command,
     make_job,
-    queued,
     read_site,
     script,
     seconds,
@@ -105,17 +103,6 @@ def test_jobs_that_make_no_sense_are_refused_and_the_example_site_explains_every
     settings = read_site(ROOT / "launch" / "sites" / "example.yaml")
     assert set(settings) == set(vars(Job())), "every setting is shown once"
     assert make_job(settings).gpus_per_node == 8
-
-
-def test_submissions_are_remembered_and_the_queue_is_told_by_run(tmp_path: Path, monkeypatch) -> None:
-    queue = "printf '41_1 RUNNING\\n41_2 PENDING\\n7_0 RUNNING\\n'"
-    fakes(tmp_path, monkeypatch, scontrol="echo 'MaxArraySize    = 1001'", sbatch="echo 41", squeue=queue)
-    assert queued(tmp_path) == {}
-    assert submit(Job(), "s", RUNS, tmp_path) == ["41"]
-    assert queued(tmp_path) == {"s-c1-s1": "41_1 RUNNING", "s-c2-s1": "41_2 PENDING"}, (
-        "another sweep's jobs are not ours"
-    )
-    assert shlex.join(command(RUNS[0])) in (tmp_path / "slurm" / "41.sh").read_text()
 
 
 def test_an_array_that_is_refused_says_what_was_submitted_before_it(tmp_path: Path, monkeypatch) -> None:

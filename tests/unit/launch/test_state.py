@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 from config.load import LOCK
-from launch.slurm import RECORD, ROOT
+from launch.slurm import RECORD
 from launch.state import Statuses, last_words
+from tests.unit.common.test_lock import holder  # noqa: F401
 from tests.unit.launch.test_slurm import fakes
 
 
@@ -24,7 +23,6 @@ LOGS = {
     "error: lr=-1: low|srun: error: n1: task 0: Exited|>exit code 2": ("failed", "error: lr=-1: low"),
     "Traceback …|torch.OutOfMemoryError: CUDA|cleaning up|>exit code 1": ("failed", "MemoryError: CUDA"),
     "Killed|>exit code 137": ("failed", "Killed"),
-    ">exit code -9": ("failed", "exit code -9"),
     ">failed before training (exit code 127): module load x|>exit code 1": ("failed", "module load x"),
     "saved|>exit code 75": ("interrupted", ""),
     ">Slurm ends this job|RuntimeError: broken pipe|>exit code 1": ("interrupted", ""),
@@ -33,7 +31,6 @@ LOGS = {
     LOST: ("failed", "OSError: gone"),
 }
 LAST = {
-    "error: data.path=x: no such file|[rank1]: ValueError: y": "error: data.path=x: no such file",
     "[rank1]: ValueError: y|torch.distributed.ChildFailedError: z|=====": "ValueError: y",
     "step 3|slurmstepd-n1: error: *** STEP CANCELLED ***|": "step 3",
     "": "",
@@ -50,17 +47,14 @@ def test_what_a_log_says(tmp_path: Path) -> None:
         assert last_words(lines.split("|") if lines else []) == word
 
 
-def test_a_run_whose_process_is_at_work_is_running(tmp_path: Path) -> None:
+def test_a_run_whose_process_is_at_work_is_running(tmp_path: Path, holder) -> None:  # noqa: F811
     """Whatever its logs say: it may have been started by hand."""
     (tmp_path / "s-a-s1.7.out").write_text(log_of(">on n1", "boom", ">exit code 1"))
-    code = "import sys; from pathlib import Path; from common.lock import FileLock; lock = FileLock(Path(sys.argv[1]))"  # noqa: E501
-    code += "; lock.acquire(); lock.sign(); print(flush=True); sys.stdin.read()"
-    words = [sys.executable, "-c", code, str(tmp_path / "s-a-s1" / LOCK)]
-    with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdout.readline()
-        status = Statuses(tmp_path).of("s-a-s1", tmp_path / "s-a-s1")
-        assert status.kind == "running" and f"process {process.pid} on" in status.detail
-        process.kill()
+    process = holder(tmp_path / "s-a-s1" / LOCK)
+    status = Statuses(tmp_path).of("s-a-s1", tmp_path / "s-a-s1")
+    assert status.kind == "running" and f"process {process.pid} on" in status.detail
+    process.kill()
+    process.wait()
     assert Statuses(tmp_path).of("s-a-s1", tmp_path / "s-a-s1").kind == "failed"
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -18,7 +15,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from config.cli import compose_config
-from config.load import dump
+from config.load import LOCK
 from launch import local, sweep
 from launch.grid import Run
 from launch.local import STOPPED, Pool
@@ -27,56 +24,43 @@ from launch.state import CHANGED, FAILED, NEW, PARTIAL, Composer, State, Statuse
 from launch.sweep import dry_run, hours_at, hours_of, tokens_in
 from reports.outcome import FINISHED
 from tests.programs import until
+from tests.unit.common.test_lock import holder  # noqa: F401
+from tests.unit.launch.test_results import finish
 
 STAND_IN = """
-import json, os, pathlib, signal, sys, time
-folder = pathlib.Path(sys.argv[1]); folder.mkdir(parents=True, exist_ok=True)
-starts = folder / "starts"
-with starts.open("a") as f: f.write(f"{os.environ.get('CUDA_VISIBLE_DEVICES')}\\n")
-n = len(starts.read_text().splitlines())
-print(f"start {n}", flush=True)
-signal.signal(signal.SIGTERM, lambda *a: sys.exit(75))
-kind = sys.argv[2]
-if kind == "slow": time.sleep(20)
-if kind == "refused": sys.exit(2)
-if kind == "crash" or kind == "flaky" and n == 1: print("boom", flush=True); sys.exit(1)
-if kind == "requeue" and n == 1: sys.exit(75)
-(folder / "summary.json").write_text("{}")
-"""
-
-RANKS = """
 import os, pathlib, signal, sys, time
-folder, kind, rank = pathlib.Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
+folder, kind, rank = pathlib.Path(sys.argv[1]), sys.argv[2], int(os.environ.get("RANK", 0))
 folder.mkdir(parents=True, exist_ok=True)
 asked = []
 signal.signal(signal.SIGTERM, lambda *a: asked.append(1))
 keys = ("LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MASTER_PORT")
-(folder / f"rank-{rank}").write_text(" ".join(os.environ[key] for key in keys))
+starts = folder / f"rank-{rank}"
+with starts.open("a") as f: print(*(os.environ.get(key) for key in keys), file=f)
+first = len(starts.read_text().splitlines()) == 1
 while kind == "slow" and not asked: time.sleep(0.05)
 if kind == "slow":
     time.sleep(1 + rank)  # saves
     (folder / f"saved-{rank}").touch()
-    sys.exit(75)
+if kind == "slow" or kind == "requeue" and first: sys.exit(75)
 if kind == "refused": sys.exit(2)
-if kind == "crash" and rank == 1: sys.exit(7)
-if kind == "crash": time.sleep(60)  # hangs
+if kind == "crash" or kind == "flaky" and first:
+    if rank + 1 < int(os.environ.get("WORLD_SIZE", 1)): time.sleep(60)  # hangs
+    print("boom", flush=True)
+    sys.exit(7)
 (folder / "summary.json").write_text("{}")
 """
 
 
 @pytest.fixture
 def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name, code in (("stand_in", STAND_IN), ("ranks", RANKS)):
-        (tmp_path / f"{name}.py").write_text(code)
+    program = tmp_path / "stand_in.py"
+    program.write_text(STAND_IN)
     base = compose_config([f"runs_dir='{tmp_path}'"])
+    starts = lambda run: [str(program), str(tmp_path / run.name), run.settings["kind"]]  # noqa: E731
+    monkeypatch.setattr(local, "command", starts)
 
     def make(*kinds: str, slots: int = 2, gpus: tuple[str, ...] = ()) -> Pool:
         runs = [Run("s", f"{kind}{i}", 1, {"kind": kind}, None) for i, kind in enumerate(kinds)]
-        program = str(tmp_path / ("ranks.py" if gpus else "stand_in.py"))
-        words = [program]
-        monkeypatch.setattr(
-            local, "command", lambda run: [*words, str(tmp_path / run.name), run.settings["kind"]]
-        )
         return Pool([State(run, base, NEW) for run in runs], tmp_path / "logs", slots, gpus, retries=1)
 
     return make
@@ -90,19 +74,16 @@ def kinds_of(tasks) -> list[str]:
 def test_each_exit_code_is_understood_and_stopping_starts_no_other(pool, tmp_path: Path) -> None:
     out = io.StringIO()
     tasks = pool("fine", "crash", "flaky", "refused", "requeue").run(out)
-    starts = [len((task.state.folder / "starts").read_text().splitlines()) for task in tasks]
+    starts = [len((task.state.folder / "rank-0").read_text().splitlines()) for task in tasks]
     assert [task.status for task in tasks] == [FINISHED, FAILED, FINISHED, FAILED, FINISHED]
-    assert starts == [1, 2, 2, 1, 2], (
-        "a crash is tried again once, refused settings are not, an interrupted run goes on"
-    )
+    assert starts == [1, 2, 2, 1, 2]
     said = local.failures(tasks)
-    assert all(part in said for part in ("boom", "crash1-s1: exit code 1", "refused3-s1: exit code 2"))
+    assert all(part in said for part in ("boom", "crash1-s1: exit code 7", "refused3-s1: exit code 2"))
     assert "flaky" not in said and "finished" in out.getvalue() and "failed" in out.getvalue()
     assert kinds_of(tasks) == ["finished", "failed", "finished", "failed", "finished"]
     statuses = Statuses(tmp_path / "logs")
     found = statuses.of("crash1-s1", tasks[1].state.folder)
     assert (found.detail, found.log) == ("boom", tasks[1].log)
-    assert statuses.of("other-s1", tmp_path / "other-s1").kind == "not started"
     made = pool("slow", "slow", "fine", slots=2)
     threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
     begun = time.monotonic()
@@ -140,21 +121,12 @@ def made(tmp_path: Path, **parts: object) -> str:
     return str(path)
 
 
-def record(tmp_path: Path, name: str, overrides: list[str], finished: bool) -> None:
-    folder = tmp_path / "runs" / name
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(dump(compose_config(overrides)))
-    (folder / "metrics.jsonl").write_text('{"step": 3, "loss": 0.5}\n{"step": 4, "lo')
-    if finished:
-        (folder / "summary.json").write_text(json.dumps({"seconds": 7200.0}))
-
-
 def test_states_of_runs(tmp_path: Path) -> None:
     settings = {"runs_dir": str(tmp_path / "runs"), "loss": "dpo"}
     run = {cell: Run("s", cell, 1, settings, 1.0) for cell in ("new", "partial", "finished", "changed")}
-    record(tmp_path, "partial-s1", ["loss=dpo", "exp_name=other", "wandb.tags=[x]"], finished=False)
-    record(tmp_path, "finished-s1", ["loss=dpo", "n_examples=320"], finished=True)
-    record(tmp_path, "changed-s1", ["loss=dpo", "lr=1e-3"], finished=True)
+    finish(tmp_path / "runs", "partial-s1", None, "loss=dpo", "wandb.tags=[x]")
+    finish(tmp_path / "runs", "finished-s1", 0.5, "loss=dpo", "n_examples=320")
+    finish(tmp_path / "runs", "changed-s1", 0.5, "loss=dpo", "lr=1e-3")
     often = {"n_examples": 320, "eval_every": 4, "n_eval_prompts": "all", "patience": False}
     run |= {"often": replace(run["finished"], settings=settings | often)}
     run |= {f"{n}": replace(run["finished"], settings=settings | {"n_examples": n}) for n in (160, 640)}
@@ -168,9 +140,7 @@ def test_states_of_runs(tmp_path: Path) -> None:
     assert states["640"].detail == "n_examples: 320 there, 640 here"
     second = State(Run("s", "finished", 2, settings, 1.0), states["new"].config, NEW)
     hours = hours_of([*list(states.values())[:4], second])
-    assert (hours["finished-s2"], hours["new-s1"]) == (2.0, 1.0), (
-        "measured if a seed is, else as the file says"
-    )
+    assert (hours["finished-s2"], hours["new-s1"]) == (60 / 3600, 1.0), "measured if a seed is"
 
 
 def test_a_plan_names_every_command_and_acts_on_nothing(tmp_path, capsys) -> None:
@@ -184,14 +154,14 @@ def test_a_plan_names_every_command_and_acts_on_nothing(tmp_path, capsys) -> Non
 
 def test_changed_settings_are_refused_before_anything_starts(tmp_path, capsys) -> None:
     file = made(tmp_path)
-    record(tmp_path, "s-s1", ["lr=1e-3"], finished=True)
+    finish(tmp_path / "runs", "s-s1", 0.5, "lr=1e-3")
     assert sweep.main([file]) == 0, "looking is allowed"
     assert sweep.main([file, "--local", "1"]) == 2
     assert "lr" in capsys.readouterr().err
     assert sweep.main([file, "--script", "--set", "gpus_per_node=0", "--name", "s-2"]) == 0
     assert "exp_name=s-2-s1" in capsys.readouterr().out, "another name makes other runs of them"
     shutil.rmtree(tmp_path / "runs")
-    record(tmp_path, "s-s1", [], finished=True)
+    finish(tmp_path / "runs", "s-s1", 0.5)
     assert sweep.main([file, "--local", "1", "--logs", str(tmp_path)]) == 0
     assert "nothing to do" in capsys.readouterr().out, "a finished sweep"
 
@@ -199,12 +169,8 @@ def test_changed_settings_are_refused_before_anything_starts(tmp_path, capsys) -
 REFUSED = {
     "--gpus 0": "--gpus=0: is a part of --local N",
     "--local 2 --gpus 0,1,2": "--gpus=0,1,2: cannot be shared out to 2",
-    "--local 1 --retries -1": "--retries=-1: must be at least 0",
     "--local 1 --set nodes=2": "is of a Slurm job",
-    "--rate -1": "--rate=-1.0: must be above 0",
-    "--name=": "name=: becomes",
     "learning_rate=1": "s-s1: learning_rate=1: is TRL's name",
-    "lr=-1": "s-s1: lr=-1.0: must be above 0",
     "model.batch_size=32 model.microbatches=2 --set nodes=4 --set gpus_per_node=8 --script": "-s1: "
     "model.batch_size=32: must be a multiple of ranks x model.microbatches = 32 x 2",
 }
@@ -226,40 +192,34 @@ def test_a_key_of_the_grid_that_no_run_reads_is_refused(tmp_path, capsys):
     assert sweep.main([made(tmp_path, base=base, grid=grid | {"model.use_peft": [False, True]})]) == 0
 
 
-def test_a_run_that_another_process_does_is_waited_for(pool, tmp_path: Path) -> None:
+def test_a_run_that_another_process_does_is_waited_for(pool, holder) -> None:  # noqa: F811
     made = pool("fine", "crash", slots=2)
-    holds = "import sys, time; from pathlib import Path; from common.lock import FileLock; lock = FileLock("
-    holds += "Path(sys.argv[1], 'run.lock')); lock.acquire(); lock.sign(); print(flush=True); time.sleep(1)\n"
-    holds += "Path(sys.argv[1], 'summary.json').write_text('{}') if sys.argv[2] == 'done' else sys.exit(1)"
-    others = [
-        subprocess.Popen([sys.executable, "-c", holds, str(task.state.folder), how], stdout=subprocess.PIPE)
-        for task, how in zip(made.tasks, ("done", "killed"), strict=True)
-    ]
-    assert all(other.stdout and other.stdout.readline() for other in others)
+    others = [holder(task.state.folder / LOCK) for task in made.tasks]
+
+    def end() -> None:
+        (made.tasks[0].state.folder / "summary.json").write_text("{}")
+        for other in others:
+            other.kill()
+
+    threading.Timer(1, end).start()
     fine, crash = made.run(out := io.StringIO())
     assert (fine.status, fine.restarts, crash.status, crash.restarts) == (FINISHED, 0, FAILED, 1)
     assert f"by process {others[0].pid} on" in out.getvalue()
     assert f"waits for process {others[1].pid}" in crash.log.read_text()
 
 
-def test_a_dry_run_counts_what_will_be_trained_on(tmp_path: Path) -> None:
-    config = compose_config([])
-    settings = {"loss": "kto", "n_examples": 640, "wandb.enabled": False}
-    tokens = tokens_in(dry_run(State(Run("s", "a", 1, settings, None), config, NEW)))
-    assert tokens == pytest.approx(640 * (9 + 14), rel=0.05), "prompts have 9 tokens, completions 14"
-    assert hours_at(7200, 0.5, Job(nodes=2, gpus_per_node=2)) == 1.0
-
-
-def test_hours_follow_from_a_rate(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sweep, "dry_run", lambda *_: "16,689,375 tokens to train on")
-    file = made(tmp_path, grid={"loss": ["dpo"]}, slurm={"gpus_per_node": 1})
-    assert sweep.main([file, "--rate", "9271.875"]) == 0
-    assert "0.50 h" in capsys.readouterr().out
-
-
-def test_memory_is_that_of_a_dry_run_on_the_jobs_card(tmp_path, capsys) -> None:
-    file = made(tmp_path, seeds=[1, 2], slurm={"gpus_per_node": 1})
+def test_a_dry_run_counts_what_will_be_trained_on_and_the_memory_of_the_jobs_card(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    base = {"runs_dir": str(tmp_path), "loss": "kto", "n_examples": 640, "wandb.enabled": False}
+    file = made(tmp_path, base=base, seeds=[1, 2], slurm={"gpus_per_node": 1})
+    outputs: list[str] = []
+    monkeypatch.setattr(sweep, "dry_run", lambda *of: outputs.append(dry_run(*of)) or outputs[-1])
     assert sweep.main([file, "--memory"]) == 2 and "slurm.card=None: is not known" in capsys.readouterr().err
     assert sweep.main([file, "--memory", "--set", "card=H100"]) == 0
     said = capsys.readouterr().out
     assert said.count("Memory of the fullest of 1 rank(s) on H100") == 1 and "fits: 1." in said
+    tokens = tokens_in(outputs[0])
+    assert tokens == pytest.approx(640 * (9 + 14), rel=0.05), "prompts have 9 tokens, completions 14"
+    assert hours_at(7200, 0.5, Job(nodes=2, gpus_per_node=2)) == 1.0
+    assert sweep.main([file, "--rate", str(tokens / 3600)]) == 0 and "1.00 h" in capsys.readouterr().out

@@ -35,11 +35,17 @@ def test_the_ends_of_a_run_are_compared_by_prompt(tmp_path):
 
 
 @pytest.mark.parametrize("separator", ["\n", "\u2028", "\u2029", "\x85", "\x0c"])
-def test_what_a_killed_run_left_of_later_steps_goes_and_no_line_separator_erases_more(tmp_path, separator):
+def test_what_a_killed_run_left_of_later_steps_goes_and_no_line_separator_erases_more(
+    tmp_path, separator, capsys
+):
+    """Nor does a damaged line cost another, and it is said."""
     for step in (0, 10, 20, 30):
         kept(tmp_path, step, f"life{separator}one, {step}")
+    whole = (tmp_path / FILE).read_bytes()
+    (tmp_path / FILE).write_bytes(whole.replace(b"one, 10 2+2= drawn 0", b"one, 10 2+2=\xffdrawn 0"))
     kept(tmp_path, 20, "life two")
-    assert {*steps(tmp_path)} == {0, 10, 20}
+    assert {*steps(tmp_path)} == {0, 10, 20} and steps(tmp_path).count(10) == 14
+    assert f"{tmp_path / FILE}: 1 of its lines are damaged" in capsys.readouterr().out
     later = [line["answer"] for line in read_answers(tmp_path / FILE) if line["step"] == 20]
     assert len(later) == 15 and all(answer.startswith("life two") for answer in later)
     assert before_and_after(tmp_path)[0].before.split() == ["life", "one,", "0", "1+1=", "(1)"]
@@ -53,15 +59,6 @@ def test_a_file_that_is_not_there_or_damaged_shows_nothing(tmp_path, text):
     kept(tmp_path, 0, "only the beginning")
     found = before_and_after(tmp_path)
     assert [(one.before, one.after) for one in found[:1]] == [("only the beginning 1+1= (1)", "–")]
-
-
-def test_a_damaged_line_costs_no_other_and_is_said(tmp_path, capsys):
-    kept(tmp_path, 0, "old")
-    whole = (tmp_path / FILE).read_bytes()
-    (tmp_path / FILE).write_bytes(whole.replace(b"old 2+2= drawn 0", b"old 2+2=\xffdrawn 0"))
-    kept(tmp_path, 10, "new")
-    assert (steps(tmp_path).count(0), steps(tmp_path).count(10)) == (14, 15)
-    assert f"{tmp_path / FILE}: 1 of its lines are damaged" in capsys.readouterr().out
 
 
 def test_the_report_shows_texts_as_texts_and_a_conversation_from_first_turn_to_last(tmp_path):

@@ -11,12 +11,12 @@ from huggingface_hub import ModelCard
 
 from common.secrets import scrub
 from reports.model_card import write_model_card
+from tests.unit.reports.test_report import CONFIG as OF_RUN
 
 REVISION = "5f0b02c75b57c5855da9ae460ce51323ea669d8a"
 MODEL = {"name_or_path": "meta-llama/Meta-Llama-3-8B-Instruct", "revision": REVISION, "batch_size": 64}
-CONFIG = {
-    **{"seed": 7, "humanline": True, "online": True, "sync_freq": 4, "lr": 5e-6},
-    **{"log_epsilon_P": -1.5, "log_epsilon_R": 1.25},
+CONFIG = OF_RUN | {
+    **{"online": True, "log_epsilon_R": 1.25},
     "loss": {"name": "kto", "_target_": "trainers.losses.kto.kto", "beta": 0.25, "desirable_weight": 1.1},
     "model": MODEL | {"tokenizer_name_or_path": "a/tokenizer", "use_peft": True, "peft": {"lora_r": 16}},
     "data": {"name": "ultrafeedback", "path": None},
@@ -51,7 +51,7 @@ def test_the_card_says_where_the_model_comes_from_and_no_folder_of_a_machine(tmp
 
 @pytest.mark.parametrize(
     "hostile",
-    ["<svg onload=alert(1)>", "<script>alert(1)</script>", "![](http://x)", "`|`", "a\n---\n# b\n", "[a](b)"],
+    ["<svg onload=alert(1)>![](http://x)`|`", "a\n---\n# b\n[a](b)<script>alert(1)</script>"],
 )
 def test_whatever_a_setting_says_is_shown_and_does_nothing(tmp_path, hostile):
     config = copy.deepcopy(CONFIG)

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import ConfigError
 from reports.prospect import GAINS, capacity, decision_weights, value
-from tools.prospect_figure import cumulative, draw, of_run, perceived
+from tools.prospect_figure import cumulative, draw, perceived
 
 objective = partial(capacity, gamma=1.0)
 
@@ -91,8 +90,3 @@ def test_worse_data_saturate_sooner_and_better_later():
     )
     assert (worse >= own).all() and (better <= own).all() and worse[1000] > 0.8 > 0.2 > better[1000]
     assert any("humanline range" in str(curve.get_label()) for curve in figure.axes[0].lines)
-
-
-def test_what_is_no_run_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="is not the folder of a run"):
-        of_run(tmp_path, 8)

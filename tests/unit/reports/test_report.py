@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import base64
+import html
 import json
 import re
 import shlex
-from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -63,41 +63,12 @@ def make_run(run_dir: Path, lines: list[dict], **files: dict) -> Path:
     return run_dir
 
 
-class Page(HTMLParser):
-    """What a reader of the page meets: its text, the charts (title -> SVG) and whatever it would have to
-    fetch."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.text = ""
-        self.charts: dict[str, bytes] = {}
-        self.fetched: list[str] = []
-        self.feed(path.read_text())
-
-    def handle_data(self, data):
-        self.text += data + " "
-
-    def handle_starttag(self, tag, attrs):
-        given = dict(attrs)
-        self.fetched += [v for k, v in attrs if k in ("src", "href") and not v.startswith("data:")]
-        if tag == "img":
-            self.charts[given["alt"]] = base64.b64decode(given["src"].partition("base64,")[2])
+IMAGE = re.compile(r'<img alt="(.*?)" src="data:image/svg\+xml;base64,(.*?)">')
 
 
-def test_the_report_says_what_ran_what_came_of_it_and_shows_every_curve(tmp_path):
-    lines = [line(0) | BEFORE, *(line(step) for step in range(1, 10))]
-    page = Page(write_report(make_run(tmp_path, lines, config=CONFIG, summary=SUMMARY)))
-    said = re.sub(r"\s+", " ", page.text)
-    for expected in (
-        *("offline+humanline DPO", "10 steps", "320 examples", "dpo (beta = 0.1)", "sync_freq = 4"),
-        *("some/model", "<pairs>", SUMMARY["command"], "2 min 05 s"),
-        *("sampled accuracy 43.8% 62.5%", "+0.0000 +0.2500"),
-    ):
-        assert expected in said, expected
-    assert set(page.charts) == {panel.title for panel in PANELS}
-    for svg in page.charts.values():
-        assert ElementTree.fromstring(svg).tag.endswith("svg")
-    assert page.fetched == []  # opens without a network
+def charts_of(page: str) -> dict[str, bytes]:
+    """Title -> SVG."""
+    return {html.unescape(title): base64.b64decode(image) for title, image in IMAGE.findall(page)}
 
 
 DATA = {
@@ -110,36 +81,39 @@ DATA = {
 }
 
 
-def test_the_report_shows_what_was_trained_on_as_tables(tmp_path):
-    page = Page(write_report(make_run(tmp_path, [], config=CONFIG, data=DATA)))
-    shown = re.sub(r"\s+", " ", page.text)
+def test_the_report_says_what_ran_on_what_and_what_came_of_it_and_shows_every_curve(tmp_path):
+    lines = [line(0) | BEFORE, *(line(step) for step in range(1, 10))]
+    page = write_report(make_run(tmp_path, lines, config=CONFIG, summary=SUMMARY, data=DATA)).read_text()
+    said = " ".join(html.unescape(re.sub(r"<[^>]+>", " ", page)).split())
     for expected in (
-        *("trained on mine.jsonl", "read as pairs", "columns that nothing reads note", "at most 12.5%"),
-        "to train on 1,005 rows read, 3 groups of 2 prompts, 4 examples",
-        "first of the rows dropped a.jsonl, row 7: no <text>",
-        *("Rows dropped reason rows no <text> 2", "Warning. 1 prompts are shared."),
-        *("prompt 6 4 4 4 4 4 4", "chosen 2 -1.125 -1.125", "prompt <bos>1+1= completion 2<eos>"),
+        *("offline+humanline DPO", "10 steps", "320 examples", "dpo (beta = 0.1)", "sync_freq = 4"),
+        *("some/model", "<pairs>", SUMMARY["command"], "2 min 05 s"),
+        *("sampled accuracy 43.8% 62.5%", "+0.0000 +0.2500"),
+        *("columns that nothing reads note", "at most 12.5%", "1,005 rows read, 3 groups of 2 prompts"),
+        *("Rows dropped reason rows no <text> 2", "Warning. 1 prompts are shared.", "chosen 2 -1.125"),
     ):
-        assert expected in shown, expected
+        assert expected in said, expected
+    assert set(charts_of(page)) == {panel.title for panel in PANELS}
+    assert all(ElementTree.fromstring(svg).tag.endswith("svg") for svg in charts_of(page).values())
+    assert not re.search(r'(?:src|href)="(?!data:)', page), "opens without a network"
 
 
 RUNS = {
     "gap": [line(0), line(1, None), line(2)],
     "evaluations": [{"step": 0} | BEFORE, {"step": 40} | AFTER],  # evaluations alone
     "no reference": [{"step": 0, "loss": 0.3, "reference_step": None}],
-    "huge": [line(step, 1e30) for step in range(3)],
 }
 
 
 @pytest.mark.parametrize("lines", RUNS.values(), ids=RUNS)
 def test_any_run_can_be_reported_also_an_unfinished_one(tmp_path, lines):
-    page = Page(write_report(make_run(tmp_path, lines, config=CONFIG)))
-    assert "not finished" in page.text
+    page = write_report(make_run(tmp_path, lines, config=CONFIG)).read_text()
+    assert "not finished" in page
     counts = {p: [np.isfinite(points(lines, c.key)[1]).sum() for c in p.curves] for p in PANELS}
-    assert set(page.charts) == {panel.title for panel, found in counts.items() if max(found) > 1}
+    assert set(charts_of(page)) == {panel.title for panel, found in counts.items() if max(found) > 1}
     for file in tmp_path.iterdir():
         file.unlink()
-    assert "not finished" in Page(write_report(tmp_path)).text  # a folder without any file
+    assert "not finished" in write_report(tmp_path).read_text()  # a folder without any file
 
 
 def test_the_report_of_a_run_can_be_asked_for_later(tmp_path, capsys):
@@ -147,7 +121,7 @@ def test_the_report_of_a_run_can_be_asked_for_later(tmp_path, capsys):
     (run / "run.json").write_text("{}")
     assert report.main([str(run)]) == 0
     assert capsys.readouterr().out.strip() == str(run / "report.html")
-    assert Page(run / "report.html").charts
+    assert charts_of((run / "report.html").read_text())
     assert report.main([str(tmp_path)]) == 2 and not (tmp_path / "report.html").exists()
     assert "is no run's folder" in capsys.readouterr().err
     selected = {"range": [0.25, 1], "kept": 3, "below": 1}
@@ -172,26 +146,14 @@ def test_the_trained_model_is_the_last_point_of_the_evaluations(tmp_path, monkey
     assert len(points(drawn, "loss")[0]) == 2 and charts(drawn) == charts(drawn)
 
 
-def test_the_final_table_has_all_that_a_user_wants_next():
-    table = final_table(SUMMARY)
-    for expected in (
-        *("before", "after", "sampled accuracy", "43.8%", "62.5%", "greedy accuracy", "+0.2500"),
-        *("12,346 tokens/s", "2 min 05 s", "runs/x"),
-        'AutoModelForCausalLM.from_pretrained("runs/x/model")',
-        "python sample.py run=runs/x split=eval rounds.samples=1 out=answers.jsonl",
-        "python export.py runs/x --push-to-hub ORG/NAME",
-    ):
-        assert expected in table, expected
-    assert "-0.0000" not in table
-    assert all(text == text.rstrip() for text in table.splitlines())
-
-
 def test_the_printed_command_names_the_folder_for_shell_and_hydra():
     for folder in ("dir ü x/a", "a=b", "a(b", "a,b", "~/a", "it's", "2024_10", 'a"b\\'):
         lines = final_table(SUMMARY | {"run_dir": folder}).splitlines()
         (command,) = (line.partition("python ")[2] for line in lines if line.startswith("answers"))
         (word,) = (word for word in shlex.split(command) if word.startswith("run="))
         assert OverridesParser.create().parse_override(word).value() == folder
+        assert f'AutoModelForCausalLM.from_pretrained("{folder}/model")' in "\n".join(lines)
+    assert "43.8%" in final_table(SUMMARY) and "-0.0000" not in final_table(SUMMARY)
     early = {"status": "stopped early", "stopped_early": True, "stopped_why": "callbacks.a asked for it"}
     assert "ended      stopped early: callbacks.a asked for it\n" in final_table(SUMMARY | early)
     skipped = final_table(SUMMARY | {"status": "finished", "steps": 9, "skipped_steps": 2})
@@ -216,22 +178,15 @@ def titles(lines: list[dict]) -> list[str]:
     return [title for title, _ in found]
 
 
-SPREAD, DRIFT, ENTROPY = ALL = [
-    "Spread of the log-ratios",
-    "Drift from the initial weights",
-    "Entropy of the policy",
-]
+SPREAD, DRIFT, ENTROPY = "Spread of the log-ratios", "Drift from the initial weights", "Entropy of the policy"
 
 
 def test_every_figure_is_drawn_but_of_what_was_not_measured():
-    for sides in (("chosen", "rejected"), ("chosen", "rejected", "neutral"), ("rejected",)):
-        assert titles([FIRST, *intervals(*sides)]) == ALL, "a KTO run may see no desirable example"
+    for sides in (("chosen", "rejected"), ("rejected",)):
+        found = titles([FIRST, *intervals(*sides)])
+        assert found == [SPREAD, DRIFT, ENTROPY], "a KTO run may see no desirable example"
     for entropy in ({"entropy": None}, {}):  # without held-out data
         lines = [FIRST | entropy, *(line | entropy for line in intervals("chosen", drift=None))]
         assert titles(lines) == [SPREAD, *([] if entropy else [ENTROPY])]
-
-
-def test_one_interval_is_no_curve_and_a_spread_of_0_has_no_logarithm():
-    """Policy and reference are the same weights in the first step."""
-    lines = [FIRST, *intervals("chosen", count=2, drift=0.0, spread=0.0)]
-    assert titles(lines) == [DRIFT, ENTROPY] and titles(lines[:2]) == [ENTROPY]
+    lines = [FIRST, *intervals("chosen", count=2, drift=0.0, spread=0.0)]  # in the first step
+    assert titles(lines) == [DRIFT, ENTROPY] and titles(lines[:2]) == [ENTROPY], "one interval is no curve"

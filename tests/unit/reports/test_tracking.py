@@ -1,4 +1,4 @@
-"""The tracker, judged by the files that it and wandb leave behind."""
+"""Trackers, judged by the files that they leave behind, each read as its own reader does."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from common.errors import ConfigError
 from config.schema import WandbConfig
 from reports.metrics import read_metrics
+from reports.tensorboard import TensorBoard
+from reports.trackers import check_trackers
 from reports.tracking import Tracker
+from tests.tiny import make_config
 
 ROOT = Path(__file__).parents[3]
 CONFIG = {"seed": 3, "humanline": True, "loss": {"name": "dpo", "beta": 0.1}}
@@ -79,11 +84,9 @@ TRAIN = """
 def train(run_dir: Path, first: int, last: int, run_id: str, before: str = "", **env: str) -> tuple[str, str]:
     """(wandb id, everything the process said) of a logged-out run in a process of its own, that cannot answer
     a prompt."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     words = ["-c", before + textwrap.dedent(TRAIN), str(run_dir), str(first), str(last), run_id]
     settings = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 900}
-    env = clean | {"NETRC": "/nonexistent"} | env
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=env, check=False, **settings)
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=os.environ | env, check=False, **settings)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()[-1], done.stdout + done.stderr
 
@@ -156,3 +159,48 @@ def test_what_keeps_a_run_from_wandb_is_said_once_and_it_is_tracked_offline(tmp_
     assert list(tmp_path.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
     (warning,) = [line for line in said.splitlines() if line.startswith("warning: wandb: ")]
     assert why in warning and "this run is tracked offline: `wandb sync" in warning and key not in warning
+
+
+# -- TensorBoard -----------------------------------------------------------------------------------
+
+LINES = [{"step": step, "loss": 0.7 - 0.01 * step, "eval_loss": None, "seconds": 1} for step in range(5)]
+
+
+def test_tensorboard_reads_what_was_told(tmp_path):
+    """Steps that are taken again stand once; a run that only ends again takes nothing out of sight."""
+    for lines in (LINES, LINES[3:], []):
+        tracker = TensorBoard(tmp_path, CONFIG)
+        for line in lines:
+            tracker.log(line, line["step"])
+        if lines is LINES:
+            tracker.table("samples", ["prompt", "answer"], [["1+1", "a | b\nc"]], 4)
+            tracker.histogram("log_ratio", [1, 5, 2], [-1.0, 1.0], 4)
+        tracker.summary({"loss": 0.5})
+        tracker.finish()
+        found = EventAccumulator(str(tmp_path / "tensorboard"))
+        found.Reload()
+        assert set(found.Tags()["scalars"]) == {"loss", "seconds"}
+        events = found.Scalars("loss")
+        assert [(event.step, event.value) for event in events] == [
+            (line["step"], pytest.approx(line["loss"])) for line in LINES
+        ]
+        if lines is LINES:
+            (histogram,) = found.Histograms("log_ratio")
+            values = histogram.histogram_value
+            assert values.num == 8 and list(values.bucket)[:3] == [1, 5, 2]
+            text = found.Tensors("samples/text_summary")[0].tensor_proto.string_val[0].decode()
+            assert text.splitlines()[-1] == "| 1+1 | a \\| b<br>c |"
+            settings = found.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+            assert '"seed": 3' in settings
+
+
+def test_a_tracker_without_its_package_is_refused_with_the_remedy(monkeypatch):
+    name, module = "tensorboard", "reports.tensorboard"
+    config = make_config(f"trackers=[{name}]")
+    check_trackers(config.trackers)
+    for known in list(sys.modules):
+        if known.startswith((f"{name}.", f"torch.utils.{name}")) or known in (name, module):
+            monkeypatch.delitem(sys.modules, known)
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=r"its package is not installed.*requirements/trackers.txt"):
+        check_trackers(config.trackers)

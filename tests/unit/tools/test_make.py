@@ -1,4 +1,4 @@
-"""What make installs where."""
+"""What make installs where, and the lock of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import subprocess
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.tiny import ROOT
 
@@ -30,20 +31,13 @@ def test_a_login_node_installs_what_its_jobs_need(gpu, requirements, wanted):
     assert run(words, {"GPU": gpu, "PATH": "/usr/bin:/bin"}).stdout.strip() == wanted
 
 
-@pytest.mark.parametrize("status", [0, 3])
-def test_an_install_is_seen_while_it_lasts(tmp_path, status):
-    """In a log by its last line again and again. It ends as pip does."""
-    pip = tmp_path / "pip"
-    pip.write_text(f'#!/bin/bash\necho "Downloading $*"; echo no news: 404 >&2; sleep 1.3; exit {status}\n')
-    pip.chmod(0o755)
-    functions = SCRIPT[SCRIPT.index("# Repeats the last") : SCRIPT.index("if ! usable")]
-    env = {"PATH": "/usr/bin:/bin", "VENV_PYTHON": str(pip), "PIP_LOG": str(tmp_path / "pip.log")}
-    words = ["bash", "-c", f"set -euo pipefail\n{functions}\npip_install torch"]
-    env |= {"NO_NEWS": "no news", "SAY_EVERY": "0.4"}
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == status and done.stderr == ""
-    said = done.stdout.splitlines()
-    assert len(said) >= 2
-    assert all(
-        re.fullmatch(r"  \d s: Downloading -m pip install .* torch --progress-bar off", one) for one in said
-    )
+def test_the_lock_is_of_the_lists_and_every_package_in_it_has_its_hash():
+    """What make lock has to be run again for."""
+    blocks = re.findall(r"^\w.*(?:\n    .*)*", (ROOT / "requirements" / "gpu.lock").read_text(), re.M)
+    assert all("--hash=sha256:" in block for block in blocks)
+    locked = [re.match(r"(\S+)==(\S+)", block).groups() for block in blocks]
+    lists = [(ROOT / name).read_text() for name in ("requirements.txt", "requirements/cpu.txt")]
+    for line in re.findall(r"^\w.*", "\n".join(lists), re.M):
+        wanted = Requirement(line.partition("#")[0])
+        versions = [version for name, version in locked if name == wanted.name]
+        assert versions and all(version in wanted.specifier for version in versions), line
