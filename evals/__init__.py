@@ -8,7 +8,7 @@ two functions:
 
     def check(target: Target, stage: EvalStage) -> None
         Raises ConfigError for any of the kind's settings, files and packages that cannot be honoured.
-        Called for every target before anything is loaded, sampled or paid for.
+        Called for every target before anything is sampled or paid for (a checkpoint, ``step``, is exported).
 
     def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation
         Measures one target. Every rank calls it; the result of rank 0 is written and printed.
@@ -25,8 +25,9 @@ prompts to answer, ``sample`` the answers, drawn by the sampler of the settings 
 as a folder on disk; ``evals.base.fingerprints`` identifies what was evaluated.
 
 ``Evaluation`` is the result: ``values`` (numbers by name, nested as they should read; launch.results skips
-lists), ``rows`` (one JSON object per answer), ``table`` (the printed table, heading first), ``settings`` and
-``fingerprints``. ``evals.running`` writes ``<target.out>/<name>.json`` and ``<name>.jsonl``, and prints.
+lists), ``rows`` (one JSON object per answer), ``table`` (the printed table, heading first), ``settings``,
+``fingerprints``, and ``items`` (values by metric and prompt id, for ``pool``). ``evals.running`` writes
+``<target.out>/<name>.json`` and ``<name>.jsonl``, and prints.
 
 A kind may also have ``pool(parts: list[Evaluation], stage: EvalStage) -> Evaluation``, which combines several
 runs (seeds) into one result.

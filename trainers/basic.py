@@ -82,7 +82,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
     """Base class of the trainers; it owns the training step.
 
     A subclass defines ``view`` (or ``view_of`` where settings decide), ``loss_denominator`` and
-    ``compute_loss``. KTO and PPO also need a result over the whole batch first (``arrange``, ``prepare``).
+    ``compute_loss``. KTO and PPO also need a result over the whole batch first (``prepare``).
     """
 
     counts: ClassVar[str] = "sequences"

@@ -2,7 +2,7 @@
 (Definition 4.2), rejects tokens at random. Clipping is the limit of random rejection. The schedule by which
 the reference follows one step behind the policy is in ``trainers.syncing``.
 
-This is the only place where log-ratios are computed. With humanline off the bounds are infinite: the same
+The log-ratios that losses read are computed here alone. With humanline off the bounds are infinite: the same
 code runs, with exact values and without a branch.
 """
 

@@ -51,11 +51,11 @@ BUDGETS = {
     "reports": 1_954,
     "rollouts": 6_306,
     "jobs": 4_258,
-    "evals": 1_617,
+    "evals": 1_618,
     "launch": 2_808,
     "benchmarks": 1_055,
     "tools": 762,
-    "tests": 26_237,
+    "tests": 25_016,
 }
 
 
