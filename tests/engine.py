@@ -42,17 +42,11 @@ class Log:
     def done(self) -> None: ...
 
 
+SETTINGS = ("lr=0.003", "warmup=0", "weight_decay=0.01", "model.name=tiny", "model.dtype=float32")
+
+
 def engine_config(cache: Path, loss: str, *overrides: str) -> Config:
-    return make_config(
-        f"loss={loss}",
-        "lr=0.003",
-        "warmup=0",
-        "weight_decay=0.01",
-        "model.name=tiny",
-        "model.dtype=float32",
-        f"cache_dir={cache}",
-        *overrides,
-    )
+    return make_config(f"loss={loss}", *SETTINGS, f"cache_dir={cache}", *overrides)
 
 
 def make_trainer(config: Config, policy: Policy | None = None, world: World | None = None) -> BasicTrainer:

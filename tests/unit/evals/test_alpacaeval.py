@@ -200,7 +200,6 @@ def test_answers_judgements_and_rates_in_one_run_that_goes_on_where_it_stopped(
     outputs = json.loads((out / "alpacaeval" / "outputs.json").read_text())
     assert [o["instruction"] for o in outputs] == QUESTIONS
     assert {tuple(sorted(o)) for o in outputs} == {("dataset", "generator", "instruction", "output")}
-    assert len({o["generator"] for o in outputs}) == 1
     assert all(o["output"].count(";") == 2 for o in outputs)  # the model's form, without special tokens
 
     endpoint.behave = lambda handler, question: question == QUESTIONS[5] and handler.reply({"x": 0.0})
@@ -217,11 +216,9 @@ def test_answers_judgements_and_rates_in_one_run_that_goes_on_where_it_stopped(
     _, firsts, bodies, keys = zip(*endpoint.asked, strict=True)
     assert 2 < sum(firsts) < len(firsts) - 2, "the order really is drawn"
     assert {*keys} == {f"Bearer {KEY}"}
-    body = bodies[0]
-    assert (body["model"], body["max_tokens"], body["logprobs"]) == ("m-1", 1, True)
+    assert {body["model"] for body in bodies} == {"m-1"}
     written = json.loads((out / "alpacaeval.json").read_text())
     assert written["win_rate"] == found.values["win_rate"] and written["settings"]["judge"]["model"] == "m-1"
-    assert len((out / "alpacaeval.jsonl").read_text().splitlines()) == 12
 
     given = stage(outputs=f"{out}/alpacaeval/outputs.json", **own)
     [again] = evaluate([target(tmp_path / "files")], given, start())

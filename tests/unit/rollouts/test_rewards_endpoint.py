@@ -22,6 +22,7 @@ from rollouts.rewards.settings import HttpConfig, JudgeConfig
 from tests import http_server
 
 KEY = "sk-very-secret"
+TEXTS = ["x" * (1 + i % 9) for i in range(500)]
 PROMPT = Prompt((Turn("user", "2+2 {completion}?"),), "4")
 
 
@@ -73,13 +74,9 @@ def judge(endpoint, **settings):
 
 
 def scorer(endpoint, **settings):
-    asked = {"base_url": endpoint.url, "backoff": 0.001, "timeout": 5, "conversational": False}
-    endpoint.made.append(HttpReward(HttpConfig(**(asked | settings))))
+    limits = {"backoff": 0.001, "timeout": 20, "conversational": False}
+    endpoint.made.append(HttpReward(HttpConfig(base_url=endpoint.url, **limits, **settings)))
     return endpoint.made[-1]
-
-
-def texts(n):
-    return ["x" * (1 + i % 9) for i in range(n)]
 
 
 def test_scores_in_order_and_at_once(endpoint):
@@ -94,8 +91,8 @@ def test_scores_in_order_and_at_once(endpoint):
 
     endpoint.behave = behave
     asked = judge(endpoint, system="Strict. {prompt}", max_tokens_field="max_completion_tokens")
-    written = [*texts(40), "{prompt}"]
-    assert asked.score([PROMPT] * 41, written) == [*map(len, texts(40)), 8]
+    written = [*TEXTS[:40], "{prompt}"]
+    assert asked.score([PROMPT] * 41, written) == [*map(len, TEXTS[:40]), 8]
     assert 2 <= max(most) <= 8
     assert {h["Authorization"] for h in endpoint.headers} == {f"Bearer {KEY}"}
     body = next(body for body in endpoint.bodies if "A:{prompt}" in body["messages"][1]["content"])
@@ -209,7 +206,7 @@ def test_no_text_of_the_answer_decides_its_rating(endpoint):
 def test_a_dead_endpoint_is_given_up_but_not_for_what_an_answer_alone_brings_about(endpoint):
     endpoint.behave = lambda handler, text: handler.send(503, "down")
     reward = judge(endpoint, retries=1)
-    assert all(isinstance(v, Missing) for v in reward.score([PROMPT] * 500, texts(500)))
+    assert all(isinstance(v, Missing) for v in reward.score([PROMPT] * 500, TEXTS))
     assert len(endpoint.asked) < 70
 
     def behave(handler, text):
@@ -235,25 +232,24 @@ def test_no_more_calls_or_tokens_than_the_caps_even_at_once(endpoint):
     endpoint.asked.clear()
     endpoint.behave = lambda handler, text: handler.send(500, "") if len(text) == 3 else False
     reward = judge(endpoint, max_calls=25)
-    verdicts = reward.score([PROMPT] * 60, texts(60))
+    verdicts = reward.score([PROMPT] * 60, TEXTS[:60])
     assert len(endpoint.asked) == reward.spent.calls == 25
     assert Missing("reward.judge.max_calls=25 is used up") in verdicts
     assert all(isinstance(v, Missing) for v in reward.score([PROMPT], ["a"]))
     endpoint.behave = Endpoint.behave
     reward = judge(endpoint, max_total_tokens=400, concurrency=1)
-    verdicts = reward.score([PROMPT] * 60, texts(60))
+    verdicts = reward.score([PROMPT] * 60, TEXTS[:60])
     scored = [v for v in verdicts if not isinstance(v, Missing)]
     assert 300 <= reward.spent.tokens == 30 * len(scored) <= 400 and reward.spent.calls == len(scored)
     assert Missing("reward.judge.max_total_tokens=400 is used up") in verdicts
 
 
 def test_batches_come_back_in_order(endpoint):
-    texts = ["x" * n for n in range(1, 24)]
-    asked = scorer(endpoint, batch_size=5)
+    asked, written = scorer(endpoint, batch_size=5), ["x" * n for n in range(1, 24)]
     endpoint.bodies.clear()  # of the check at the start
-    assert asked.score([PROMPT] * 23, texts) == [float(n) for n in range(1, 24)]
+    assert asked.score([PROMPT] * 23, written) == list(range(1, 24))
     first = next(body for body in endpoint.bodies if body["completions"][0] == "x")
-    assert first["completions"] == texts[:5] and first["reference"] == ["4"] * 5
+    assert first["completions"] == written[:5] and first["reference"] == ["4"] * 5
     assert first["prompts"] == ["2+2 {completion}?"] * 5 and len(endpoint.bodies) == 5
 
 

@@ -257,13 +257,10 @@ def test_the_sum_is_weighted_and_each_part_is_logged_and_may_be_normalised_apart
     assert reward.metrics["reward_short"] == pytest.approx(sum(lengths) / 5), "logged as it was scored"
 
 
-def test_what_one_part_does_not_know_nobody_knows(make):
+def test_what_one_part_does_not_know_nobody_knows_and_one_that_compares_makes_the_sum_compare(make):
     other = {"weight": 2, **LENGTHS, "path": f"{HERE}.none_for_long"}
     reward = weighted(1.0, a={"weight": 1, **LENGTHS}, b=other)
     assert reward.score([SUM] * 2, ["abc", "x" * 50]) == [9.0, None]
-
-
-def test_a_part_that_compares_makes_the_sum_compare():
     tree = {"name": "w", "max_missing": 0, "_target_": "rollouts.rewards.weighted.make"}
     for part, needed in ({"adder": {"weight": 1}}, True), ({"f": {"weight": 1, **LENGTHS}}, False):
         assert RewardConfig.from_tree(tree | {"weighted": {"parts": part}}).needs_reference is needed

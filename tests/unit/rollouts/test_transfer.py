@@ -3,7 +3,9 @@ engines are given; and the probe."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,25 +27,22 @@ WEIGHTS = {
 }
 
 
+START = "start_weight_update"
+
+
 class Engine:
-    """Fails at a call."""
+    """Notes its calls, and fails at one."""
 
     def __init__(self, fails: str) -> None:
-        self.fails, self.calls = fails, list[str]()
+        self.fails, self.calls = fails, list[tuple[Any, ...]]()
 
-    def start_weight_update(self):
-        self._called("start")
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def call(*of: Any) -> None:
+            self.calls.append((name, *of))
+            if name == self.fails:
+                raise WorkerError("the engine is gone")
 
-    def update_weights(self, info):
-        self._called("update")
-
-    def finish_weight_update(self, weight_version=None):
-        self._called(f"finish {weight_version}")
-
-    def _called(self, name: str) -> None:
-        self.calls.append(name)
-        if name == self.fails:
-            raise WorkerError("the engine is gone")
+        return call
 
 
 class Broadcasting:
@@ -69,7 +68,7 @@ class Broadcasting:
 
 
 @pytest.mark.parametrize(
-    ("fails", "received"), [("", 5), ("start", 0), ("update", 0), ("update", 2), ("silent", 0)]
+    ("fails", "received"), [("", 5), (START, 0), ("update_weights", 0), ("update_weights", 2), ("silent", 0)]
 )
 def test_every_rank_goes_through_all_weights_and_then_the_error_is_there(fails, received):
     """An engine that refuses or dies does not keep the trainer waiting. One that has these weights gets none
@@ -85,14 +84,15 @@ def test_every_rank_goes_through_all_weights_and_then_the_error_is_there(fails, 
     patient.update_weights({})
     patient.finish_weight_update()
     assert gone_through == list(WEIGHTS), "the other ranks gather with this one"
-    if fails in ("start", "update"):
-        assert sender.sent == list(WEIGHTS)[:received] and engine.calls[-1] == fails
+    if fails in (START, "update_weights"):
+        assert sender.sent == list(WEIGHTS)[:received] and engine.calls[-1][0] == fails
         with pytest.raises(WorkerError, match="the engine is gone"):
             patient.check()
     elif fails == "silent":
         assert not sender.sent and not engine.calls
     else:
-        assert sender.sent == list(WEIGHTS) and engine.calls == ["start", "update", "finish 7"]
+        assert sender.sent == list(WEIGHTS)
+        assert engine.calls == [(START,), ("update_weights", {}), ("finish_weight_update", "7")]
     patient.check()
 
 
