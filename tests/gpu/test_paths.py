@@ -273,29 +273,21 @@ def test_the_fingerprint_of_weights_is_the_cpus() -> None:
 # -- steps -----------------------------------------------------------------------------------------
 
 
-def stepper(loss: str, device: str, steps: int) -> Stepper:
-    """A humanline run of a small model, k = 1, that is ready for its first step."""
-    if device == "cpu" and torch.cuda.is_available():
-        pytest.skip("a run takes the GPU that is there")
-    pairs = 16 if device == "cuda" else 4
-    units = pairs if loss == "dpo" else 2 * pairs
-    settings = Settings(loss, units, units // 2, humanline=True, dtype=computed_in(device), max_length=160)
-    plan = segment_of(settings, drawn_pairs(pairs * steps, SMALL.vocab_size, 40, 30, 160), steps)
-    trainer = make_trainer(settings, random_policy(SMALL, torch.device(device)))
-    score_all(trainer, plan)
-    return Stepper(trainer, plan)
-
-
 @on_gpu
 @pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
 def test_a_step_never_waits_for_the_device(loss: str) -> None:
-    """Otherwise the device would be idle. The traceback of a failure has the call that waits."""
-    step = stepper(loss, "cuda", 4)
+    """Of a humanline run, k = 1. Otherwise the device would be idle. The traceback of a failure has the call
+    that waits."""
+    units = 16 if loss == "dpo" else 32
+    settings = Settings(loss, units, units // 2, humanline=True, dtype="bfloat16", max_length=160)
+    plan = segment_of(settings, drawn_pairs(16 * 4, SMALL.vocab_size, 40, 30, 160), 4)
+    trainer = make_trainer(settings, random_policy(SMALL, torch.device("cuda")))
+    score_all(trainer, plan)
+    step = Stepper(trainer, plan)
     step()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        trainer = step.trainer
         trainer.step(trainer.dealer.dealt(step.segment, trainer.progress.position))
     finally:
         torch.cuda.set_sync_debug_mode("default")

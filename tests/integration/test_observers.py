@@ -214,15 +214,21 @@ def test_patience_counts_from_the_best():
     assert not endless.spent
 
 
+def random_states() -> tuple[object, ...]:
+    return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
+
+
 def test_rounds_are_told_and_may_be_the_last():
     class Rounds:
         def on_round(self, index, values):
-            return f"reward {values['reward']}" if index == 1 else None
+            drawn = float(torch.rand(1)) + random.random() + np.random.rand()
+            return f"reward {values['reward']}, drawn {drawn}" if index == 1 else None
 
-    observers = Observers.of({}, [Rounds()], start())
+    observers, before = Observers.of({}, [Rounds()], start()), random_states()
     observers.tell("on_round", 0, {"reward": 0.5}, stop_at=3)
     assert observers.stops(3) is None
     observers.tell("on_round", 1, {"reward": 0.25}, stop_at=7)
+    assert random_states() == before, "what an observer draws is not missing from the run"
     assert observers.stops(6) is None and "observers[0] asked for it: reward 0.25" in str(observers.stops(7))
     again = Observers.of({}, [Recorder()], start())
     again.restore(json.loads(json.dumps(observers.state())))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
@@ -156,26 +155,20 @@ def test_a_manifest_that_lists_too_little_or_something_else_than_its_files_is_da
 # -- what is read ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("said", "now", "found"),
-    [
-        ("by tokens", "by tokens", "x"),
-        ("by length", "by tokens", "xy"),
-        ("by tokens", "by length", "xy"),
-    ],
-)
-def test_rows_that_were_dealt_otherwise_may_lie_on_any_rank(trainer, tmp_path, said, now, found):
-    """The second of two ranks goes on: with its own scores, or with everybody's where rows were dealt in
+@pytest.mark.parametrize(("said", "now"), [("tokens", "tokens"), ("length", "tokens"), ("tokens", "length")])
+def test_rows_that_were_dealt_otherwise_may_lie_on_any_rank(trainer, tmp_path, said, now):
+    """The second of three ranks goes on: with its own scores, or with everybody's where rows were dealt in
     another way (padded where they are packed now)."""
     state = STATE | {"dealing": said}
     kept = Checkpoints(tmp_path, start(), 3)
     kept.save(1, trainer.policy, trainer.optimizer, state, {"y": torch.ones(2), "shared": torch.zeros(1)})
     own = {"x": torch.arange(3.0), "shared": torch.ones(1), "rng": torch.get_rng_state()}
     save_file(own, kept.path(1) / "rank_0001.safetensors")
-    second = Checkpoints(tmp_path, replace(start(), rank=1, size=2), 3)
+    save_file({"shared": torch.zeros(1), "rng": own["rng"]}, kept.path(1) / "rank_0002.safetensors")
+    second = Checkpoints(tmp_path, replace(start(), rank=1, size=3), 3)
     other = fresh(trainer)
     _, mine = second.load(kept.path(1), other.policy, other.optimizer, now)
-    assert mine.keys() == {*found, "shared"}
+    assert mine.keys() == {"x", "shared"} | ({"y"} if said != now else set())
     assert torch.equal(mine["x"], torch.arange(3.0)) and mine["shared"] == 1, "a rank's own scores come first"
 
 
@@ -187,6 +180,16 @@ class Reduced:
 
     def __reduce__(self):
         return self.reduced
+
+    def __call__(self) -> None:
+        """What is made may be the function of another."""
+
+
+def call_by_attributes(made: Path) -> Reduced:
+    """A call of os.mkdir by a table that asks for ``getattr`` alone."""
+    known = Reduced(getattr, Reduced(getattr, records.Metadata, "__init__"), "__globals__")
+    module = Reduced(Reduced(getattr, known, "get"), "os")
+    return Reduced(Reduced(getattr, module, "mkdir"), str(made))
 
 
 def table_with(sound: Path, change) -> bytes:
@@ -205,13 +208,11 @@ CLASS_IS_CHANGED = (
 )
 TABLES = {
     "a call": lambda sound, made: pickle.dumps(Reduced(os.mkdir, str(made))),
-    "an attribute": lambda sound, made: pickle.dumps(Reduced(getattr, records.Metadata, "__init__")),
+    "attributes": lambda sound, made: pickle.dumps(call_by_attributes(made)),
     "a class that is changed": lambda sound, made: CLASS_IS_CHANGED,
     "a file elsewhere": lambda sound, made: table_with(
         sound, lambda t: setattr(place(t), "relative_path", "../../x")
     ),
-    "no table": lambda sound, made: pickle.dumps({"a": 1}),
-    "cut short": lambda sound, made: (sound / ".metadata").read_bytes()[:1000],
 }
 
 
@@ -229,10 +230,6 @@ def test_a_table_that_is_no_plain_table_is_refused_and_nothing_of_it_is_run(
         with pytest.raises(CheckpointError, match=r"\.metadata is no table of contents"):
             load(path, *into)
     assert not made.exists() and vars(records.Metadata).copy() == before
-    if what.startswith("a call"):  # the fault is real: torch's own reader runs it
-        with contextlib.suppress(AttributeError):  # what comes of the call is no table
-            dcp.FileSystemReader(path).read_metadata()
-        assert made.exists()
 
 
 @pytest.mark.parametrize("name", [VALUE, "model.model.model.norm.weight"], ids=["a setting", "a weight"])
@@ -256,8 +253,6 @@ def test_a_value_that_would_run_is_refused(trainer, sound, foreign, tmp_path, na
     with pytest.raises(CheckpointError, match="cannot be loaded"):
         foreign.load(foreign.path(1), other.policy, other.optimizer)
     assert not made.exists()
-    torch.load(io.BytesIO(stream.getvalue()), weights_only=False)
-    assert made.exists(), "it would have run"
 
 
 def test_another_models_checkpoint_is_refused_in_one_line(trainer, sound):

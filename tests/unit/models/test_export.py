@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, Generat
 
 from models.export import config_json, export, full_state, whole_folder, whole_weights
 from models.policy import Policy
-from models.pretrained import load_policy
-from reports.model_card import write_model_card
-from tests.tiny import make_config, tiny_llama
+from models.pretrained import check_model, check_weights, load_policy
+from tests.tiny import tiny_llama
 from tests.unit.models.test_families import FAMILIES, tiny
 from tests.unit.models.test_lora import load, perturb
 from tests.unit.models.test_policy import CPU, settings, tokenizer
@@ -32,14 +30,18 @@ def assert_same(policy: Policy, folder, dtype: torch.dtype) -> None:
     wanted, given = stored(policy, folder, dtype), dict(whole_weights(policy, dtype))
     assert json.loads(config_json(policy, dtype)) == json.loads((folder / "config.json").read_text())
     for name, tensor in wanted.items():
-        assert given[name].dtype == tensor.dtype and torch.equal(given[name], tensor), name
+        assert given[name].dtype == tensor.dtype == dtype and torch.equal(given[name], tensor), name
     for name in given.keys() - wanted.keys():
         assert any(torch.equal(given[name], tensor) for tensor in wanted.values()), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_architectures_weights_come_as_its_checkpoints_have_them(tmp_path, family):
-    assert_same(tiny(family), tmp_path / "model", torch.bfloat16)
+    """And none of them would be refused."""
+    assert_same(tiny(family), tmp_path, torch.bfloat16)
+    kernel = FAMILIES[family]._attn_implementation or "sdpa"
+    config = settings(tmp_path, max_length=60, max_prompt_length=30, attn_implementation=kernel)
+    assert check_weights(config, check_model(config)) == []
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -119,14 +121,9 @@ def test_transformers_scores_a_padded_batch_with_an_exported_reward_model(tmp_pa
         words.pad_token_id = None
     export(full_state(policy), policy, words, tmp_path / "out", torch.float32, (1,))
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
-    card = write_model_card(tmp_path / "out", asdict(make_config()), {}).read_text()
     rows = [torch.tensor([3, 4, 1]), torch.tensor([3, 4, 5, 6, 1])]
-    if pad == "w7":
-        assert model.config.pad_token_id == 7 and "padded on the right with token 7" in card
-    else:  # as the card says
-        assert "model.config.pad_token_id = tokenizer.convert_ids_to_tokens(0), 0" in card
-        assert model.config.pad_token_id is None
-        model.config.pad_token_id = 0
+    assert model.config.pad_token_id == (7 if pad else None)
+    model.config.pad_token_id = 7 if pad else 0  # as the model's card says
     padded = pad_sequence(rows, batch_first=True, padding_value=model.config.pad_token_id)
     together = model(padded, attention_mask=(padded != model.config.pad_token_id).long()).logits
     model.config.pad_token_id = None

@@ -1,7 +1,8 @@
-"""Every architecture that a shipped model file names, and those with features between hidden state and logit:
-a tiny random model of each, against its own logits."""
+"""Architectures that shipped model files name, and those with features between hidden state and logit: a tiny
+random model of each, against its own logits."""
 
 import copy
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -13,18 +14,17 @@ from transformers import (
     CohereConfig,
     Gemma2Config,
     GenerationConfig,
-    GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     Mamba2Config,
-    MambaConfig,
     MistralConfig,
     MixtralConfig,
     OPTConfig,
     Phi3Config,
     Phi3ForCausalLM,
+    PretrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
@@ -43,7 +43,7 @@ from models.pretrained import check_model
 from models.reference import score
 from models.sharding import local, shard
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
-from tests.tiny import ROOT, VOCABULARY, random_row
+from tests.tiny import VOCABULARY, random_row
 from tests.unit.models.test_policy import settings, tokenizer
 
 CPU = torch.device("cpu")
@@ -83,21 +83,14 @@ FAMILIES = {
         attn_implementation="eager",
     ),
 }
-SHIPPED = {
-    "llama3-8b-instruct": "llama",
-    "gemma2-27b-instruct": "gemma2",
-    "qwen2.5-1.5b-instruct": "qwen2",
-    "mistral-7b-instruct": "mistral",
-    "pythia-1.4b": "gpt_neox",
-    "adder": "llama tied",
-}
-NAMELESS = {"base", "hub", "smollm2-135m-instruct"}
 
 
 def tiny(family: str) -> Policy:
-    if family not in FAMILIES:
-        return of_type(family, "sdpa")
+    """A random model of one of ``FAMILIES``, or of any architecture that transformers has under this name."""
     torch.manual_seed(0)
+    if family not in FAMILIES:
+        kernel = "sdpa" if family in MODEL_TYPES else "eager"
+        return Policy(AutoModelForCausalLM.from_config(config_of(family), attn_implementation=kernel))
     config = copy.deepcopy(FAMILIES[family])  # a model keeps its config, and its attention kernel in it
     model = AutoModelForCausalLM.from_config(
         config, attn_implementation=config._attn_implementation or "sdpa"
@@ -108,6 +101,17 @@ def tiny(family: str) -> Policy:
     return Policy(model)
 
 
+def config_of(model_type: str) -> PretrainedConfig:
+    """An architecture by the settings that most of them share."""
+    old = {"vocab_size": VOCABULARY, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
+    by_name = {"bloom": old | {"hidden_size": 32}}
+    by_name |= dict.fromkeys(("gpt2", "gpt_bigcode"), old | {"n_embd": 32, "n_positions": 64})
+    widths = SIZES | GROUPED | {"num_experts_per_tok": 2}
+    widths |= {} if model_type == "falcon" else {"head_dim": 8}
+    widths |= {"sliding_window": None} if model_type in MODEL_TYPES else {}
+    return CONFIG_MAPPING[model_type](**by_name.get(model_type, widths))
+
+
 def rows(n: int = 4, seed: int = 0) -> list:
     rng = np.random.default_rng(seed)
     return [
@@ -115,14 +119,21 @@ def rows(n: int = 4, seed: int = 0) -> list:
     ]
 
 
+def assert_gradients(found: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor]) -> None:
+    """They are equal but for rounding."""
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * (1 + b.abs().max().item()))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_equals_log_softmax_of_the_models_own_logits(family):
+def test_values_and_gradients_are_those_of_the_models_own_logits(family):
     """Each row alone, unpadded, through the model's own forward: also what padding and positions must not
     change. What fills a row up does not leak into it, to the bit but for mixtures, whose experts take more or
-    fewer tokens at once."""
-    policy, batch = tiny(family), rows()
+    fewer tokens at once. Shards change nothing. A feature of the head that is not known is refused."""
+    policy, batch, world = tiny(family), rows(), start()
     sequences = collate(batch, CPU)
-    got = policy(sequences)
+    got, total = policy(sequences), 0.0
+    weights = torch.rand(got.shape)
     assert got.shape == sequences.mask.shape and not got[~sequences.mask].any()
     for r, row in enumerate(batch):
         ids = torch.tensor(np.concatenate([row.prompt_ids, row.completion_ids]))[None].long()
@@ -131,29 +142,29 @@ def test_equals_log_softmax_of_the_models_own_logits(family):
         want = own[first : first + n].gather(1, ids[0, first + 1 :, None])[:, 0]
         assert want.std() > 0 or n == 1
         torch.testing.assert_close(got[r, :n].double(), want, rtol=1e-5, atol=1e-5)
+        total += (want * weights[r, :n]).sum()
+    parameters = list(policy.parameters())
+    gradients = torch.autograd.grad((got * weights).sum(), parameters)
+    assert_gradients(gradients, torch.autograd.grad(total, parameters))
+    sharded = tiny(family).to(world.device)
+    shard(sharded, blocks := decoder_blocks(sharded), world, torch.float32)
+    (sharded(collate(batch, world.device)) * weights.to(world.device)).sum().backward()
+    assert len(blocks) == 2
+    assert_gradients((local(p.grad).cpu() for p in sharded.parameters()), gradients)
     padding = torch.arange(sequences.input_ids.shape[1]) >= torch.tensor(list(map(len, batch)))[:, None]
     assert padding.any()
     sequences.input_ids[padding] = 7
     near = 1e-5 if family in MIXTURES else 0.0
     torch.testing.assert_close(policy(sequences), got, rtol=near, atol=near)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_equal_those_through_the_models_own_logits(family):
-    policy, sequences = tiny(family), collate(rows(), CPU)
-    weights = torch.rand(sequences.mask.shape)
-    parameters = list(policy.parameters())
-    got = torch.autograd.grad((policy(sequences) * weights).sum(), parameters)
-    logits = policy.model(sequences.input_ids, use_cache=False).logits.flatten(0, 1)
-    own = logits.log_softmax(-1)[sequences.predict, sequences.targets]
-    want = torch.autograd.grad((own * weights.flatten()[sequences.cells]).sum(), parameters)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * (1 + b.abs().max().item()))
+    policy.check_head()
+    policy.scale *= 1.01
+    with pytest.raises(ConfigError, match="something to its logits"):
+        policy.check_head()
 
 
 PACKED = [
     *(family for family, config in FAMILIES.items() if config.model_type in KEPT_APART),
-    *(model_type for model_type in MODEL_TYPES if model_type not in FAMILIES),
+    *(model_type for model_type in KEPT_APART if model_type not in FAMILIES),
 ]
 WHOLE_BATCH = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "granitemoe")
 """Mixtures: an expert multiplies the tokens of all rows at once, and rounds by how many they are."""
@@ -170,42 +181,16 @@ def test_packed_rows_equal_padded_ones(family):
     torch.testing.assert_close(policy(packed), want, rtol=1e-5, atol=1e-5)
     policy.use_packed_attention()
     assert policy.packs == packable(policy.model.config, "sdpa")
-    assert policy.packs or family in ("gemma2",), "the kernel takes all but those with windows"
+    assert policy.packs == (policy.model.config.model_type in MODEL_TYPES), "all but those with windows"
     torch.testing.assert_close(policy(padded), want, rtol=1e-5, atol=1e-5)
     got = policy(packed)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    for a, b in zip(torch.autograd.grad((got * weights).sum(), parameters), want_grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * (1 + b.abs().max().item()))
-
-
-def of_type(model_type: str, kernel: str = "eager") -> Policy:
-    """A tiny random model of any architecture that transformers has under this name, by the settings that
-    most of them share."""
-    torch.manual_seed(0)
-    widths = (
-        SIZES | GROUPED | {"num_experts_per_tok": 2} | ({} if model_type == "falcon" else {"head_dim": 8})
-    )
-    old = {"vocab_size": VOCABULARY, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
-    by_name = {"bloom": old | {"hidden_size": 32}}
-    old |= {"n_embd": 32, "n_positions": 64}
-    by_name |= dict.fromkeys(("gpt2", "gpt_bigcode"), old)
-    window = {"sliding_window": None} if kernel == "sdpa" and model_type not in by_name else {}
-    config = CONFIG_MAPPING[model_type](**by_name.get(model_type, widths) | window)
-    return Policy(AutoModelForCausalLM.from_config(config, attn_implementation=kernel))
-
-
-@pytest.mark.parametrize("model_type", [t for t in KEPT_APART if t not in FAMILIES])
-def test_transformers_keeps_packed_rows_apart_where_packing_is_taken(model_type):
-    policy, batch = of_type(model_type), rows(6)
-    policy.check_head()
-    torch.testing.assert_close(
-        policy(collate(batch, CPU, pack=True)), policy(collate(batch, CPU)), rtol=1e-5, atol=1e-5
-    )
+    assert_gradients(torch.autograd.grad((got * weights).sum(), parameters), want_grads)
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "opt", "mamba2", "falcon", "bloom"])
 def test_packing_is_refused_where_a_row_would_read_its_neighbours(model_type):
-    policy, batch = tiny(model_type) if model_type in FAMILIES else of_type(model_type), rows(6)
+    policy, batch = tiny(model_type), rows(6)
     packed, padded = (policy(collate(batch, CPU, pack)) for pack in (True, False))
     assert (packed - padded).abs().max() > 0.1
     found, config = policy.model.config, ModelConfig(name="m", name_or_path="m", attn_implementation="eager")
@@ -232,18 +217,6 @@ def test_generating_with_a_cache_takes_the_likeliest_token_each_time(family):
             want = torch.cat([want, logits.argmax(-1, keepdim=True)], dim=1)
         assert row[5:].tolist() == want[0, -6:].tolist()
     assert torch.equal(policy(collate(rows(), CPU, policy.packs)), before)
-
-
-@pytest.mark.parametrize("family", [*MIXTURES, "opt", "mamba2"])
-def test_sharded_gradients_are_those_of_the_whole_model(family):
-    world = start()
-    plain, sharded = (tiny(family).to(world.device) for _ in range(2))
-    shard(sharded, decoder_blocks(sharded), world, torch.float32)
-    sequences = collate(rows(), world.device)
-    for policy in (plain, sharded):
-        policy(sequences).sum().backward()
-    for a, b in zip(sharded.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(local(a.grad), b.grad, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", [*MIXTURES, "opt", "mamba2"])
@@ -276,8 +249,9 @@ def group(n: int = 3, seed: int = 0) -> list[Sequence]:
 
 
 @pytest.mark.parametrize("family", MODEL_TYPES)
-def test_rows_that_share_their_prompt_equal_rows_that_do_not(family):
-    """Values and gradients, of weights and of the prompt's tokens that several rows read."""
+def test_rows_that_share_their_prompt_equal_rows_that_do_not_and_none_reads_another_answer(family):
+    """Values and gradients, of weights and of the prompt's tokens that several rows read. To the bit, but for
+    mixtures, a row reads no row before it, and no answer of the row that has its prompt."""
     policy, batch = tiny(family), group()
     policy.use_packed_attention()
     packed, shared = (collate(batch, CPU, pack=True, share=share) for share in (False, True))
@@ -286,23 +260,14 @@ def test_rows_that_share_their_prompt_equal_rows_that_do_not(family):
     want, got = policy(packed), policy(shared)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     want_grads, grads = (torch.autograd.grad((x * weights).sum(), parameters) for x in (want, got))
-    for a, b in zip(grads, want_grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * (1 + b.abs().max().item()))
-
-
-@pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("family", MODEL_TYPES)
-def test_a_packed_row_reads_no_other_answer(family, share):
-    """To the bit, but for mixtures: not those before it, and not that of the row that has its prompt."""
-    policy, batch = tiny(family), group()
-    policy.use_packed_attention()
-    other = [replace(row, completion_ids=row.completion_ids[::-1] % 50 + 4) for row in batch[:2]] + batch[2:]
-    if not share:
-        other[0] = replace(other[0], prompt_ids=other[0].prompt_ids[::-1] % 50 + 4)
-    before, after = (policy(collate(these, CPU, pack=True, share=share)) for these in (batch, other))
-    assert not torch.equal(before[0], after[0])
+    assert_gradients(grads, want_grads)
     near = 1e-5 if family in WHOLE_BATCH else 0.0
-    torch.testing.assert_close(before[2:], after[2:], rtol=near, atol=near)
+    other = [replace(row, completion_ids=row.completion_ids[::-1] % 50 + 4) for row in batch[:2]] + batch[2:]
+    for share, before in ((True, got), (False, want)):
+        after = policy(collate(other, CPU, pack=True, share=share))
+        assert not torch.equal(before[0], after[0])
+        torch.testing.assert_close(before[2:], after[2:], rtol=near, atol=near)
+        other[0] = replace(other[0], prompt_ids=other[0].prompt_ids[::-1] % 50 + 4)
 
 
 def test_a_mask_that_knows_of_no_shared_prompt_is_not_used_for_one():
@@ -311,23 +276,11 @@ def test_a_mask_that_knows_of_no_shared_prompt_is_not_used_for_one():
         policy(collate(group(), CPU, pack=True, share=True))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_layers_are_found_and_a_head_with_an_unknown_feature_is_refused(family):
-    policy = tiny(family)
-    blocks = decoder_blocks(policy)
-    assert len(blocks) == 2 and all(type(b).__name__.endswith(("Layer", "Block")) for b in blocks)
-    policy.check_head()
-    policy.scale *= 1.01
-    with pytest.raises(ConfigError, match="something to its logits"):
-        policy.check_head()
-
-
 @pytest.mark.parametrize(
     ("family", "said"),
     [
         ("gemma2", "would drop .*use eager"),
         ("gpt_oss", "a gpt_oss has no such attention; use eager or flex_attention"),
-        ("mamba2", "a mamba2 has no such attention; use eager"),
     ],
 )
 def test_a_kernel_that_an_architecture_does_not_have_is_refused_before_weights(tmp_path, family, said):
@@ -336,12 +289,6 @@ def test_a_kernel_that_an_architecture_does_not_have_is_refused_before_weights(t
     with pytest.raises(ConfigError, match=rf"model.attn_implementation=sdpa: {said}"):
         check_model(config)
     check_model(replace(config, attn_implementation="eager"))
-
-
-def test_every_shipped_model_has_a_tiny_one_here():
-    files = {path.stem for path in (ROOT / "config" / "model").glob("*.yaml")} - NAMELESS
-    assert {name for name in files if not name.endswith("-init")} <= set(SHIPPED)
-    assert set(SHIPPED.values()) <= set(FAMILIES)
 
 
 # -- rotary embeddings whose factors depend on the longest row of a batch ----------------------------
@@ -379,20 +326,8 @@ def test_longrope_is_refused_beyond_its_switch_and_taken_up_to_it(tmp_path):
     assert check_model(replace(config, max_length=128)).model_type == "phi3"
 
 
-SCALED = {"max_position_embeddings": 48, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}
-DYNAMIC = SCALED | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}
-
-
-@pytest.mark.parametrize(
-    ("config", "reached"),
-    [
-        (GPT2Config(n_positions=48), 48),
-        (LlamaConfig(max_position_embeddings=48), None),
-        (LlamaConfig(**SCALED), None),
-        (LlamaConfig(**DYNAMIC), 48),
-        (phi3(), SWITCH),
-        (MambaConfig(), None),
-    ],
-)
-def test_how_far_a_row_may_go_on_with_others(config, reached):
-    assert reach(config) == reached
+def test_how_far_a_row_may_go_on_with_others():
+    """With learned positions and LongRoPE: tests/unit/rollouts/test_decoding.py."""
+    assert reach(LlamaConfig(max_position_embeddings=48)) is None
+    dynamic = {"rope_type": "dynamic", "factor": 2.0}
+    assert reach(LlamaConfig(max_position_embeddings=48, rope_parameters=dynamic)) == 48

@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config
-from transformers.utils import logging
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from common.errors import ConfigError
 from config.schema_model import ModelConfig, PeftConfig
@@ -16,8 +15,6 @@ from models.pretrained import check_model, check_weights, load_policy
 from models.sharding import shard
 from tests.tiny import tiny_llama, tiny_policy
 from tests.unit.models.test_policy import CPU, batch, settings, tokenizer
-
-logging.disable_progress_bar()
 
 
 def model_of(folder, dtype="float32", tied=True, **peft) -> ModelConfig:
@@ -70,9 +67,13 @@ def test_the_export_is_the_merged_model(tmp_path, tied, more):
     assert state.keys() == want.keys()
     for name, tensor in state.items():
         torch.testing.assert_close(tensor, want[name], rtol=1e-6, atol=1e-6)
-    export(state, policy, tokenizer(), tmp_path / "out", torch.float32)
+    for _ in range(2):  # what is there already is replaced
+        export(state, policy, tokenizer(), tmp_path / "out", torch.float32)
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(info.values())
+    assert not any(info.values()) and loaded.dtype == torch.float32
+    assert "packed" not in (tmp_path / "out" / "config.json").read_text()
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer().chat_template
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "out"}, "nothing is left beside it"
     torch.testing.assert_close(Policy(loaded)(batch()), before, rtol=1e-4, atol=1e-4)
 
 

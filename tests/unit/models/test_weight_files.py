@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,10 @@ from models.policy import causal_lm
 from models.pretrained import check_model, check_weights, export_dtype, load_policy
 from models.weight_files import check_named, check_positions
 from tests.tiny import tiny_llama
-from tests.unit.models.test_families import FAMILIES, tiny
 from tests.unit.models.test_policy import CPU, settings, tokenizer
 
 FILE = "model.safetensors"
+State = dict[str, torch.Tensor]
 
 
 def model(folder: Path, tied: bool = False, change=lambda state: state, **config) -> Path:
@@ -35,12 +36,10 @@ def model(folder: Path, tied: bool = False, change=lambda state: state, **config
 
 
 DAMAGE = {
-    "empty": lambda data: b"",
     "cut": lambda data: data[:-1],
     "pointer": lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n",
     "length": lambda data: struct.pack("<Q", 1 << 62) + data[8:],
     "nested": lambda data: struct.pack("<Q", 200_000) + b"[" * 200_000 + data,
-    "shape": lambda data: data.replace(b'"shape":[32]', b'"shape":[31]'),
 }
 
 
@@ -49,8 +48,9 @@ def test_a_damaged_file_is_named_from_its_header(tmp_path, how):
     file = model(tmp_path) / FILE
     check_named(settings(tmp_path))
     file.write_bytes(DAMAGE[how](file.read_bytes()))
+    why = "the pointer of Git LFS" if how == "pointer" else "cut, damaged"
     for check in (check_named, lambda config: load_policy(config, CPU)):
-        with pytest.raises(ConfigError, match=rf"^model.name_or_path={tmp_path}: {file} ") as said:
+        with pytest.raises(ConfigError, match=rf"^model.name_or_path={tmp_path}: {file} is {why}") as said:
             check(settings(tmp_path))
         assert "\n" not in str(said.value)
 
@@ -73,31 +73,36 @@ def test_files_of_an_index_are_all_there_and_hold_what_it_says(tmp_path):
         load_policy(settings(tmp_path), CPU)
 
 
+def without(part: str, **more: torch.Tensor) -> Callable[[State], State]:
+    """Tensors whose name has ``part`` are gone, and others are there: ``score`` for score.weight."""
+    there = {f"{name}.weight": tensor for name, tensor in more.items()}
+    return lambda state: {name: tensor for name, tensor in state.items() if part not in name} | there
+
+
+NORM = "model.norm.weight"
 OTHERS = {
     "one is missing": (
-        lambda state: {k: v for k, v in state.items() if "0.mlp.down" not in k},
+        without("0.mlp.down"),
         r"files lack 1 tensor \(model.layers.0.mlp.down_proj.weight\), which would be drawn at random; copy",
     ),
     "one more": (
-        lambda state: state | {"v_head.summary.weight": torch.zeros(1, 32)},
-        r"files hold 1 tensor \(v_head.summary.weight\), which the model does not have",
+        without("nothing", summary=torch.zeros(1, 32)),
+        r"files hold 1 tensor \(summary.weight\), which the model does not have",
     ),
     "no head": (
-        lambda state: {k: v for k, v in state.items() if k != "lm_head.weight"},
+        without("lm_head"),
         r'lack 1 tensor \(lm_head.weight\).*write "tie_word_embeddings": true in config.json',
     ),
     "a reward model": (
-        lambda state: (
-            {k: v for k, v in state.items() if k != "lm_head.weight"} | {"score.weight": torch.zeros(1, 32)}
-        ),
+        without("lm_head", score=torch.zeros(1, 32)),
         r"hold 1 tensor \(score.weight\), .* a reward model's, .*: give the model that it was trained from",
     ),
     "another shape": (
-        lambda state: state | {"model.norm.weight": torch.ones(31)},
+        lambda state: state | {NORM: torch.ones(31)},
         r"hold model.norm.weight of shape \[31\], and config.json makes it \[32\]",
     ),
     "fp8": (
-        lambda state: state | {"model.norm.weight": torch.ones(32).to(torch.float8_e4m3fn)},
+        lambda state: state | {NORM: torch.ones(32).to(torch.float8_e4m3fn)},
         r"stored quantised \(its files hold model.norm.weight\).*give the model as it was before",
     ),
 }
@@ -140,18 +145,7 @@ def test_positions_are_those_of_the_scaled_rotary_embeddings(rope, positions):
             check_positions(settings("m"), fields | {"rope_scaling": {"type": "yarn", "factor": factor}})
 
 
-SIZES = '{"model_type": "llama", "hidden_size": "many"}', '{"model_type": "llama", "hidden_size": 0}'
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("hidden_act", "nope"),
-        ("num_hidden_layers", "x"),
-        ("hidden_size", "many"),
-        ("rms_norm_eps", [1]),
-    ],
-)
+@pytest.mark.parametrize(("field", "value"), [("hidden_act", "nope"), ("num_hidden_layers", "x")])
 def test_the_field_of_a_config_that_no_model_can_be_built_with_is_named(tmp_path, field, value):
     config = settings(model(tmp_path, **{field: value}))
     with pytest.raises(ConfigError, match=re.escape(f"its config.json says {field}={value!r}, and no model")):
@@ -165,23 +159,14 @@ def test_a_size_that_the_files_have_no_room_for_is_refused_at_once(tmp_path, fie
         check_named(settings(tmp_path))
 
 
-@pytest.mark.parametrize("content", ["{", "7", "[" * 100_000, *SIZES])
+@pytest.mark.parametrize("content", ["{", "7", "[" * 100_000])
 def test_a_config_that_is_none_is_one_message(tmp_path, content):
     config = settings(model(tmp_path))
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"^model.name_or_path="):
         load_policy(config, CPU)
-    if content not in SIZES:
-        with pytest.raises(ConfigError, match=f"{tmp_path}/config.json is damaged"):
-            check_named(config)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_no_model_that_transformers_writes_is_refused(tmp_path, family):
-    tiny(family).model.save_pretrained(tmp_path)
-    kernel = FAMILIES[family]._attn_implementation or "sdpa"
-    config = settings(tmp_path, max_length=60, max_prompt_length=30, attn_implementation=kernel)
-    assert check_weights(config, check_model(config)) == []
+    with pytest.raises(ConfigError, match=f"{tmp_path}/config.json is damaged"):
+        check_named(config)
 
 
 def test_an_adapter_says_the_line_that_merges_it(tmp_path):

@@ -14,24 +14,15 @@ from data.batches import Segment
 from data.types import Completion, Example, Group, Prompt, Sequence, Turn
 from data.views import centred_advantages, group_advantages
 from jobs.online import view_of_rounds
-from models.checkpoint import Checkpoints
-from models.distributed import start
 from models.heads import RewardModel, ValuePolicy
-from models.sharding import local
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
 from tests.tiny import KINDS, make_config, tiny_llama, tiny_policy
 from trainers.assembly import make_loss, trainer_class
 from trainers.losses.ppo import gae
-from trainers.ppo import moments
 from trainers.sft import ConditionedSFTTrainer, control_tokens
 
 MORE = {"bradley_terry": "pairs", "ppo": "labelled", "csft": "labelled", "dr_grpo": "weighted"}
-
-
-@pytest.fixture(autouse=True)
-def kinds(monkeypatch):
-    for loss, kind in MORE.items():
-        monkeypatch.setitem(KINDS, loss, kind)
+KINDS |= MORE
 
 
 def policy_for(loss):
@@ -64,16 +55,12 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(tmp_path, loss):
     assert way > 0.05 and apart < 1e-2 * way
 
 
-@pytest.mark.parametrize("loss", MORE)
-def test_humanline_or_its_refusal(tmp_path, loss):
-    if loss in ("bradley_terry", "csft"):
-        with pytest.raises(ConfigError, match="has no reference model"):
-            make_config(f"loss={loss}", "humanline=true")
-        with pytest.raises(ConfigError, match="fixed data set"):
-            make_config(f"loss={loss}", "online=true", "reward=adder")
-        return
-    _, lines = trained(tmp_path, loss, "humanline=true", "sync_freq=1")
-    assert [line["reference_step"] for line in lines] == [0, 0, 1, 2, 3, 4][: len(lines)]
+@pytest.mark.parametrize("loss", ["bradley_terry", "csft"])
+def test_humanline_and_online_are_refused_without_a_reference(loss):
+    with pytest.raises(ConfigError, match="has no reference model"):
+        make_config(f"loss={loss}", "humanline=true")
+    with pytest.raises(ConfigError, match="fixed data set"):
+        make_config(f"loss={loss}", "online=true", "reward=adder")
 
 
 def test_a_reward_model_learns_to_prefer(tmp_path):
@@ -83,16 +70,6 @@ def test_a_reward_model_learns_to_prefer(tmp_path):
     _, lines = run(config, segment, make_trainer(config, policy_for("bradley_terry")))
     assert lines[-1]["reward_accuracy"] == 1.0 and lines[-1]["loss"] < lines[0]["loss"]
     assert "kl" not in lines[0] and "drift" not in lines[0]
-
-
-def test_what_an_objective_keeps_is_in_its_checkpoint(tmp_path):
-    trainer, _ = trained(tmp_path, "ppo", pairs=8)
-    kept = Checkpoints(tmp_path / "checkpoints", start(), 1)
-    kept.save(6, trainer.policy, trainer.optimizer, {}, {})
-    fresh = make_trainer(trainer.config, policy_for("ppo"))
-    kept.load(kept.path(6), fresh.policy, fresh.optimizer)
-    found, expected = (local(t.policy.state_dict()["value_head.weight"]) for t in (fresh, trainer))
-    assert torch.equal(found, expected) and expected.any()
 
 
 def test_ppo_pays_each_completion_its_own_score():
@@ -132,11 +109,6 @@ def test_ppo_pays_at_the_last_token_and_normalises_over_the_batch(tmp_path):
         assert torch.equal(t.returns, gae(torch.zeros(mask.shape), m.labels, mask, gamma=0.99, lam=0.95)[1])
 
 
-def test_moments_are_the_masked_places():
-    values, mask = torch.tensor([[1.0, 3.0, float("nan")]]), torch.tensor([[True, True, False]])
-    assert [float(x) for x in moments([(values, mask), (values + 4, mask)])] == [4.0, pytest.approx(5**0.5)]
-
-
 def test_control_tokens_stand_between_prompt_and_completion_and_are_not_learned():
     config = make_config("loss=csft", "model.max_length=12", "model.max_prompt_length=8")
     good, bad = control_tokens(config)
@@ -155,18 +127,12 @@ def test_control_tokens_stand_between_prompt_and_completion_and_are_not_learned(
 @pytest.mark.parametrize(
     ("words", "key"),
     [
-        ("loss=csft loss.control_tokens={chosen:x}", "loss.control_tokens"),
         ("loss=csft loss.control_tokens={chosen:x,rejected:x}", "loss.control_tokens"),
-        ("loss=dpo +loss.gamma=1", "loss.gamma"),
         ("loss=dpo loss.beta=[0.1,0.2]", "loss.beta"),
-        ("loss=dpo loss.divergence=jensen", "loss.divergence"),
-        ("loss=grpo loss.shape=[ppo]", "loss.shape"),
-        ("loss=grpo loss.shape=dual loss.dual_clip=three", "loss.dual_clip"),
         ("loss=grpo loss.shape=dppo loss.divergence_bound=-1", "loss.divergence_bound"),
         ("loss=grpo loss.importance=tokn", "loss.importance"),
         ("loss=grpo loss.normalization=constant loss.max_tokens=2.5", "loss.max_tokens"),
         ("loss=ppo loss.lam=1.5", "loss.lam"),
-        ("loss=ppo loss.gamma=high", "loss.gamma"),
         ("loss=ppo loss.rewards=score", "loss.rewards"),
         ("loss=ppo online=true reward=adder rounds.feedback=group", "rounds.feedback"),
     ],

@@ -26,7 +26,7 @@ from tests.engine import engine_config, first_gradient, make_segment, make_train
 from tests.tiny import random_groups, tiny_policy
 from tests.unit.trainers.test_syncing import BEFORE
 from trainers import basic
-from trainers.optimizer import lr_factor, make_optimizer, update
+from trainers.optimizer import lr_factor, update
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
@@ -116,44 +116,22 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(tmp_path, loss):
         assert abs(total - losses[0]) < 1e-6 * max(1, abs(losses[0]))
 
 
-def test_a_non_finite_gradient_skips_the_update_and_is_counted(tmp_path):
-    config = engine_config(tmp_path, "sft", "model.batch_size=2")
-    trainer, _ = run(config, make_segment(config, pairs=2))
-    before, moments = weights(trainer), copy.deepcopy(trainer.optimizer.state_dict()["state"])
-    for p in trainer.policy.parameters():
-        p.grad = torch.full_like(p, float("nan"))
-    update(trainer.optimizer, 1e-2, torch.tensor(1.0))
-    assert all(torch.equal(before[n], w) for n, w in weights(trainer).items())
-    for key, state in trainer.optimizer.state_dict()["state"].items():
-        assert state["step"] == moments[key]["step"]
-        assert torch.equal(local(state["exp_avg"]), local(moments[key]["exp_avg"]))
-
-
-def test_the_optimizer_has_every_number_of_the_config(tmp_path):
+@pytest.mark.parametrize("name", ["AdamW", "torch.optim.SGD", "torch.optim.RMSprop", "torch.optim.Adam"])
+def test_an_optimizer_gets_the_numbers_that_it_takes(tmp_path, name):
+    """For each weight, once. It makes no step with a gradient that is not finite."""
     words = ("beta1=0.8", "beta2=0.95", "eps=1e-7", "weight_decay=0.03", "lr=0.002")
-    policy = tiny_policy()
-    groups = make_optimizer(policy, engine_config(tmp_path, "dpo", *words)).param_groups
-    numbers = {(g["lr"], g["betas"], g["eps"], g["weight_decay"]) for g in groups}
-    assert numbers == {(0.002, (0.8, 0.95), 1e-7, 0.03)}
+    trainer = make_trainer(engine_config(tmp_path, "dpo", f"optimizer={name}", *words))
+    groups = trainer.optimizer.param_groups
+    assert {(g["lr"], g["weight_decay"]) for g in groups} == {(0.002, 0.03)}
+    assert {(g.get("betas", (0.8, 0.95)), g.get("eps", 1e-7)) for g in groups} == {((0.8, 0.95), 1e-7)}
     held = [id(p) for group in groups for p in group["params"]]
-    assert sorted(held) == sorted(id(p) for p in policy.parameters()), "each weight in one group"
-
-
-@pytest.mark.parametrize("name", ["SGD", "RMSprop", "Adam"])
-def test_an_optimizer_by_its_import_path(tmp_path, name):
-    """It gets the numbers that it takes, and makes no step with a gradient that is not finite."""
-    config = engine_config(tmp_path, "dpo", f"optimizer=torch.optim.{name}", "beta1=0.8", "eps=1e-7")
-    trainer = make_trainer(config)
-    (group,) = trainer.optimizer.param_groups
-    assert (group["lr"], group["weight_decay"]) == (config.lr, config.weight_decay)
-    assert group.get("betas", (0.8, 0.999)) == (0.8, 0.999) and group.get("eps", 1e-7) == 1e-7
+    assert sorted(held) == sorted(id(p) for p in trainer.policy.parameters())
     before = weights(trainer)
     for skip, moved in ((1.0, False), (0.0, True)):
         for p in trainer.policy.parameters():
             p.grad = torch.full_like(p, torch.nan if skip else 1.0)
         update(trainer.optimizer, 1e-2, torch.tensor(skip))
         assert any(not torch.equal(before[n], w) for n, w in weights(trainer).items()) is moved
-        assert bool(trainer.optimizer.state) is (moved and name != "SGD")
 
 
 @pytest.mark.parametrize("steps", [1, 2, 10, 100])
@@ -175,13 +153,6 @@ def test_after_the_warm_up_the_schedules_are_those_of_transformers(tmp_path, ste
         ours = [lr_factor(plan.done(i), plan.done(i + 1), config) for i in range(steps)]
         wanted = [(i + 1) / warm if i < warm else factor(i) for i in range(steps)]
         assert ours == pytest.approx(wanted, abs=1e-9) and min(ours) > 0
-
-
-def test_more_than_99_percent_of_the_weights_move_in_a_few_steps_at_5e_6(tmp_path):
-    config = engine_config(tmp_path, "dpo", "model.batch_size=4", "lr=5e-6", "eps=1e-8")
-    before, (trainer, _) = dict(tiny_policy().named_parameters()), run(config, make_segment(config, pairs=16))
-    changed = [int((w != before[n].detach()).sum()) for n, w in weights(trainer).items()]
-    assert sum(changed) > 0.99 * sum(w.numel() for w in weights(trainer).values())
 
 
 @pytest.mark.parametrize("again", [True, False])

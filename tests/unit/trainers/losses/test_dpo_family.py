@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -56,14 +55,12 @@ def test_dpo_and_its_relatives(divergence, normalized, nll):
         assert total.item() == pytest.approx(wanted, rel=1e-12)
 
 
-def test_divergences_meet_where_they_should():
+def test_divergences_are_exact_in_their_limits_and_finite_far_away():
     s = torch.linspace(-3, 3, 25, dtype=torch.float64)
-    near = {name: implied_reward(1e-4 * s, name, 0.5) for name in ("forward_kl", "alpha", "reverse_kl")}
-    for reward in near.values():  # they have one slope at the reference
-        torch.testing.assert_close(reward, 1e-4 * s, atol=1e-7, rtol=0)
     torch.testing.assert_close(implied_reward(s, "alpha", 1e-7), s, atol=1e-5, rtol=0)
     torch.testing.assert_close(implied_reward(s, "alpha", 1 - 1e-9), implied_reward(s, "forward_kl", 0.5))
-    assert (implied_reward(s, "js", 0.5) < math.log(2)).all()
+    for name in ("forward_kl", "js", "alpha"):
+        assert abs(implied_reward(torch.zeros(1), name, 0.5)) < 1e-7, "0 where nothing has moved"
     far = torch.tensor([-500.0], requires_grad=True)
     for name in ("forward_kl", "alpha"):
         implied_reward(far, name, 0.9).sum().backward()
@@ -83,14 +80,3 @@ def test_sppo():
     gains = [((pw - qw).sum(), (pl - ql).sum()) for (pw, qw), (pl, ql) in rows]
     wanted = sum((w - 3.0 * (1 - 0.5)) ** 2 + (lose - 3.0 * (0 - 0.5)) ** 2 for w, lose in gains)
     assert sppo(chosen, rejected, eta=3.0).total.item() == pytest.approx(wanted, rel=1e-12)
-
-
-def test_the_chosen_and_the_rejected_rows_keep_all_that_was_scored():
-    grid = torch.arange(10.0).reshape(5, 2)
-    beside = {"weights": grid + 30, "anchor": grid + 50, "entropy": grid + 60}
-    whole = TokenScores(grid, grid + 10, grid + 20, grid > 0, **beside)
-    chosen, rejected = whole.split(2)
-    for name, value in vars(whole).items():
-        assert torch.equal(getattr(chosen, name), value[:2]), name
-        assert torch.equal(getattr(rejected, name), value[2:]), name
-    assert replace(whole, weights=None).split(2)[0].weights is None

@@ -3,7 +3,6 @@ tests, and so is each shape of GRPO's."""
 
 from __future__ import annotations
 
-import inspect
 import math
 from itertools import pairwise
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from tests.unit.trainers.losses.family import FILES, RANGE, Batch, load, random_batch
 from trainers.humanline import Humanline
@@ -42,19 +40,6 @@ def means(result):
         for name, x in result.metrics.items()
         for half, value in x._asdict().items()
     }
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
-def test_the_yaml_names_the_file_and_numbers_that_the_function_takes(path):
-    loss = OmegaConf.load(path).loss
-    assert loss.name == path.stem
-    assert isinstance(loss.reference, bool)
-    numbers = {
-        name
-        for name, p in inspect.signature(load(path).function.func).parameters.items()
-        if p.kind is inspect.Parameter.KEYWORD_ONLY and "Tensor" not in str(p.annotation)  # of the data
-    }
-    assert set(load(path).numbers) == numbers
 
 
 @every_loss
