@@ -11,7 +11,6 @@ import yaml
 from config.schema_data import DataConfig
 from data.rows import Loaded, Row
 from data.sources import convert
-from data.types import Group
 
 ROWS = yaml.safe_load((Path(__file__).parent / "rows.yaml").read_text(encoding="utf-8"))
 """Rows of every format, and of published sets."""
@@ -19,11 +18,10 @@ ROWS = yaml.safe_load((Path(__file__).parent / "rows.yaml").read_text(encoding="
 
 def words(loaded: Loaded) -> list[tuple]:
     """Of each group: what the turns of its prompt say, its answers, their rewards."""
-    return [words_of(group) for group in loaded.groups]
-
-
-def words_of(group: Group) -> tuple:
-    return [t.content for t in group.prompt.turns], [c.text for c in group.completions], group.rewards
+    return [
+        ([t.content for t in group.prompt.turns], [c.text for c in group.completions], group.rewards)
+        for group in loaded.groups
+    ]
 
 
 def said(*contents: str, role: str = "role", content: str = "content", names=("user", "assistant")) -> list:

@@ -151,10 +151,6 @@ def test_an_example_above_the_budget_is_refused_and_its_mismatched_row_does_not_
 COSTS = st.lists(st.integers(1, 3000), min_size=1, max_size=60)
 
 
-def loads_of(lists: list[list[int]], costs: list[int]) -> list[int]:
-    return [sum(costs[i] for i in part) for part in lists]
-
-
 @given(COSTS, st.integers(1, 9), st.integers(0, 5))
 def test_every_item_is_in_one_part_and_no_part_is_over_its_size(costs, parts, room):
     size = -(-len(costs) // parts) + room
@@ -162,7 +158,7 @@ def test_every_item_is_in_one_part_and_no_part_is_over_its_size(costs, parts, ro
     assert sorted(i for part in found for i in part) == list(range(len(costs)))
     assert len(found) == parts and all(len(part) <= size and part == sorted(part) for part in found)
     assert sum(map(bool, found)) == min(parts, len(costs)), "a part is empty only where items are too few"
-    loads = loads_of(found, costs)
+    loads = [sum(costs[i] for i in part) for part in found]
     assert loads == sorted(loads, reverse=True)
     assert partition(list(costs), parts, size) == found
 

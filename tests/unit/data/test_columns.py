@@ -18,66 +18,16 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import ConfigError, DataError, UserError
+from common.errors import ConfigError, UserError
 from data.columns import READ, WORDS
 from data.rows import Loaded
 from data.sources import load_groups, load_splits
 from data.views import prompts_of
 from tests.tiny import make_config
-from tests.unit.data.people import lines, load, local, said
+from tests.unit.data.people import lines, load, local, said, words
 from train import train
 
 Q, A, B = "Name a colour.", "Blue.", "Seven."
-
-
-def groups(*records: dict, **settings: object) -> list[tuple]:
-    return [
-        ([(t.role, t.content) for t in g.prompt.turns], [c.text for c in g.completions], g.rewards)
-        for g in load(*records, **settings).groups
-    ]
-
-
-PAIR = ([("user", Q)], [A, B], (1.0, -1.0))
-LED = ([("system", "Be brief."), ("user", Q)], [A, B], (1.0, -1.0))
-AGAIN = ([("user", "old"), ("assistant", "answer"), ("user", Q)], [A, B], (1.0, -1.0))
-MARKED = ([("user", Q)], [B], (-1.0,))
-SHOWN = ([("user", Q)], [A], (1.0,))
-BRIEF = {"role": "system", "content": "Be brief."}
-WHOLE = {"chosen": said(Q, A), "rejected": said(Q, B)}
-KEYED = {"chosen": json.dumps([{"id": i} | one for i, one in enumerate(said(Q, A))]), "rejected": B}
-ODD = '{"role": "boss", "content": "x"}'
-
-
-@pytest.mark.parametrize(
-    ("record", "group"),
-    [
-        ({"system": "Be brief.", "question": Q, "chosen": A, "rejected": B}, LED),
-        ({"system": "Be brief.", "prompt": Q} | WHOLE, LED),
-        ({"prompt": [BRIEF, *said(Q)]} | WHOLE, LED),
-        ({"prompt": [BRIEF | {"content": "No."}, *said(Q)]}
-         | {key: [BRIEF, *turns] for key, turns in WHOLE.items()}, LED),
-        ({"messages": [BRIEF, *said(Q)], "chosen": said("", A)[1], "rejected": B}, LED),
-        ({"messages": json.dumps(said(Q)), "chosen": str(said("", A)[1:]), "rejected": B}, PAIR),
-        ({"prompt": said("old", "answer", Q)} | WHOLE, AGAIN),
-        ({"prompt": Q} | KEYED, PAIR),
-        ({"prompt": Q, "messages": said(Q, A), "score_chosen": 8, "images": [], "tools": None} | WHOLE, PAIR),
-        ({"prompt": Q, "system": math.nan, "chosen": A, "rejected": B}, PAIR),
-        ({key: {"messages": turns} for key, turns in WHOLE.items()}, PAIR),
-        ({key: json.dumps({"messages": turns}) for key, turns in WHOLE.items()}, PAIR),
-        ({"messages": said(Q, B), "label": False}, MARKED),
-        ({"messages": json.dumps(said(Q, B)), "kto_tag": "false"}, MARKED),
-        ({"question": Q, "completion": B, "reward": "-1"}, MARKED),
-        ({"prompt": Q, "response_a": B, "response_b": A, "winner": "b"}, PAIR),
-        ({"prompt": Q, "response_a": A, "response_b": B, "preference": "response_a"}, PAIR),
-        ({"prompt": Q, "answer_1": B, "answer_2": A, "label": 2.0}, PAIR),
-        ({"conversation_a": said(Q, B), "conversation_b": said(Q, A), "winner": "model_b"}, PAIR),
-        ({"conversations": [Q, A]}, SHOWN),
-        *(({"prompt": Q, "completion": text}, ([("user", Q)], [text], (1.0,)))
-          for text in ('{"value": "x", "unit": 1}', ODD, '["a", "b"]', '[{"id": 1}]')),
-    ],
-)  # fmt: skip
-def test_the_forms_that_people_bring_are_read(record: dict, group: tuple) -> None:
-    assert groups(record) == [group]
 
 
 PREFERRED = {"prompt": Q, "chosen": A, "rejected": B}
@@ -89,22 +39,17 @@ PREFERRED = {"prompt": Q, "chosen": A, "rejected": B}
         ({"question": Q, "good answer": A, "bad answer": B}, ["{chosen: good answer, rejected: bad answer}"]),
         ({"prompt": Q, "generated_text": A, "is_good": 1}, ["label: is_good", "completion: generated_text"]),
         ({"prompt": Q, "answer": "4"}, ["{reference: answer}"]),
-        ({"prompt": Q, "responses": [A], "rewards": [1]}, ["{completions: responses}"]),
-        ({"prompt": Q, "completion": A, "rating": 3}, ["{reward: rating}"]),
         ({"prompt": Q, "response_a": A, "response_b": B}, ['"data.ignore_columns=[response_a, response_b]"']),
         ({"prompt": Q, "completion": A, "images": ["a.png"]}, ["no text model", "ignore_columns=[images]"]),
-        (PREFERRED | {"label": 0}, ["data.ignore_columns=[label]"]),
         ({"prompt": Q, "completion": A, "label": False, "is_desirable": True}, ["reads 'is_desirable'"]),
         ({"prompt": Q, "completions": [A, B], "rewards": [1, 0], "weight": 0.0}, ["reads 'weight'"]),
         ({"prompt": Q, "completion": A, "reward": 1.0, "score": 4}, ["reads 'score'"]),
         ({"prompt": Q, "completions": [A, B], "labels": [True, False]}, ["stepwise supervision"]),
         (PREFERRED | {"margin": 0.5}, ['"data.numbers=[margin]" for a loss', "data.ignore_columns=[margin]"]),
         (PREFERRED | {"ref_chosen_logps": 0.5}, ["made elsewhere; here a run makes them"]),
-        *(({"prompt": Q, "chat_template_kwargs": {"enable_thinking": False}} | answer,
-           ["model.chat_template_kwargs={enable_thinking: false}", "[chat_template_kwargs]"])
-          for answer in ({"completion": A}, {})),
+        ({"prompt": Q, "completion": A, "chat_template_kwargs": {"enable_thinking": False}},
+         ["model.chat_template_kwargs={enable_thinking: false}", "[chat_template_kwargs]"]),
         ({"ctx": Q, "endings": [A, B, "Two."], "label": "1"}, ["the question and the choices endings)"]),
-        ({"sentence": "The _ is blue.", "option1": A, "option2": B, "answer": "1"}, ["option1, option2)"]),
         ({"article": "a b " * 9, "question": Q, "options": [A, B], "answer": "B"}, ["choices options) and"]),
     ],
 )  # fmt: skip
@@ -186,13 +131,6 @@ def test_the_answers_of_one_conversation_are_held_out_together(tmp_path) -> None
     assert train and held_out and not train & held_out
 
 
-def test_tools_may_lie_in_the_object_of_a_conversation() -> None:
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    one, two = (json.dumps({"messages": said(Q, x), "tools": tools}) for x in (A, B))
-    (group,) = load({"chosen": one, "rejected": two}).groups
-    assert json.loads(group.prompt.tools) == tools
-
-
 @pytest.mark.parametrize("first", [None, math.nan, ""])
 def test_a_column_that_decides_is_seen_where_the_first_rows_leave_it_empty(first: object) -> None:
     rows = [{"prompt": f"{Q} {i}", "chosen": A, "rejected": B, "margin": first} for i in range(100)]
@@ -215,24 +153,22 @@ def test_a_pair_whose_prompt_is_empty_has_none_and_is_not_given_one() -> None:
     empty = {"prompt": None, "chosen": "The sky is blue today", "rejected": "The sky is red today"}
     loaded = load(*rows, empty)
     assert len(loaded.groups) == 9 and [d.reason for d in loaded.dropped] == ["no 'prompt'"]
-    asked = f"USER: {Q} ASSISTANT:"
-    assert groups({"prompt": None, "chosen": f"{asked} {A}", "rejected": f"{asked} {B}"}) == [PAIR]
 
 
 def test_the_same_prompt_with_other_columns_is_counted_and_the_first_kept() -> None:
     rows = [{"prompt": f"{Q} {i // 2}", "answer_key": i} for i in range(6)]
     loaded = load(*rows)
     assert [json.loads(g.prompt.columns) for g in loaded.groups] == [{"answer_key": i} for i in (0, 2, 4)]
-    assert {(d.reason, d.intended) for d in loaded.dropped} == {
-        ("the same prompt came before with other values in its columns", True)
-    }
+    assert len(loaded.dropped) == 3
+    assert all(d.intended and "same prompt came before" in d.reason for d in loaded.dropped)
     assert len(load(*rows[::2], *rows[::2]).groups) == 6, "equal ones"
     known = load(*({"prompt": Q, "reference": answer} for answer in (None, "x", None)))
     assert [prompt.reference_answer for prompt in prompts_of(known.groups)] == ["x"]
 
 
 def test_an_ignored_column_is_not_read_and_must_be_there() -> None:
-    assert groups({"prompt": Q, "completion": A, "label": False}, ignore_columns=["label"])[0][2] == (1.0,)
+    loaded = load({"prompt": Q, "completion": A, "label": False}, ignore_columns=["label"])
+    assert words(loaded) == [([Q], [A], (1.0,))]
     with pytest.raises(ConfigError, match=r"data.ignore_columns=labels: f.jsonl has no such column"):
         load({"prompt": Q, "completion": A}, ignore_columns=["labels"])
     with pytest.raises(ConfigError, match=r'columns.promt=q: did you mean "data.columns={prompt: q}"\?'):
@@ -306,7 +242,7 @@ INVENTED = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in ("n",
 SPEAKERS = {"said": said, "shared": partial(said, role="from", content="value", names=("human", "gpt"))}
 
 
-def rows(name: str) -> list[dict]:
+def rows_of(name: str) -> list[dict]:
     """Rows of a public set, of texts of invented words."""
     draw, form = random.Random(0), json.dumps(PUBLIC[name]["row"])
 
@@ -314,7 +250,7 @@ def rows(name: str) -> list[dict]:
         texts: dict[object, str] = {}
         made = SPEAKERS | {"each": lambda *of: of[i % len(of)]}
 
-        def words(found: re.Match[str]) -> str:
+        def text(found: re.Match[str]) -> str:
             new = " ".join(draw.choices(INVENTED, k=int(found[2])))
             return texts.setdefault(found[1] or found.start(), new)
 
@@ -322,22 +258,18 @@ def rows(name: str) -> list[dict]:
             key, *more = found
             return made[key](*found[key]) if key in made and not more else found
 
-        text = re.sub(r"\{i(-\d)?\}", lambda found: str(i + int(found[1] or 0)), form)
-        return json.loads(re.sub(r"<(?:(\w):)?(\d+)>", words, text), object_hook=value)
+        numbered = re.sub(r"\{i(-\d)?\}", lambda found: str(i + int(found[1] or 0)), form)
+        return json.loads(re.sub(r"<(?:(\w):)?(\d+)>", text, numbered), object_hook=value)
 
     return [row(i) for i in range(30)]
 
 
-def outcome(records: list[dict], **settings: object) -> Loaded | UserError:
+def outcome(path: Path, records: list[dict], **settings: object) -> Loaded | UserError:
     try:
-        loaded = load(*records, **settings)
-    except (ConfigError, DataError) as error:
+        loaded = load_groups(local(lines(path, records), max_unreadable=1, **settings), "train")
+    except UserError as error:
         return error
-    if loaded.groups:
-        return loaded.refusal or loaded
-    return DataError(
-        f"none usable: {[d.reason for d in loaded.dropped[:1]]}; {loaded.propose(loaded.unused)}"
-    )
+    return loaded.refusal or loaded
 
 
 def typed_lines(error: UserError) -> list[dict]:
@@ -350,14 +282,14 @@ def typed_lines(error: UserError) -> list[dict]:
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_public_rows_are_read_or_refused_and_every_line_to_type_works(name: str) -> None:
-    column = PUBLIC[name].get("refused")
-    found = outcome(rows(name))
+def test_public_rows_are_read_or_refused_and_every_line_to_type_works(tmp_path, name: str) -> None:
+    path, column = tmp_path / "a.jsonl", PUBLIC[name].get("refused")
+    found = outcome(path, rows_of(name))
     assert isinstance(found, Loaded) == (column is None), found
     assert column in str(found) if column else not found.dropped
     for settings in typed_lines(found) if isinstance(found, UserError) else ():
         if "…" not in str(settings):
-            assert isinstance(outcome(rows(name), **settings), Loaded), settings
+            assert isinstance(outcome(path, rows_of(name), **settings), Loaded), settings
 
 
 @pytest.mark.parametrize(
@@ -366,7 +298,6 @@ def test_public_rows_are_read_or_refused_and_every_line_to_type_works(name: str)
         *((key, "Red?", {key: "Red?"}) for key in ("reasoning_content", "reasoning", "thinking")),
         *((key, "Red?", {"reasoning_content": "Red?"}) for key in ("thought", "thinking_content")),
         ("reasoning_details", [{"type": "reasoning.text", "text": "Red?"}], {"reasoning_content": "Red?"}),
-        ("reasoning_effort", "high", "nothing of the key 'reasoning_effort' of messages"),
         ("mood", "glad", "nothing of the key 'mood' of messages"),
         ("thought", 5, "in a message of 'messages' 'reasoning_content' is a int, not a string"),
         ("reasoning_details", [{"data": "x"}], "'reasoning_content' is a NoneType, not a string"),
@@ -381,9 +312,9 @@ def test_a_thought_reaches_the_template_whatever_its_name(key: str, value: objec
         assert json.loads(loaded.groups[0].completions[0].keys) == read and not loaded.read_back
 
 
-def test_a_column_of_thoughts_is_mapped() -> None:
+def test_a_column_of_thoughts_is_mapped(tmp_path) -> None:
     row = {"prompt": Q, "thinking": "Red?", "completion": A}
-    (settings, *_) = typed_lines(outcome([row]))
+    (settings, *_) = typed_lines(outcome(tmp_path / "a.jsonl", [row]))
     assert settings == {"columns": {"reasoning_content": "thinking"}}
     (group,) = load(row, **settings).groups
     assert json.loads(group.completions[0].keys) == {"reasoning_content": "Red?"}

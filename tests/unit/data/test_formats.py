@@ -55,8 +55,9 @@ def test_a_bad_row_is_dropped_with_its_place_and_reason(record: dict, expected: 
 
 
 def test_ties_are_left_out_and_a_prompt_has_one_reference() -> None:
-    (dropped,) = load(TWO | {"winner": "tie"}, TWO | {"winner": "a"}).dropped
-    assert dropped.reason == "a tie" and dropped.intended
+    dropped = load(*(TWO | {"winner": winner} for winner in ("tie", 1.5, math.nan, 0.2, "a"))).dropped
+    assert [(d.row, d.reason == "a tie") for d in dropped if d.intended] == [(1, True), (2, True)]
+    assert [d.row for d in dropped if not d.intended] == [3, 4]
     dropped = load(*({"prompt": Q, "reference": r} for r in "4475")).dropped
     assert [(d.row, "another reference answer" in d.reason) for d in dropped] == [(3, True), (4, True)]
 
@@ -74,29 +75,17 @@ def test_a_common_beginning_loses_nothing_and_splits_no_word(shared: str, one_en
         assert rest[0][0].isspace() or rest[1][0].isspace()
 
 
-def test_halos_feedback() -> None:
-    def row(kind: str, **values: object) -> dict:
-        return {"type": f"{kind}_feedback", "prompt": said(Q), **values}
-
-    good, bad = said("", GOOD)[1:], said("", BAD)[1:]
-    loaded = load(
-        row("binary", output=BAD, label=0, reward=0.1),
-        row("pairwise", output_A=good, output_B=bad, label=1),
-        row("pairwise", output_A=bad, output_B=good, label=0),
-        row("scalar", output=good, reward=0.25),
-        row("scalar", output="x", reward=0) | {"prompt": said("other")},
-        row("scalar", output=bad, reward=-3),
-        row("loud"),
-    )
-    assert loaded.groups[:3] == [MARKED, PAIR, PAIR]
-    assert [group.rewards for group in loaded.groups[3:]] == [(0.25, -3.0), (0.0,)]
-    assert [(d.row, "loud_feedback" in d.reason) for d in loaded.dropped] == [(7, True)]
+def test_scores_of_a_prompt_are_one_group_and_a_type_that_is_none_is_dropped() -> None:
+    rows = [(said(Q), GOOD, 0.25), ("other", "x", 0), (said(Q), BAD, -3)]
+    scored = [{"type": "scalar_feedback", "prompt": p, "output": o, "reward": r} for p, o, r in rows]
+    loaded = load(*scored, scored[0] | {"type": "loud_feedback"})
+    assert [group.rewards for group in loaded.groups] == [(0.25, -3.0), (0.0,)]
+    assert [(d.row, "loud_feedback" in d.reason) for d in loaded.dropped] == [(4, True)]
 
 
 def test_what_is_unknown_is_refused_with_what_there_is() -> None:
     record = {"question": Q, "good": GOOD, "bad": BAD}
     for own, settings, message in (
-        (record, {"columns": {"prompt": "qestion"}}, r"columns.prompt=qestion: .*; it has question, good"),
         ({"left": "a", "right": "b"}, {}, r"data.columns=.*known format"),
         ({"prompt": "a"}, {"format": "preferences"}, r"data.format=preferences: use auto, preference"),
         ({"prompt": "a"}, {"format": "data.nowhere.function"}, "cannot be imported"),
@@ -167,12 +156,6 @@ def test_a_text_is_trained_on_whole_but_for_its_first_word_and_never_through_a_t
     with pytest.raises(ConfigError, match=r"language modelling.*data.apply_chat_template=false"):
         load({"text": "Once upon a time."})
     assert "fewer than two words" in load({"text": "Once"}, apply_chat_template=False).dropped[0].reason
-
-
-def test_columns_that_nothing_reads_are_named() -> None:
-    record = {"id": 1, "question": Q, "answer": GOOD, "source": "x"}
-    found = load(*[record] * 80, columns={"prompt": "question", "completion": "answer"})
-    assert found.unused == ("id", "source")
 
 
 def test_every_kind_of_rows_is_told_from_the_others() -> None:

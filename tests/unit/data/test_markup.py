@@ -23,7 +23,6 @@ HEADINGS = [
     "### Instruction:\n{}\n\n### Response:\n{}\n\n",
     "USER: {} ASSISTANT: {} ",
     "prompter: {}\nassistant: {}\n",
-    "Q: {}\nA: {}\n",
     "Frage: {}\nAntwort: {}\n",
     "顾客： {}\n客服： {}\n",
 ]
@@ -114,7 +113,6 @@ def test_a_prompt_at_the_head_of_every_answer_is_taken_off_and_counted():
 
 
 BEHIND = {
-    " Blue.": "Blue.",
     "\n\n Blue.": "Blue.",
     "\n    c = a\n    return c": "    c = a\n    return c",
     "  \n\treturn": "\treturn",
@@ -123,7 +121,6 @@ ENDS = {
     "It is <s>old</s>": None,
     "<s>a</s> b</s>": "<s>a</s> b",
     "Yes.<|im_end|>\n": "Yes.",
-    "<|x|>": None,
 }
 
 

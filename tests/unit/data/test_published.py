@@ -41,20 +41,11 @@ def test_every_shipped_yaml_names_a_format(name: str) -> None:
     assert shipped(name, "path=x").format in (*OF_COLUMNS, *FORMATS)
 
 
-def test_alpacaeval_judgements() -> None:
-    judged = {"instruction": "q", "output_1": "one", "output_2": "two", "generator_1": "g"}
-    preferences = (1.0, 1.49, 1.51, 2, 1.5, float("nan"), None, 0.2)
-    loaded = load("alpacaeval", *({**judged, "preference": p} for p in preferences))
-    assert [c for _, c, _ in words(loaded)] == [["one", "two"]] * 2 + [["two", "one"]] * 2
-    assert loaded.dropped[0].reason == "a tie" and len(loaded.dropped) == 4
-
-
-@pytest.mark.parametrize("name", ["shp", "local"])
-def test_shp_wants_twice_the_votes_and_at_most_five_pairs(name: str) -> None:
+def test_shp_wants_twice_the_votes_and_at_most_five_pairs() -> None:
     row = {"history": "q", "human_ref_A": "a", "human_ref_B": "b", "score_A": 9, "score_B": 3, "labels": 1}
     other = row | {"labels": 0, "score_A": 3, "score_B": 9}
-    assert [answers for _, answers, _ in words(load(name, row, other))] == [["a", "b"], ["b", "a"]]
-    loaded = load(name, row | {"score_B": 5}, *[row] * 7, row | {"history": "r"})
+    assert [answers for _, answers, _ in words(load("shp", row, other))] == [["a", "b"], ["b", "a"]]
+    loaded = load("shp", row | {"score_B": 5}, *[row] * 7, row | {"history": "r"})
     assert len(loaded.groups) == 6 and [d.row for d in loaded.dropped] == [1, 7, 8]
 
 
@@ -82,14 +73,13 @@ lost2 gone assistant 1 en
 """
 
 
-@pytest.mark.parametrize("name", ["oasst", "local"])
-def test_oasst_pairs_each_answer_with_the_next_worse_sibling(name: str) -> None:
+def test_oasst_pairs_each_answer_with_the_next_worse_sibling() -> None:
     keys, messages = ("message_id", "parent_id", "role", "rank", "lang"), []
     for line in OASST.strip().splitlines():
         row = {key: None if word == "-" else word for key, word in zip(keys, line.split(), strict=True)}
         rank = None if row["rank"] is None else int(row["rank"])
         messages.append(row | {"rank": rank, "text": f"text {row['message_id']}"})
-    loaded = load(name, *messages, {"lang": "en"})
+    loaded = load("oasst", *messages, {"lang": "en"})
     assert words(loaded) == [
         (["text root"], ["text best", "text mid"], (1.0, -1.0)),
         (["text root"], ["text mid", "text worst"], (1.0, -1.0)),

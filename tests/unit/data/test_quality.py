@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 
 import numpy as np
@@ -47,8 +46,6 @@ def test_it_counts_rows_prompts_and_what_both_splits_share(report: DataReport) -
     assert report.completion_tokens.median == 3.5
     assert any("both trained on and evaluated" in warning for warning in report.warnings())
     assert any("left out: 3 of 6 rows (2 × a tie" in line for line in report.beginning())
-    plain = json.loads(json.dumps(report.to_dict()))
-    assert plain["named"][0] == {"file": "f.jsonl", "row": 2, "reason": "a tie", "intended": False}
     empty = report.with_logprobs({"chosen": np.array([np.nan])})
     assert empty.logprob == {} and empty.poor_share is report.with_logprobs({}).poor_share is None
 

@@ -11,7 +11,6 @@ import os
 import random
 from pathlib import Path
 
-import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -57,7 +56,6 @@ NESTED = b"[" * (MOST_NESTED + 1) + b"]" * (MOST_NESTED + 1)
 SPOILT = {
     "half of a surrogate pair": (row(rb'"x \ud83d y"'), "surrogate"),
     "a byte of another encoding": (row(b'"caf\xe9"'), "byte 0xe9 is not UTF-8"),
-    "an encoded surrogate": (row(b'"\xed\xa0\x80"'), "byte 0xed is not UTF-8"),
     "an integer without end": (row(b'"x"')[:-1] + b', "n": ' + b"7" * 5000 + b"}", "4300 digits"),
     "nested without end": (row(b"[" * 100_000 + b"]" * 100_000), "nested more than"),
     "nested beyond sense": (row(NESTED), "nested more than"),
@@ -83,9 +81,7 @@ def test_a_row_that_is_no_data_is_dropped_and_named_and_the_others_are_read(tmp_
 
 
 @pytest.mark.parametrize("kind", [".json", ".jsonl"])
-def test_a_byte_order_mark_is_read_and_another_unicode_or_a_long_list_is_refused_with_a_command(
-    tmp_path, monkeypatch, kind
-):
+def test_a_byte_order_mark_is_read_and_a_long_list_is_refused_with_a_command(tmp_path, monkeypatch, kind):
     second = b"\xef\xbb\xbf" + row(b'"of a second file"') + b"\r\n" if kind == ".jsonl" else b""
     path = write(tmp_path / f"pairs{kind}", [*LINES, row(rb'"\ud83d\ude00 \\ud800"')])
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes() + second)
@@ -93,9 +89,6 @@ def test_a_byte_order_mark_is_read_and_another_unicode_or_a_long_list_is_refused
     asked = {g.prompt.turns[0].content for g in train.groups + evaluation.groups}
     assert train.dropped == [] and {"😀 \\ud800", "question 0 ü"} <= asked
     assert len(asked) == (11 if kind == ".jsonl" else 10)
-    path.write_bytes(write(path, LINES).read_text().encode("utf-16"))
-    with pytest.raises(DataError, match=f"{path.name}: .*UTF-16.*iconv"):
-        load(path)
     if kind == ".json":
         write(path, LINES)
         monkeypatch.setattr(rows, "_MOST", 100)
@@ -103,34 +96,17 @@ def test_a_byte_order_mark_is_read_and_another_unicode_or_a_long_list_is_refused
             load(path)
 
 
-def test_a_list_that_breaks_off_or_goes_on_is_refused_by_line(tmp_path):
-    path = tmp_path / "pairs.json"
-    whole = b"[" + b",\n".join(LINES) + b"]"
-    for damaged, where in (
-        (whole[:-20], "line 9"),
-        (whole.replace(b"},\n", b"}\n", 1), "line 2"),
-        (whole + b"x", "line 9"),
-        (whole.replace(b'"bad 3"', b'"bad 3', 1), "line 4"),
-    ):
-        path.write_bytes(damaged)
-        with pytest.raises(DataError, match=rf"pairs\.json: is not JSON .*{where} "):
-            load(path)
-
-
-def test_a_table_with_a_value_that_cannot_be_had_is_refused(tmp_path, monkeypatch):
+def test_a_table_with_a_value_that_cannot_be_had_is_refused(tmp_path):
     """A text whose bytes are none, as some writers leave them, and a date beyond the calendar."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     answers = {"chosen": ["a", "b", "c"], "rejected": ["x", "y", "z"]}
     raw = pyarrow.array([b"one", b"caf\xe9", b"three"], pyarrow.binary())
     texts = pyarrow.Array.from_buffers(pyarrow.string(), len(raw), raw.buffers())
     late = pyarrow.array([1, 2**60, 3], pyarrow.timestamp("ms"))
     for name, table in (("text", {"prompt": texts}), ("date", {"prompt": ["a", "b", "c"], "when": late})):
-        path = tmp_path / name / "train.parquet"
-        path.parent.mkdir()
+        path = tmp_path / f"{name}.parquet"
         pyarrow.parquet.write_table(pyarrow.table(table | answers), path)
-        for source, where in (("data.sources.local", path), ("data.sources.hub_table", path.parent)):
-            with pytest.raises(DataError, match="one of the rows 1 to 3 cannot be read"):
-                load_splits(local(where, source=source))
+        with pytest.raises(DataError, match="one of the rows 1 to 3 cannot be read"):
+            load_splits(local(path))
 
 
 def test_a_file_is_known_by_its_content_and_what_is_none_is_named(tmp_path):

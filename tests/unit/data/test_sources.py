@@ -29,15 +29,11 @@ from data.token_cache import TokenCache
 from data.types import Completion, Group, Prompt, Turn
 from data.views import keep_shares, labelled, pairs
 from tests.tiny import make_config
-from tests.unit.data.people import lines, local
+from tests.unit.data.people import lines, local, words
 from tests.unit.data.people import load as records
 from tests.unit.data.test_token_cache import renderer
 
 RECORDS = [{"prompt": f"ask {i}, ü", "chosen": f"good\n{i}", "rejected": f'"bad" {i}'} for i in range(40)]
-
-
-def config(path: object, **settings: object) -> DataConfig:
-    return local(path, **{"eval_fraction": 0.05, **settings})
 
 
 def ids(loaded: Loaded) -> list[str]:
@@ -48,8 +44,8 @@ def test_numbers_of_the_data_reach_the_microbatch(tmp_path) -> None:
     pair = {"chosen": "a", "rejected": "b"}
     rows = ({"prompt": f"p{i}", "gap": gap, **pair} for i, gap in enumerate([2, 0.5, None]))
     path = lines(tmp_path / "pairs.jsonl", rows)
-    settings = {"eval_fraction": 0, "numbers": ["margin"], "columns": {"margin": "gap"}, "max_unreadable": 1}
-    loaded = load_groups(config(path, **settings), "train")
+    settings = {"numbers": ["margin"], "columns": {"margin": "gap"}, "max_unreadable": 1}
+    loaded = load_groups(local(path, **settings), "train")
     assert [group.numbers for group in loaded.groups] == [(2.0,), (0.5,)]
     assert len(loaded.dropped) == 1 and "margin" in loaded.dropped[0].reason
     fill = dataclasses.replace(FILL, rows=FILL.rows * 2)
@@ -71,9 +67,12 @@ CUT = gzip.compress(b'{"prompt": "a"}\n' * 99, mtime=0)[:-9]
         ("pairs.csv", b"prompt,chosen", "holds no row"),
         ("pairs.json", b'{"prompt": 1}', "must hold one list"),
         ("pairs.json", b'{"a": 1}\n{"a": 2}', "must be named .jsonl"),
+        ("pairs.json", b'[{"a": 1},\n{"a": 2', r"is not JSON \(.*: line 2 column"),
+        ("pairs.json", b'[{"a": 1}\n{"a": 2}]', r"is not JSON \(.*: line 2 column"),
         ("pairs.jsonl.gz", CUT, "cannot be read to its end"),
         ("pairs.parquet", b"not parquet", "cannot be read"),
         ("pairs.jsonl", b"\n", "holds no row"),
+        ("pairs.jsonl", '{"a": 1}'.encode("utf-16"), "UTF-16.*; convert it, as in iconv"),
         # a quote that is open to the end of the file, or to another
         ("a.csv", b'a,b\nq,"a\nb"\nq,"a\nr,c\ns,e\n', r"a\.csv: line 6 is not CSV .* begins at line 4;"),
         ("a.csv", b'a,b,c\nq,"a,b\nr,c,"d"\ns,e,f\n', r"a\.csv: line 3 is not CSV .* begins at line 2;"),
@@ -83,7 +82,7 @@ def test_a_wrong_file_is_refused_with_a_remedy(tmp_path, name: str, content: byt
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
-        load_groups(config(tmp_path / name), "train")
+        load(tmp_path / name)
 
 
 # Splits
@@ -92,7 +91,7 @@ def test_a_wrong_file_is_refused_with_a_remedy(tmp_path, name: str, content: byt
 def test_held_out_prompts_are_a_share_and_never_trained_on(tmp_path) -> None:
     """A system prompt does not change who is held out; nothing is where evaluation data are named."""
     doubled = RECORDS + [{**row, "chosen": "another"} for row in RECORDS]  # two pairs a prompt stay together
-    settings = config(lines(tmp_path / "a.jsonl", doubled), eval_fraction=0.1)
+    settings = local(lines(tmp_path / "a.jsonl", doubled), eval_fraction=0.1)
     both = train, held_out = load_splits(settings)
     assert len(set(ids(held_out))) == 4 and len(held_out.groups) == 8
     assert not set(ids(train)) & set(ids(held_out)) and len(train.groups) == 72
@@ -115,15 +114,15 @@ def test_a_row_may_name_its_split(tmp_path) -> None:
     pair = {"chosen": "x", "rejected": "y"}
     records = [{**pair, "prompt": f"q{i}", "split": ("train", "test")[i % 2]} for i in range(6)]
     path = lines(tmp_path / "f.jsonl", records)
-    settings, everything = config(path, eval_split="test"), config(path, ignore_columns=["split"])
+    settings, everything = local(path, eval_split="test"), local(path, ignore_columns=["split"])
     train, test = load_groups(settings, "train"), load_groups(settings, "eval")
     assert [g.prompt.turns[0].content for g in train.groups] == ["q0", "q2", "q4"]
     assert [g.prompt.turns[0].content for g in test.groups] == ["q1", "q3", "q5"]
     assert "split" not in train.unused and len(train.dropped) == 3
-    assert len(load_groups(replace(everything, eval_fraction=0), "train").groups) == 6
+    assert len(load_groups(everything, "train").groups) == 6
     with pytest.raises(DataError, match=r"none of the 6 rows .*says split: 'train', not 'dev'"):
-        load_groups(config(path, split="dev", eval_fraction=0), "train")
-    for refused in (config(lines(tmp_path / "a.jsonl", RECORDS)), everything):
+        load_groups(local(path, split="dev"), "train")
+    for refused in (local(lines(tmp_path / "a.jsonl", RECORDS)), everything):
         with pytest.raises(ConfigError, match=r"data.eval_split=test: no row"):
             load_groups(replace(refused, eval_split="test"), "eval")
 
@@ -136,13 +135,10 @@ def made_here(settings: DataConfig, split: str) -> Loaded:
 
 
 def test_a_source_may_be_anybodys_function_and_the_system_prompt_goes_before_prompts_without() -> None:
-    settings = config(None, source="tests.unit.data.test_sources.made_here", eval_fraction=0)
-    briefed = load_groups(replace(settings, system_prompt="Be brief."), "eval")
+    settings = local(None, source="tests.unit.data.test_sources.made_here", system_prompt="Be brief.")
+    turns = [group.prompt.turns for group in load_groups(settings, "eval").groups]
     asked = Turn("user", "eval 0")
-    assert [group.prompt.turns for group in briefed.groups] == [
-        (Turn("system", "mine"), asked),
-        (Turn("system", "Be brief."), asked),
-    ]
+    assert turns == [(Turn("system", "mine"), asked), (Turn("system", "Be brief."), asked)]
 
 
 # The hub (no network here: the library is given a folder, or answers as the hub would)
@@ -154,7 +150,7 @@ def test_a_hub_set_is_read_by_split_and_its_rows_too(tmp_path, monkeypatch) -> N
     rows = [{**row, "split": "train" if i < 30 and i % 2 else "test"} for i, row in enumerate(RECORDS)]
     for split, part in (("train", rows[:30]), ("test", rows[30:])):
         datasets.Dataset.from_list(part).to_parquet(tmp_path / "set" / f"{split}.parquet")
-    settings = config(tmp_path / "set", source="data.sources.hub_table", eval_split="test")
+    settings = local(tmp_path / "set", source="data.sources.hub_table", eval_split="test")
     folder = replace(settings, subset="main", ignore_columns=["split"])
     assert [len(load_groups(folder, split).groups) for split in ("train", "eval")] == [30, 10]
     (tmp_path / "set" / "README.md").touch()
@@ -167,10 +163,6 @@ def test_a_hub_set_is_read_by_split_and_its_rows_too(tmp_path, monkeypatch) -> N
 
 
 # Several sets in one by weight, and shares of desirable and undesirable examples
-
-
-def answers(i, name="q"):
-    return Group(Prompt((Turn("user", f"{name} {i}"),)), (Completion("good"), Completion("bad")), (1.0, -1.0))
 
 
 def test_sets_are_mixed_and_what_one_evaluates_on_none_trains_on(tmp_path):
@@ -203,13 +195,11 @@ def test_a_part_of_a_mix_is_typed_and_what_is_none_is_refused():
 
 @given(st.integers(1, 50), st.floats(0, 1), st.floats(0, 1))
 def test_shares_of_each_label_are_kept(n, desirable, undesirable):
-    groups = [answers(i) for i in range(n)]
+    answers = Completion("good"), Completion("bad")
+    groups = [Group(Prompt((Turn("user", f"q {i}"),)), answers, (1.0, -1.0)) for i in range(n)]
     left = list(keep_shares(groups, desirable, undesirable))
     labels = [want.label for group in left for want in labelled(group)]
     assert (labels.count(1.0), labels.count(-1.0)) == (round(desirable * n), round(undesirable * n))
-    wants = ((want, group) for group in left for want in labelled(group))
-    words = {(want.label, group.completions[want.completions[0]].text) for want, group in wants}
-    assert words <= {(1.0, "good"), (-1.0, "bad")}
     again = keep_shares(groups[::-1], desirable, undesirable)
     assert {g.prompt.id for g in again} == {g.prompt.id for g in left}
 
@@ -218,71 +208,55 @@ def test_shares_of_each_label_are_kept(n, desirable, undesirable):
 
 
 PAIRS = RECORDS[:12]
-WHOLE = [tuple(pair.values()) for pair in PAIRS]
+WHOLE = [([pair["prompt"]], [pair["chosen"], pair["rejected"]], (1.0, -1.0)) for pair in PAIRS]
 
 
 def load(path: Path, split: Split = "train", **more: object) -> Loaded:
     return load_groups(local(path, **more), split)
 
 
-def texts(loaded: Loaded) -> list[tuple[str, ...]]:
-    return [(g.prompt.turns[-1].content, *(str(c.text) for c in g.completions)) for g in loaded.groups]
+def saved(folder: Path) -> None:
+    splits = {"train": datasets.Dataset.from_list(PAIRS), "test": datasets.Dataset.from_list(PAIRS[:3])}
+    datasets.DatasetDict(splits).save_to_disk(folder)
 
 
-SHARDS = {
-    "lines": {f"pairs-{i}": PAIRS[i : i + 4] for i in (0, 4, 8)},
-    "folders": {"train/0": PAIRS[:5], "train/1": PAIRS[5:], "test/0": PAIRS[:3], ".cache/old": PAIRS[:1]},
-}
-
-
-def made(kind: str, folder: Path) -> Path:
-    """A folder with the pairs, and in most kinds a split of the first three."""
-    one, other = datasets.Dataset.from_list(PAIRS), datasets.Dataset.from_list(PAIRS[:3])
-    if kind not in SHARDS:
-        (one if kind == "saved" else datasets.DatasetDict({"train": one, "test": other})).save_to_disk(folder)
-    for name, rows in SHARDS.get(kind, {}).items():
+def sharded(folder: Path) -> None:
+    files = {"train/0": PAIRS[:5], "train/1": PAIRS[5:], "test/0": PAIRS[:3], ".cache/old": PAIRS[:1]}
+    for name, rows in files.items():
         lines(folder / f"{name}.jsonl", rows)
-    return folder
 
 
-@pytest.mark.parametrize("kind", ["saved", "saved dict", *SHARDS])
-def test_a_folder_gives_what_a_file_gives(tmp_path, kind) -> None:
-    folder, path = made(kind, tmp_path / "set"), lines(tmp_path / "a.jsonl", PAIRS)
+@pytest.mark.parametrize("made", [saved, sharded])
+def test_a_folder_gives_what_a_file_gives(tmp_path, made) -> None:
+    folder, path = tmp_path / "set", lines(tmp_path / "a.jsonl", PAIRS)
+    made(folder)
     (folder / "README.md").write_text("about")
     loaded = load(folder)
-    assert texts(loaded) == WHOLE and loaded.read == 12 and loaded.format == "preference"
-    splits = [[texts(part) for part in load_splits(local(of, eval_fraction=0.3))] for of in (folder, path)]
+    assert words(loaded) == WHOLE and loaded.read == 12 and loaded.format == "preference"
+    splits = [[words(part) for part in load_splits(local(of, eval_fraction=0.3))] for of in (folder, path)]
     assert splits[0] == splits[1], "prompts are held out as of a file"
-    if kind not in ("saved", "lines"):
-        assert texts(load(folder, "eval", eval_split="test")) == WHOLE[:3]
-        assert texts(load(path, "eval", eval_path=str(folder), eval_split="test")) == WHOLE[:3]
-        with pytest.raises(ConfigError, match=r"data.split=nope: .* has test, train: give one of them"):
-            load_groups(replace(local(folder), split="nope"), "train")
-    if kind == "saved dict":
+    assert words(load(folder, "eval", eval_split="test")) == WHOLE[:3]
+    assert words(load(path, "eval", eval_path=str(folder), eval_split="test")) == WHOLE[:3]
+    with pytest.raises(ConfigError, match=r"data.split=nope: .* has test, train: give one of them"):
+        load_groups(local(folder, split="nope"), "train")
+    if made is saved:
         hub = {"source": "data.sources.hub_table"}
-        assert texts(load(folder, **hub)) == WHOLE
-        assert texts(load(folder, "eval", eval_split="test", **hub)) == WHOLE[:3]
+        assert words(load(folder, **hub)) == WHOLE
+        assert words(load(folder, "eval", eval_split="test", **hub)) == WHOLE[:3]
 
 
-@pytest.mark.parametrize("kind", ["folder", "parquet"])
-def test_numbers_of_classes_are_read_by_their_names(tmp_path, kind) -> None:
+@pytest.mark.parametrize("suffix", ["", ".parquet"])
+def test_numbers_of_classes_are_read_by_their_names(tmp_path, suffix: str) -> None:
     """``class_encode_column`` numbers names by the alphabet: 0 may be the desirable one."""
-
-    def written(path: Path, names: tuple[str, str]) -> Path:
+    for names in (("true", "false"), ("desirable", "undesirable")):
         rows = [{"prompt": f"q{i}", "completion": f"a{i}", "label": names[i % 2]} for i in range(4)]
         table = datasets.Dataset.from_list(rows).class_encode_column("label")
         assert table.features["label"].names == sorted(names)
-        (table.save_to_disk if kind == "folder" else table.to_parquet)(path)
-        return path
-
-    suffix = ".parquet" * (kind == "parquet")
-    path = written(tmp_path / f"a{suffix}", ("true", "false"))
-    loaded = load_groups(local(path, eval_fraction=0), "train")
-    found = [(g.prompt.turns[0].content, g.rewards) for g in loaded.groups]
+        (table.to_parquet if suffix else table.save_to_disk)(tmp_path / f"{names[0]}{suffix}")
+    found = [(g.prompt.turns[0].content, g.rewards) for g in load(tmp_path / f"true{suffix}").groups]
     assert found == [(f"q{i}", ((-1.0) ** i,)) for i in range(4)]
-    path = written(tmp_path / f"b{suffix}", ("desirable", "undesirable"))
     with pytest.raises(DataError, match="'label' is 'desirable', not true or false"):
-        load_groups(local(path, eval_fraction=0), "train")
+        load(tmp_path / f"desirable{suffix}")
 
 
 SPLITS = {
@@ -307,17 +281,14 @@ def test_what_is_read_of_a_folder_and_what_is_wrong_with_it_is_said(tmp_path) ->
     for path, said in ((tmp_path, "has no file that can be read; put .json"), (None, "give the file")):
         with pytest.raises(ConfigError, match=rf"^data\.path=.*{said}"):
             load_groups(local(path), "train")
-    lines(tmp_path / "two" / "Train.jsonl", PAIRS)
-    lines(tmp_path / "two" / "Held_out.jsonl", PAIRS[:3])
-    loaded = load(tmp_path / "two")
-    assert loaded.origin == f"{tmp_path}/two (Train.jsonl)" and texts(loaded) == WHOLE
-    folder = made("lines", tmp_path / "set")
-    with (folder / "pairs-4.jsonl").open("a") as stream:
+    sharded(tmp_path / "shards")
+    with (tmp_path / "shards" / "train" / "1.jsonl").open("a") as stream:
         stream.write("{broken\n")
-    loaded = load(folder)
-    assert [(d.file, d.row) for d in loaded.dropped] == [("pairs-4.jsonl", 5)] and texts(loaded) == WHOLE
-    broken = made("saved", tmp_path / "broken")
-    next(broken.glob("*.arrow")).write_bytes(b"not arrow")
+    loaded = load(tmp_path / "shards")
+    assert [(d.file, d.row) for d in loaded.dropped] == [("train/1.jsonl", 8)] and words(loaded) == WHOLE
+    assert loaded.origin == f"{tmp_path}/shards (train/0.jsonl, train/1.jsonl)"
+    saved(broken := tmp_path / "broken")
+    next(broken.rglob("train/*.arrow")).write_bytes(b"not arrow")
     with pytest.raises(DataError, match="save it again with save_to_disk"):
         load(broken)
 
@@ -345,6 +316,10 @@ def test_messages_in_a_cell_texts_that_begin_like_a_list_and_bad_lines(tmp_path)
         writer.writerows([{"prompt": asked, "chosen": "a", "rejected": "b"}, begins, *PAIRS])
         stream.write("one,two\nc,,d\n")
     loaded = load(path, max_unreadable=0.7)
-    assert texts(loaded) == [("q", "a", "b"), (f"{asked} is JSON?", '["a"] b', "c"), *WHOLE]
+    assert words(loaded)[:2] == [
+        (["q"], ["a", "b"], (1.0, -1.0)),
+        ([f"{asked} is JSON?"], ['["a"] b', "c"], (1.0, -1.0)),
+    ]
+    assert words(loaded)[2:] == WHOLE
     dropped = [(d.row, d.reason) for d in loaded.dropped]
     assert dropped == [(16, "2 cells, but 3 columns"), (17, "no 'chosen'")]

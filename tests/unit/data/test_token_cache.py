@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.errors import DataError, StoppedError
-from data import arrow_file, token_cache, views
+from common.errors import StoppedError
+from data import token_cache, views
 from data.balance import share_tokens
 from data.chat import Renderer
 from data.examples import (
@@ -27,8 +27,6 @@ from data.examples import (
     prompts_digest,
     with_tokens,
 )
-from data.quality import DataReport
-from data.rows import Loaded
 from data.templates import load_template
 from data.token_cache import TokenCache
 from data.types import Completion, Example, Group, Prompt, Turn
@@ -60,11 +58,6 @@ def groups(n: int = 30) -> list[Group]:
         answers = Completion("yes " * (1 + i % 8)), sampled
         made.append(Group(Prompt((*system, *turns[:: 1 + i % 2])), answers, (1.0, -1.0)))
     return made
-
-
-def report(made: Examples, of: Renderer) -> dict[str, object]:
-    loaded = Loaded(groups(), read=30, origin="here")
-    return DataReport.of(loaded, Loaded([], read=0), made, dict(of.cuts)).to_dict()
 
 
 def plain(made: Any) -> list[object]:
@@ -102,7 +95,7 @@ def entry(cache: TokenCache) -> Path:
     return path
 
 
-def test_the_second_start_makes_the_same_examples_and_the_same_report_without_the_tokenizer(cache):
+def test_the_second_start_makes_the_same_examples_and_counts_without_the_tokenizer(cache):
     direct = renderer()
     want = make_examples(groups(), views.pairs, direct)
     assert len(want.groups) > 15 and len(want.dropped) == 1
@@ -110,7 +103,7 @@ def test_the_second_start_makes_the_same_examples_and_the_same_report_without_th
     for tokenises in (True, False):
         made, of = start(cache, tokenises=tokenises)
         assert plain(made) == plain(want) and made.dropped == want.dropped
-        assert report(made, of) == report(want, direct)
+        assert of.cuts == direct.cuts
     chosen, rejected = made.groups[0][0].rows
     assert np.shares_memory(chosen.prompt_ids, rejected.prompt_ids), "a pair's prompt is held once"
 
@@ -124,77 +117,59 @@ def test_losses_that_want_the_same_rows_share_an_entry_and_a_few_rows_have_none(
     start(TokenCache(tmp_path / "new", write=False, worth=1))  # as a dry run's
     start(TokenCache(tmp_path / "new", worth=61))
     assert not (tmp_path / "new").exists()
-    hopeless = [(Prompt((Turn("system", "endless " * 80), Turn("user", "a"))), Completion("b"))]
+    hopeless = Prompt((Turn("system", "endless " * 80), Turn("user", "a")))
     for _ in range(2):
-        found, dropped = made(renderer(), hopeless, cache)
-        assert found == [] and "max_prompt_length" in next(iter(dropped))
+        found = make_examples([Group(hopeless, (Completion("b"),), (1.0,))], every, renderer(), cache)
+        assert found.count == 0 and "max_prompt_length" in next(iter(found.dropped))
 
 
-Rows = list[tuple[Prompt, Completion]]
+def every(group: Group) -> list[ExampleSpec]:
+    return [ExampleSpec(tuple(range(len(group.completions))))]
 
 
-def rows(of: list[Group] | None = None) -> Rows:
-    return [(group.prompt, completion) for group in of or groups() for completion in group.completions]
-
-
-def made(of: Renderer, rows: Rows, cache: TokenCache | None) -> tuple[list[object], dict[str, int]]:
-    """(what the rows' examples say, why rows have none); each row is a group."""
-    alone = [Group(prompt, (completion,), (1.0,)) for prompt, completion in rows]
-    found = make_examples(alone, lambda _: [ExampleSpec((0,))], of, cache)
-    return plain(found), found.dropped
-
-
-SAMPLED, TEXT = 11, 10
-CHANGES: list[tuple[int, dict[str, Any]]] = [
-    (TEXT, {"text": "x"}),
-    (TEXT, {"finished": False}),
-    (SAMPLED, {"token_ids": (5, 4)}),
-    (SAMPLED, {"behavior_logprobs": (-0.5,) * 5}),
-]
-
-
-def others() -> Iterator[tuple[Renderer, Rows]]:
-    """Renderers and rows, each with one thing that is another."""
-    yield renderer(), rows()[::-1]
-    prompt, answer = rows()[TEXT]
-    role = Prompt((Turn("system", prompt.turns[0].content), *prompt.turns[1:]))
-    yield renderer(), [*rows()[:TEXT], (role, answer), *rows()[TEXT + 1 :]]
-    for i, change in CHANGES:
-        changed = rows()
-        changed[i] = changed[i][0], replace(changed[i][1], **change)
-        yield renderer(), changed
-    yield renderer("one token more"), rows()
-    yield renderer(template=load_template(TOKENIZERS["llama3"]) + " "), rows()
-    yield renderer(max_length=71), rows()
-    yield renderer(max_prompt_length=49), rows()
+def others() -> Iterator[tuple[Renderer, list[Group]]]:
+    """Renderers and groups, each with one thing that is another."""
+    first, *rest = groups()[8:]
+    text, sampled = first.completions
+    role = Turn("system", first.prompt.turns[0].content)
+    yield renderer(), [replace(first, prompt=Prompt((role, *first.prompt.turns[1:]))), *rest]
+    for change in ({"text": "x"}, {"finished": False}):
+        yield renderer(), [replace(first, completions=(replace(text, **change), sampled)), *rest]
+    for change in ({"token_ids": (5, 4)}, {"behavior_logprobs": (-0.5,) * 7}):
+        yield renderer(), [replace(first, completions=(text, replace(sampled, **change))), *rest]
+    yield renderer(), [first, *rest][::-1]
+    yield renderer("one token more"), [first, *rest]
+    yield renderer(template=load_template(TOKENIZERS["llama3"]) + " "), [first, *rest]
+    yield renderer(max_length=71), [first, *rest]
+    yield renderer(max_prompt_length=49), [first, *rest]
 
 
 def test_what_the_ids_depend_on_is_in_the_key(cache):
     """Where a row and a group end, too: rows whose words run together into the same text, and two rows in one
     group or in two."""
-    made(renderer(), rows(), cache)
-    for number, (of, other) in enumerate(others(), 2):
-        assert made(of, other, cache) == made(of, other, None)
+    make_examples(groups()[8:], every, renderer(), cache)
+    for number, (of, changed) in enumerate(others(), 2):
+        made, direct = (make_examples(changed, every, of, place) for place in (cache, None))
+        assert plain(made) == plain(direct) and made.dropped == direct.dropped
         assert len(list(cache.folder.iterdir())) == number
-    prompt = rows()[0][0]
-    for a, b in (("a\nb", "c"), ("a", "b\nc")):
-        made(renderer(), [(prompt, Completion(a)), (prompt, Completion(b))], cache)
-    both = Group(prompt, (Completion("a"), Completion("b\nc")), (1.0, -1.0))
-    make_examples([both], views.pairs, renderer(), cache)
+    prompt = groups()[0].prompt
+    for answers in ([("a\nb",), ("c",)], [("a",), ("b\nc",)], [("a", "b\nc")]):
+        joined = [Group(prompt, tuple(map(Completion, of)), (1.0,) * len(of)) for of in answers]
+        make_examples(joined, every, renderer(), cache)
     assert len(list(cache.folder.iterdir())) == number + 3
 
 
 def test_a_damaged_entry_is_said_once_and_made_again(cache, entry, capsys):
     """Cut, empty, of other rows, or with any bit changed."""
     good, want = entry.read_bytes(), plain(make_examples(groups(), views.pairs, other := renderer()))
-    with entry.open("wb") as file:
-        arrow_file.write(file, token_cache.SCHEMA, [], lambda: {"key": "of other rows", "cuts": {}})
+    make_examples(groups()[1:], views.pairs, renderer(), cache)
+    (foreign,) = {*cache.folder.iterdir()} - {entry}
     places = [*range(0, len(good), 997), *range(len(good) - 24, len(good), 5)]
     flipped = (good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :] for at in places)
-    for number, damaged in enumerate([entry.read_bytes(), good[:-40], b"", *flipped]):
+    for number, damaged in enumerate([foreign.read_bytes(), good[:-40], b"", *flipped]):
         entry.write_bytes(damaged)
         found, of = start(cache)
-        assert plain(found) == want and report(found, of) == report(found, other)
+        assert plain(found) == want and of.cuts == other.cuts
         assert capsys.readouterr().out.count("damaged or foreign") == 1, number
         assert entry.read_bytes() == good
 
@@ -215,18 +190,13 @@ def test_an_entry_that_changes_while_it_is_read_ends_the_run_and_names_the_file(
         plain(read)
 
 
-def test_many_starts_at_once_leave_one_sound_entry(cache, tmp_path, capsys):
-    """And a folder that cannot be written is refused."""
+def test_many_starts_at_once_leave_one_sound_entry(cache, capsys):
     with ThreadPoolExecutor(8) as pool:
         every = list(pool.map(lambda _: start(cache)[0], range(8)))
     assert all(plain(one) == plain(every[0]) for one in every)
     assert [path.suffix for path in cache.folder.iterdir()] == [".arrow"]
     start(cache, tokenises=False)
     assert capsys.readouterr().out == ""
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "tokens").write_text("a file in the way")
-    with pytest.raises(DataError, match="name another cache_dir"):
-        start(TokenCache(tmp_path / "full", worth=1))
 
 
 # Examples from a file and from memory, and their digests
@@ -277,14 +247,6 @@ def test_a_table_gives_what_would_be_held(tmp_path, view):
     order = np.random.default_rng(len(wanted)).permutation(len(want.groups))
     assert plain(picked_groups(made.groups, order)) == plain([want.groups[i] for i in order])
     assert plain(made.groups[1:]) == plain(want.groups[1:])
-
-
-def test_an_added_end_token_has_no_log_mu_and_counts() -> None:
-    known, mask = (-1.0, -2.0), (True, False)
-    sampled = Completion("yes", (5, 6), behavior_logprobs=known, loss_mask=mask)
-    row = with_tokens(renderer().sequence(Prompt((Turn("user", "a"),)), sampled), sampled)
-    assert len(row.completion_ids) == 3 and row.loss_mask.tolist() == [True, False, True]
-    assert row.behavior_logprobs[:2].tolist() == [*known] and np.isnan(row.behavior_logprobs[2])
 
 
 # Digests change with whatever a run would train on otherwise, and with nothing else

@@ -32,8 +32,6 @@ def example(prompt: str, tokens: int = 3) -> Example:
         (views.demonstrations, (1.0, -1.0), [((0,), 1.0)]),
         *((views.labelled, (alone,), [((0,), 1.0 if alone > 0 else -1.0)]) for alone in (1.0, -1.0, 0.0)),
         (views.pairs, (1.0,), []),
-        (views.group_advantages, (1.0,), []),
-        (views.group_advantages, (2.0, 2.0, 2.0), []),
     ],
 )
 def test_a_groups_rewards_give_each_loss_its_rows(view, rewards, wanted):
