@@ -104,6 +104,9 @@ def test_samples_come_in_the_order_of_the_prompts_whoever_drew_them(tmp_path):
         samples = sampler.sample(PROMPTS, 3, SETTINGS, seed=1)
         assert sampler.sample([], 3, SETTINGS, seed=1) == []
         assert len(sampler.sample(PROMPTS[:1], 3, SETTINGS, seed=1)[0]) == 3
+        sampler.nodes.engines._ask = lambda *of: [[], []]  # an engine that loses requests
+        with pytest.raises(WorkerError, match=r"drew \(samples, of so many\): \[\(0, "):
+            sampler.sample(PROMPTS, 3, SETTINGS, seed=1)
     for prompt, row in zip(PROMPTS, samples, strict=True):
         ids = RENDERER.prompt_ids(prompt).tolist()
         wanted = [(*ids, sample_seed(1, prompt.id, i) % 1000) for i in range(3)]
