@@ -120,11 +120,18 @@ def finished(programs: Sequence[Program]) -> str:
     return programs[0].said()
 
 
-def in_ranks(worker: Callable[..., None], arguments: tuple[str | int, ...], ranks: int) -> None:
-    """Call ``worker(rank, *arguments)`` in ``ranks`` processes; where one fails, end all and say why."""
+def started_in_ranks(
+    worker: Callable[..., None], arguments: tuple[str | int, ...], ranks: int
+) -> list[Program]:
+    """Call ``worker(rank, *arguments)`` in ``ranks`` processes."""
     imported = f"import sys; from {worker.__module__} import {worker.__name__} as f"
     code = f"{imported}; f(int(sys.argv[1]), *{arguments!r})"
-    finished([start("-c", code, str(rank)) for rank in range(ranks)])
+    return [start("-c", code, str(rank)) for rank in range(ranks)]
+
+
+def in_ranks(worker: Callable[..., None], arguments: tuple[str | int, ...], ranks: int) -> None:
+    """The same to its end; where one fails, end all and say why."""
+    finished(started_in_ranks(worker, arguments, ranks))
 
 
 def until(condition: Callable[[], Any], said: Callable[[], str] = str, seconds: float = HANG) -> None:

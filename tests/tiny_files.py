@@ -1,4 +1,4 @@
-"""Files as they are, for tests that import nothing heavy."""
+"""Files as they are, and damage to them, for tests that import nothing heavy."""
 
 from __future__ import annotations
 
@@ -14,3 +14,13 @@ def everything(folder: Path) -> dict[str, tuple[int, bytes]]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+
+
+def flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 255
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])

@@ -18,20 +18,20 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from models.checkpoint import CheckpointError, Checkpoints
+from models.distributed import World
 from models.sharding import local
-from tests.distributed.joining import join
+from tests.distributed.joining import in_world
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
 from tests.full_disk import full_disk
-from tests.programs import HANG, in_ranks
+from tests.programs import HANG
 from tests.tiny import tiny_policy
 from trainers.basic import BasicTrainer
 
 
-def worker(rank: int, ranks: int, store: str, folder: str) -> None:
-    world = join(rank, ranks, store)
-    config = engine_config(Path(folder) / "cache", "kto", "model.batch_size=8")
+def worker(world: World, folder: Path) -> None:
+    rank, config = world.rank, engine_config(folder / "cache", "kto", "model.batch_size=8")
     trainer, _ = run(config, make_segment(config, 8), make_trainer(config, world=world))
-    kept = Checkpoints(Path(folder) / "checkpoints", world, 1)
+    kept = Checkpoints(folder / "checkpoints", world, 1)
 
     def save(step: int) -> str:
         try:
@@ -41,7 +41,7 @@ def worker(rank: int, ranks: int, store: str, folder: str) -> None:
         return ""
 
     assert save(1) == ""
-    for full in range(ranks):
+    for full in range(world.size):
         for room in (100, 200_000, 390_000):  # of the shards nothing, all; of what a rank alone knows not all
             with full_disk(room if rank == full else 10**9):
                 said = save(2)
@@ -67,7 +67,6 @@ def worker(rank: int, ranks: int, store: str, folder: str) -> None:
     if rank == 1:
         kept.all = lambda: []  # type: ignore[method-assign]  # as a network's folder may look for a while
     assert kept.newest_sound() == kept.path(4)
-    dist.destroy_process_group()
 
 
 def slow_files(kept: Checkpoints, trainer: BasicTrainer[Any], rank: int) -> None:
@@ -90,5 +89,5 @@ def slow_files(kept: Checkpoints, trainer: BasicTrainer[Any], rank: int) -> None
 
 
 def test_a_rank_without_room_stops_no_other(tmp_path):
-    in_ranks(worker, (2, str(tmp_path / "store"), str(tmp_path)), 2)
+    in_world(worker, 2, tmp_path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000004"]

@@ -12,32 +12,29 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from models import distributed
+from models.distributed import World
 from models.export import full_state
 from models.fingerprint import weights_fingerprint
 from models.loading import load_sharded
 from models.policy import causal_lm
 from models.pretrained import load_policy
-from tests.distributed.joining import join
-from tests.programs import in_ranks
+from tests.distributed.joining import in_world
 from tests.unit.models.test_policy import CPU, settings, tokenizer
 from tests.unit.models.test_weight_files import FILE, model
 
 
-def spread(rank: int, ranks: int, store: str, folder: str) -> None:
+def spread(world: World, folder: Path) -> None:
     """Load the model in ``folder``; rank 0 writes the weights of all shards to ``folder``/state.pt."""
-    world = join(rank, ranks, store)
     policy, _ = load_sharded(settings(folder), world)
     assert causal_lm(policy.model).config.tie_word_embeddings is False
     state = full_state(policy)
-    if rank == 0:
-        torch.save(state, Path(folder) / "state.pt")
-    torch.distributed.destroy_process_group()
+    if world.is_main:
+        torch.save(state, folder / "state.pt")
 
 
-def parts(rank: int, ranks: int, store: str, folder: str) -> None:
+def parts(world: World, folder: Path) -> None:
     """Load the model in ``folder``, and write to ``folder``/RANK.json its fingerprint, the peak of this
     process's memory above what it had before, in bytes, and how many tensors were sent."""
-    world = join(rank, ranks, store)
     ctypes.CDLL(None).mallopt(-3, 1 << 17)  # M_MMAP_THRESHOLD: what is freed goes back to the system at once
     sent, broadcast = [], distributed.dist.broadcast
     distributed.dist.broadcast = lambda tensor, src: (sent.append(src), broadcast(tensor, src=src))
@@ -47,8 +44,7 @@ def parts(rank: int, ranks: int, store: str, folder: str) -> None:
     before = peak()
     _, fingerprint = load_sharded(settings(folder), world)
     said = {"fingerprint": fingerprint, "bytes": peak() - before, "sent": len(sent)}
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(said))
-    torch.distributed.destroy_process_group()
+    (folder / f"{world.rank}.json").write_text(json.dumps(said))
 
 
 def peak() -> int:
@@ -58,7 +54,7 @@ def peak() -> int:
 
 def test_two_matrices_that_the_config_ties_stay_two_on_several_ranks(tmp_path):
     folder = model(tmp_path / "model", tie_word_embeddings=True)
-    in_ranks(spread, (2, str(tmp_path / "store"), str(folder)), 2)
+    in_world(spread, 2, folder)
     given, found = load_file(folder / FILE), torch.load(folder / "state.pt")
     assert found.keys() == given.keys() and all(torch.equal(found[name], given[name]) for name in given)
 
@@ -70,7 +66,7 @@ def test_every_rank_reads_its_part_of_the_files_alone(tmp_path):
     made = LlamaForCausalLM(shape).bfloat16()
     made.save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
-    in_ranks(parts, (3, str(tmp_path / "store"), str(tmp_path / "model")), 3)
+    in_world(parts, 3, tmp_path / "model")
     said = [json.loads((tmp_path / "model" / f"{rank}.json").read_text()) for rank in range(3)]
     policy = load_policy(settings(tmp_path / "model"), CPU)
     assert {one["fingerprint"] for one in said} == {weights_fingerprint(policy.named_parameters())}

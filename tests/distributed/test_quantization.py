@@ -19,9 +19,8 @@ from models.pretrained import load_policy
 from models.quantization import quantised
 from models.reference import score
 from models.sharding import local
-from tests.distributed.joining import join
+from tests.distributed.joining import in_world
 from tests.engine import engine_config, make_segment, run, weights
-from tests.programs import in_ranks
 from tests.tiny import random_groups, tiny_llama
 from trainers.assembly import make_loss, trainer_class
 from trainers.basic import BasicTrainer
@@ -86,22 +85,20 @@ def trained(folder: Path, config: Config, world: World) -> dict[str, Tensor]:
     return found | {f"from one rank, {name}": value for name, value in weights(other).items()}
 
 
-def worker(rank: int, ranks: int, store: str, folder: str) -> None:
-    world, here = join(rank, ranks, store), Path(folder)
-    config = settings(here, world)
+def worker(world: World, folder: Path) -> None:
+    config = settings(folder, world)
     loaded(config, world)
-    found = trained(here, config, world)
-    if rank == 0:
-        torch.save(found, here / f"found-{ranks}.pt")
+    found = trained(folder, config, world)
+    if world.is_main:
+        torch.save(found, folder / f"found-{world.size}.pt")
     dist.barrier()
-    dist.destroy_process_group()
 
 
 def test_ranks_change_nothing_in_4_bits(tmp_path):
     """The bytes to the bit; what is trained on them but for rounding, as without."""
     found = {}
     for ranks in (1, 3):
-        in_ranks(worker, (ranks, str(tmp_path / f"store-{ranks}"), str(tmp_path)), ranks)
+        in_world(worker, ranks, tmp_path)
         found[ranks] = torch.load(tmp_path / f"found-{ranks}.pt")
     assert any(value.dtype == torch.uint8 for value in found[1].values())
     assert set(found[3]) == set(found[1])

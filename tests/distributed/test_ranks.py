@@ -4,28 +4,113 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from common.errors import UserError
 from config.cli import guarded
+from config.schema_rewards import RewardConfig
+from data.types import Prompt, Turn
 from jobs.evaluation import Evaluator
 from jobs.signals import Signals
-from models.distributed import Ranks, start
+from models.distributed import Ranks, World, others_end
 from rollouts.embedded import EmbeddedSampler
+from rollouts.rewards.base import Reward, make_reward
+from rollouts.rewards.settings import WeightedConfig
 from tests import programs
-from tests.distributed import shares
-from tests.distributed.shares import TEXTS, weighted
+from tests.distributed.joining import in_world, world_of
 from tests.distributed.torture import command
-from tests.programs import in_ranks
-from tests.tiny import save_tiny_adder
+from tests.tiny import reward_of, save_tiny_adder
 from tests.tiny_armorm import save_armorm
 from train import compose, run
 from trainers.basic import BasicTrainer
 from trainers.scorer import TokenScorer
+
+LENGTHS = {"max_length": 400, "max_prompt_length": 200, "dtype": "float32", "batch_tokens": 120}
+TEXTS = [f"{'the other one ' * (i % 5)}and {i}" for i in range(10)] + ["too long " * 200]
+"""11 that no number of ranks here divides, of which the last has no verdict."""
+PROMPTS = [Prompt((Turn("user", f"what is {i}?"),)) for i in range(len(TEXTS))]
+
+
+def weighted(armorm: Path) -> RewardConfig:
+    """Two models and a function between them."""
+    function = {"reward": "function", "path": "tests.unit.rollouts.reward_functions.lengths"}
+    parts: dict[str, Any] = {
+        "first": {"weight": 1.0, "reward": "armorm", "name_or_path": str(armorm), **LENGTHS},
+        "length": {"weight": -0.05, **function},
+        "second": {"weight": 0.5, "reward": "armorm", "name_or_path": str(armorm), **LENGTHS},
+    }
+    parts["second"] |= {"dtype": "bfloat16", "batch_tokens": 4096}  # fewer batches than ranks
+    return reward_of("weighted", WeightedConfig(parts=parts), 0.5)
+
+
+def shared(config: RewardConfig, world: World, ranks: Ranks) -> Reward:
+    """As ``jobs.online`` makes it: all of it on rank 0, its models elsewhere."""
+    mine = config if world.is_main else config.models_alone()
+    assert mine is not None
+    reward = make_reward(mine)
+    reward.share_over(ranks)
+    return reward
+
+
+def score(world: World, folder: Path) -> None:
+    """Write what rank 0 gets of every reward, twice; the same on every rank."""
+    ranks = Ranks()
+    summed = shared(weighted(folder / "armorm"), world, ranks)
+
+    def work() -> dict[str, Any]:
+        found = []
+        for _ in range(2):  # released in between
+            found.append(summed.score(PROMPTS, TEXTS))
+            summed.release()
+        return {"scores": found, "metrics": {k: v for k, v in summed.metrics.items() if "reward_" in k}}
+
+    (folder / f"{world.size}-{world.rank}.json").write_text(json.dumps(ranks.on_main(work)))
+    summed.close()
+
+
+def fail(world: World, folder: Path, how: str) -> None:
+    """The last rank has no weights any more when it is to score, or another model than it is taken for."""
+    own, last = folder / f"armorm-{how}-{world.rank}", world.rank == world.size - 1
+    shutil.copytree(folder / ("small" if last and how == "vocabulary" else "armorm"), own)
+    line = Ranks()
+    reward = shared(weighted(own), world, line)
+    if last and how == "weights":
+        (own / "model.safetensors").unlink()
+    try:
+        line.on_main(lambda: reward.score(PROMPTS, TEXTS))
+        said = "nothing"
+    except UserError as error:
+        said = f"{type(error).__name__}: {error}"
+    line.on_main(reward.release)  # they listen still
+    (folder / f"{how}-{world.rank}").write_text(said)
+    reward.close()
+
+
+def fall(world: World, folder: Path, which: str) -> None:
+    """A rank fails between the gathers of a hand-over, which the others wait in. They say why, and end."""
+    line = Ranks()
+
+    def gathers(_: None) -> None:
+        for turn in range(3):
+            if turn == 1 and world.rank == int(which):
+                raise MemoryError("no room for the weights")
+            dist.all_reduce(torch.zeros(1))
+
+    send = line.collective(gathers)
+    try:
+        with others_end():
+            line.on_main(lambda: send(None))
+    except UserError as error:
+        (folder / f"fell-{which}-{world.rank}").write_text(f"{type(error).__name__}: {error}")
+        raise SystemExit(1) from None
 
 
 @pytest.fixture(scope="module")
@@ -33,49 +118,35 @@ def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("scoring")
     save_armorm(made / "armorm")
     save_armorm(made / "small", vocab_size=32)
-    in_ranks(shares.score, (1, str(made / "store-1"), str(made)), 1)
+    in_world(score, 1, made)
     return made
 
 
-def test_one_rank_scores_all(folder):
+def test_scores_are_those_of_one_rank_to_the_bit(folder):
     scores = json.loads((folder / "1-0.json").read_text())["scores"][0]
     assert len(scores) == len(TEXTS) and scores[-1] is None
     assert len(set(scores)) == len(TEXTS), "equal scores would hide another order"
+    in_world(score, 3, folder)
+    for rank in range(3):
+        assert (folder / f"3-{rank}.json").read_text() == (folder / "1-0.json").read_text()
 
 
-def test_scores_are_those_of_one_rank_to_the_bit(folder):
-    ranks = 3
-    in_ranks(shares.score, (ranks, str(folder / f"store-{ranks}"), str(folder)), ranks)
-    for rank in range(ranks):
-        assert (folder / f"{ranks}-{rank}.json").read_text() == (folder / "1-0.json").read_text()
+ENDS = {
+    "weights": "ConfigError: reward.armorm.name_or_path=",
+    "vocabulary": "ShareError: rank 2 could not do its share: IndexError: index out of range",
+}
 
 
-@pytest.mark.parametrize(
-    ("how", "told"),
-    [
-        ("weights", "ConfigError: reward.armorm.name_or_path="),
-        ("vocabulary", "ShareError: rank 2 could not do its share: IndexError: index out of range"),
-    ],
-)
-def test_one_rank_that_fails_ends_all_with_its_sentence(folder, how, told):
-    in_ranks(shares.fail, (3, str(folder / f"store-{how}"), str(folder), how), 3)
+@pytest.mark.parametrize("how", ENDS)
+def test_one_rank_that_fails_ends_all_with_its_sentence(folder, how):
+    in_world(fail, 3, folder, how)
     said = {(folder / f"{how}-{rank}").read_text() for rank in range(3)}
-    assert len(said) == 1 and told in said.pop()
-
-
-def test_a_rank_that_is_killed_leaves_nobody_waiting(folder):
-    code = "import sys; from tests.distributed.shares import die; die(int(sys.argv[1]), 3, *sys.argv[2:])"
-    ranks = [programs.start("-c", code, str(rank), folder / "store-killed", folder) for rank in range(3)]
-    codes = [one.wait() for one in ranks]
-    assert all(codes)
-    assert [(folder / f"ended-{rank}").exists() for rank in range(3)] == [True, True, False]
+    assert len(said) == 1 and ENDS[how] in said.pop()
 
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_rank_that_fails_within_a_hand_over_ends_all_with_its_message(folder, which):
-    code = "import sys; from tests.distributed.shares import fall; fall(int(sys.argv[1]), 3, *sys.argv[2:])"
-    store = folder / f"store-fell-{which}"
-    ranks = [programs.start("-c", code, str(rank), store, folder, str(which)) for rank in range(3)]
+    ranks = world_of(fall, 3, folder, str(which))
     assert [one.wait() for one in ranks] == [1] * 3
     for rank in {0, 1, 2} - ({which} if which else set()):
         said = (folder / f"fell-{which}-{rank}").read_text()
@@ -83,13 +154,9 @@ def test_a_rank_that_fails_within_a_hand_over_ends_all_with_its_message(folder, 
 
 
 NO_ROOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+NO_LOGITS = MemoryError("no room for logits")
 FALLS: dict[str, tuple[type, str, Callable[..., bool], Exception | signal.Signals]] = {
-    "step": (
-        BasicTrainer,
-        "step",
-        lambda self, *_: self.progress.step == 2,
-        MemoryError("no room for logits"),
-    ),
+    "step": (BasicTrainer, "step", lambda self, *_: self.progress.step == 2, NO_LOGITS),
     "loss": (BasicTrainer, "mean_loss", lambda self, *_: self.progress.step == 1, NO_ROOM),
     "evaluation": (Evaluator, "evaluate", lambda *_: True, NO_ROOM),
     "answers": (EmbeddedSampler, "share", lambda self, prompts, n, *_: n == 2, NO_ROOM),
@@ -142,17 +209,3 @@ def test_a_rank_that_ends_alone_ends_all_with_one_message(tmp_path, how, code, m
     if message == SHORT:
         assert all("in a step, use model.microbatch_tokens=" in one for one in said)
         assert all("model.eval_batch_size=" in one for one in said)
-
-
-def test_every_item_once_and_in_order_by_one_process():
-    start()
-    each = Ranks().map_over_ranks(lambda item: item * item)
-    assert each([3, 1, 2]) == [9, 1, 4] and each([]) == []
-
-
-def test_only_models_of_the_run_itself_are_on_other_ranks(tmp_path):
-    config = weighted(tmp_path)
-    alone = config.models_alone()
-    assert alone is not None and list(alone.settings.parts) == ["first", "second"]
-    del config.settings.parts["first"], config.settings.parts["second"]
-    assert config.models_alone() is None

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 from common.errors import Requeue
 from jobs.watch import RunWatch
 from models import distributed
+from models.distributed import stop
 from models.reference import Reference
 from rollouts.decoding import ManyEnded
-from tests.programs import HANG, in_ranks
+from tests.distributed.joining import join
+from tests.programs import in_ranks
 from tests.quick_start import prepare_once
 from train import compose, train
 from trainers.scorer import TokenScorer
@@ -38,56 +38,48 @@ WORDS = (
 )
 
 
-def done(rank: int, ranks: int, folder: Path, name: str, *more: str) -> bool:
+def done(rank: int, folder: Path, name: str, attempt: int, *more: str) -> bool:
     """Do the run; return whether it ended by itself."""
-    attempt = len(list(folder.glob(f"store-{name}*{rank}")))
-    (folder / f"store-{name}-{attempt}-{rank}").touch()
-    store = dist.FileStore(str(folder / f"of-{name}-{attempt}"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=HANG))
+    join(rank, 2, str(folder / f"store-{name}-{attempt}"))
     given = (f"exp_name={name}", f"runs_dir={folder}/runs", f"cache_dir={folder}/cache", *more)
     try:
         train(*compose(*WORDS, *given))
     except Requeue:
         return False
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        stop()
     return True
 
 
-def worker(rank: int, ranks: int, at: str, phases: str) -> None:
-    torch.set_num_threads(1)
+def worker(rank: int, at: str) -> None:
     prepare_once()
     distributed.STOP_SECONDS = 0.0  # type: ignore[misc]
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), TORCHELASTIC_RUN_ID="test")
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
     folder, counts = Path(at), {}
-    assert done(rank, ranks, folder, "whole")
-    for phase in phases.split():
-        cls, name = PARTS[phase]
+    assert done(rank, folder, "whole", 0)
+    for phase, (cls, name) in PARTS.items():
         part, calls, asked = getattr(cls, name), 0, 0
 
         def counted(*args, part=part, second=folder / f"runs/{phase}/rounds/001", **named):  # type: ignore[no-untyped-def]
             nonlocal calls, asked
             calls += 1
             made = part(*args, **named)
-            if rank == ranks - 1 and not asked and second.exists():
+            if rank == 1 and not asked and second.exists():
                 asked = calls
                 os.kill(os.getpid(), signal.SIGTERM)
             return made
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cls, name, counted)
-            assert not done(rank, ranks, folder, phase), phase
+            assert not done(rank, folder, phase, 0), phase
         counts[phase] = calls - asked if asked else calls
-        assert done(rank, ranks, folder, phase, "resume=true")
+        assert done(rank, folder, phase, 1, "resume=true")
         one, other = (load_file(folder / f"runs/{run}/model/model.safetensors") for run in ("whole", phase))
         assert all(torch.equal(one[key], other[key]) for key in one), phase
     (folder / f"counts-{rank}.json").write_text(json.dumps(counts))
 
 
 def test_ranks_stop_together_within_a_phase_where_one_is_asked(tmp_path):
-    in_ranks(worker, (2, str(tmp_path), " ".join(PARTS)), 2)
+    in_ranks(worker, (str(tmp_path),), 2)
     after = json.loads((tmp_path / "counts-1.json").read_text())
     assert after.keys() == PARTS.keys()
     assert all(count <= 2 for count in after.values()), after

@@ -20,28 +20,20 @@ from models.policy import Policy, causal_lm, decoder_blocks, output_head
 from models.pretrained import empty_policy, load_tokenizer
 from models.reference import score
 from models.sharding import local, rounded, shard, to_empty, unlike_gathered
-from tests.distributed.joining import join
+from tests.distributed.joining import in_world
 from tests.engine import engine_config, run
-from tests.programs import in_ranks
 from tests.tiny import random_groups, tiny_llama
 from tests.unit.models.test_policy import tokenizer
 from trainers.assembly import make_loss, trainer_class
 from trainers.basic import BasicTrainer
 
 
-def train(rank: int, ranks: int, store: str, folder: str, *overrides: str) -> None:
+def train(world: World, folder: Path, *overrides: str) -> None:
     """Train three steps from the files of ``folder``/model and compare every view with a plain model."""
-    world = join(rank, ranks, store)
-    config = engine_config(
-        Path(folder) / "cache",
-        "dpo",
-        f"model.name_or_path={folder}/model",
-        "model.max_length=64",
-        "model.max_prompt_length=16",
-        f"model.batch_size={2 * ranks}",
-        "humanline=true",
-        *overrides,
-    )
+    ranks = world.size
+    sizes = ("model.max_length=64", "model.max_prompt_length=16", f"model.batch_size={2 * ranks}")
+    words = (f"model.name_or_path={folder}/model", *sizes, "humanline=true", *overrides)
+    config = engine_config(folder / "cache", "dpo", *words)
 
     def loaded() -> BasicTrainer:
         policy, _ = load_sharded(config.model, world)
@@ -49,7 +41,7 @@ def train(rank: int, ranks: int, store: str, folder: str, *overrides: str) -> No
 
     trainer, groups = loaded(), random_groups(6 * ranks)
     rows = collate([row for (example,) in groups[:4] for row in example.rows], world.device)
-    kept = Checkpoints(Path(folder) / "checkpoints", world, 1)
+    kept = Checkpoints(folder / "checkpoints", world, 1)
     start = full_state(trainer.policy)
 
     def check(of: BasicTrainer = trainer) -> None:
@@ -73,14 +65,13 @@ def train(rank: int, ranks: int, store: str, folder: str, *overrides: str) -> No
     if world.is_main:
         assert all(not torch.equal(state[name], start[name]) for name in state if "proj" in name)
         assert config.model.use_peft or not torch.equal(state[EMBEDDING], start[EMBEDDING])
-        export(state, trainer.policy, load_tokenizer(config.model), Path(folder) / "out", torch.float32)
-        exported = AutoModelForCausalLM.from_pretrained(Path(folder) / "out").state_dict()
+        export(state, trainer.policy, load_tokenizer(config.model), folder / "out", torch.float32)
+        exported = AutoModelForCausalLM.from_pretrained(folder / "out").state_dict()
         assert all(torch.equal(exported[name], state[name]) for name in state)
     resumed = loaded()
     kept.load(kept.path(2), resumed.policy, resumed.optimizer)
     check(resumed)
     dist.barrier()
-    dist.destroy_process_group()
 
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -101,11 +92,10 @@ def compare(policy: Policy, rows: Sequences, world: World) -> None:
     assert handed.keys() == state.keys() and all(torch.equal(handed[name], state[name]) for name in state)
 
 
-def tie_late(rank: int, ranks: int, store: str, folder: str) -> None:
+def tie_late(world: World, folder: Path) -> None:
     """Tie the weights of two parameters after they are sharded, where FSDP2 pads each to a copy of its own;
     then move what the state dict holds."""
-    world = join(rank, ranks, store)
-    config = engine_config(Path(folder), "dpo", f"model.name_or_path={folder}/model").model
+    config = engine_config(folder, "dpo", f"model.name_or_path={folder}/model").model
     policy = empty_policy(config, untied=True)
     shard(policy, decoder_blocks(policy), world, torch.float32)
     to_empty(policy, world.device)
@@ -120,7 +110,12 @@ def tie_late(rank: int, ranks: int, store: str, folder: str) -> None:
         head.weight.add_(1.0)
     # rank 0's part is as long as the padded one, and not copied
     assert gather_objects(unlike_gathered(policy)) == [[], [f"model.{EMBEDDING}"]]
-    dist.destroy_process_group()
+
+
+def model_in(folder: Path) -> Path:
+    tiny_llama(tied=True).save_pretrained(folder / "model")
+    tokenizer().save_pretrained(folder / "model")
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -133,12 +128,8 @@ def tie_late(rank: int, ranks: int, store: str, folder: str) -> None:
     ids=["new tokens on 2", "slow reference on 3", "LoRA on 3"],
 )
 def test_every_view_of_tied_weights_is_the_model_that_is_trained(tmp_path, ranks, overrides):
-    tiny_llama(tied=True).save_pretrained(tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
-    in_ranks(train, (ranks, str(tmp_path / "store"), str(tmp_path), *overrides), ranks)
+    in_world(train, ranks, model_in(tmp_path), *overrides)
 
 
 def test_a_weight_that_the_forward_gathers_from_elsewhere_is_named(tmp_path):
-    tiny_llama(tied=True).save_pretrained(tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
-    in_ranks(tie_late, (2, str(tmp_path / "store"), str(tmp_path)), 2)
+    in_world(tie_late, 2, model_in(tmp_path))
