@@ -72,21 +72,12 @@ def in_blocks(page: Path) -> list[str]:
 def spans(page: Path, in_tables: bool) -> Iterator[str]:
     """The code in a page's sentences and tables, or in its tables alone; of the guide's tables in their last
     columns."""
-    row: list[str] | None = None
-    for token in _MARKDOWN.parse(page.read_text()):
-        if token.type == "tr_open":
-            row = []
-        elif token.type == "tr_close":
-            yield from row or []
-            row = None
-        elif token.type == "td_open" and page.name == GUIDE:
-            row = []
-        elif token.type == "inline" and (row is not None or not in_tables):
-            code = [" ".join(c.content.split()) for c in token.children or () if c.type == "code_inline"]
-            if row is None:
-                yield from code
-            else:
-                row += code
+    tokens = _MARKDOWN.parse(page.read_text())
+    for i, token in enumerate(tokens):
+        cell = tokens[i - 1].type in ("td_open", "th_open")
+        theirs = page.name == GUIDE and cell and tokens[i + 2].type != "tr_close"
+        if token.type == "inline" and (cell or not in_tables) and not theirs:
+            yield from (" ".join(c.content.split()) for c in token.children or () if c.type == "code_inline")
 
 
 def commands() -> dict[str, str]:

@@ -17,7 +17,6 @@ from typing import Any
 
 from tests.docs import ROOT, write_examples
 
-LEFT_OUT = ("docs/study/*.svg",)
 ENDS = 0.3
 """How likely the small model ends its answer at any token: its answers are short whatever they may be."""
 MODELS = (
@@ -31,30 +30,28 @@ Rows = list[dict[str, Any]]
 
 
 def copy_of_the_repository(to: Path) -> Path:
-    """The files that git knows or would take, in a folder of their own."""
+    """The files that git knows or would take, but for the study's figures, in a folder of their own."""
     words = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     named = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     for name in named:
         source = ROOT / name
-        if source.is_file() and not any(Path(name).match(pattern) for pattern in LEFT_OUT):
+        if source.is_file() and not source.match("docs/study/*.svg"):
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, to / name)
     return to
 
 
 def installed(here: Path, python: Path) -> None:
-    """Mark what the Makefile installs as installed: the environment is the one that runs the tests."""
-    (here / ".venv" / "bin").mkdir(parents=True)
-    (here / ".venv" / "bin" / "python").write_text(f'#!/bin/bash\nexec {python} "$@"\n')
-    (here / ".venv" / "bin" / "python").chmod(0o755)
+    """Mark what the Makefile installs as installed: the environment is the one that runs the tests, and a
+    cluster with an empty queue."""
+    programs = here / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "squeue").write_text("#!/bin/bash\n")
+    (programs / "python").write_text(f'#!/bin/bash\nexec {python} "$@"\n')
+    for program in programs.iterdir():
+        program.chmod(0o755)
     for name in re.findall(r"requirements[\w/-]*\.txt", (ROOT / "Makefile").read_text()):
         (here / ".venv" / f".installed-{name.replace('/', '-')}").touch()
-
-
-def slurm(folder: Path) -> None:
-    """A cluster with an empty queue."""
-    (folder / "squeue").write_text("#!/bin/bash\n")
-    (folder / "squeue").chmod(0o755)
 
 
 # -- files, written by a process that has imported what they need ----------------------------------
@@ -69,8 +66,8 @@ def write_all(here: Path) -> None:
 
 
 def train_all(listed: Path) -> None:
-    """Do each run of a file of lists of settings, and note in its place what went wrong, or nothing. Of those that
-    only prepare, the ones with the embedded data are only composed: others have prepared it."""  # noqa: E501
+    """Do each run of a file of lists of settings, and note in its place what went wrong, or nothing. Of those
+    that only prepare, the ones with the embedded data are only composed: others have prepared it."""
     from tests.quick_start import prepare_once
     from train import compose, train
 
@@ -118,33 +115,23 @@ def sets(here: Path) -> None:
     import pyarrow.parquet
 
     sums = [(a, b) for a in range(10) for b in range(10)]
-    pairs = [
-        {
-            "prompt": f"What is {a} and {b}?",
-            "chosen": f"\\boxed{{{a + b}}}",
-            "rejected": "no",
-            "reference": str(a + b),
-        }
-        for a, b in sums
-    ]
+    right = [{"chosen": f"\\boxed{{{a + b}}}", "reference": str(a + b)} for a, b in sums]
+    asked = [{"prompt": f"What is {a} and {b}?", "rejected": "no"} for a, b in sums]
+    pairs = [one | other for one, other in zip(asked, right, strict=True)]
     lines(here / "pairs.jsonl", pairs)
     embedded = (here / "assets" / "adder" / "pairs.jsonl").read_text()
     (here / "groups.jsonl").write_text(embedded)
     lines(here / "rated.jsonl", ({"margin": 2} | json.loads(row) for row in embedded.splitlines()))
-    table = pyarrow.Table.from_pylist(pairs)
-    for name in ("pairs.parquet", "held_out.parquet"):
-        pyarrow.parquet.write_table(table if name == "pairs.parquet" else table.slice(0, 8), here / name)
-    asked = {"prompt": "question", "chosen": "good", "rejected": "bad"}
-    faq = [{theirs: pair[ours] for ours, theirs in asked.items()} for pair in pairs]
+    for name, rows in (("pairs", pairs), ("held_out", pairs[:8])):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), here / f"{name}.parquet")
+    columns = {"prompt": "question", "chosen": "good", "rejected": "bad"}
+    faq = [{theirs: pair[ours] for ours, theirs in columns.items()} for pair in pairs]
     (here / "faq.json").write_text(json.dumps(faq))
-    (here / "alpaca_eval.json").write_text(
-        json.dumps([{"instruction": f"Say {a}.", "output": str(a), "generator": "base"} for a in range(12)])
-    )
+    said = [{"instruction": f"Say {a}.", "output": str(a), "generator": "base"} for a in range(12)]
+    (here / "alpaca_eval.json").write_text(json.dumps(said))
     hub_set(here / "org" / "name", "default", pairs)
-    scored = [
-        pair | {"all_generated_responses": [pair["chosen"], pair["rejected"]], "all_rm_scores": [0.2, 0.1]}
-        for pair in pairs
-    ]
+    scores = {"all_generated_responses": [r"\boxed{1}", "no"], "all_rm_scores": [0.2, 0.1]}
+    scored = [pair | scores for pair in pairs]
     hub_set(here / "princeton-nlp" / "llama3-ultrafeedback-armorm", "default", scored)
 
 
