@@ -11,12 +11,8 @@ from typing import Any
 
 class Server(ThreadingHTTPServer):
     """Serves at ``url`` until it is closed. Says nothing of a client that hangs up, which is part of many
-    tests.
-
-    The traceback that the standard library would print parses source, in the thread of the request. When two
-    threads parse, Python 3.11.7 may raise ``SystemError: AST constructor recursion depth mismatch``
-    (python/cpython#106905), and pytest parses when it shows an error.
-    """
+    tests: a traceback parses source, and when two threads parse, Python 3.11.7 may raise a ``SystemError``
+    (python/cpython#106905)."""
 
     daemon_threads = True
     request_queue_size = 128

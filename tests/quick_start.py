@@ -47,16 +47,16 @@ def read_once() -> None:
     from data.types import Group
 
     real = adder.read_groups
-    kept: dict[tuple[Path, int, int], list[Group]] = {}
+
+    @functools.cache
+    def once(path: Path, written: int, size: int, setting: str) -> list[Group]:
+        return real(path, setting)
 
     def read(path: Path, setting: str = "data.path") -> list[Group]:
         if not path.is_file():
             return real(path, setting)
         about = path.stat()
-        key = path.resolve(), about.st_mtime_ns, about.st_size
-        if key not in kept:
-            kept[key] = real(path, setting)
-        return list(kept[key])
+        return list(once(path.absolute(), about.st_mtime_ns, about.st_size, setting))
 
     adder.read_groups = read
 

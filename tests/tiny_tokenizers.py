@@ -85,12 +85,9 @@ def byte_level() -> Tokenizer:
     merges = [tuple(pair.split()) for pair in pairs]
     vocabulary = {token: i for i, token in enumerate([*letters, *("".join(merge) for merge in merges)])}
     machine = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    machine.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(LLAMA3_WORDS), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    words = pre_tokenizers.Split(Regex(LLAMA3_WORDS), "isolated")
+    letters_alone = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    machine.pre_tokenizer = pre_tokenizers.Sequence([words, letters_alone])
     machine.decoder = decoders.ByteLevel()
     return machine
 

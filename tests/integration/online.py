@@ -46,11 +46,10 @@ def run_online(folder: Path, name: str, *overrides: str) -> Path:
     return folder / name
 
 
-def lines(run: Path) -> list[dict[str, Any]]:
-    text = (run / "metrics.jsonl").read_text()
-    return [
-        json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()
-    ]  # not what is being written
+def lines(run: Path, name: str = "metrics") -> list[dict[str, Any]]:
+    text = (run / f"{name}.jsonl").read_text()
+    whole = text[: text.rfind("\n") + 1]  # not what is being written
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def rounds(run: Path) -> list[RoundFolder]:

@@ -1,5 +1,5 @@
-"""A run that was killed goes on with the inputs that it was started with, or not at all: each input is exchanged in
-turn, and the refusal names it, its file and the setting that accepts it."""  # noqa: E501
+"""A run that was killed goes on with the inputs that it was started with, or not at all: each input is
+exchanged in turn, and the refusal names it, its file and the setting that accepts it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
-from common.errors import ConfigError, StoppedError
+from common.errors import ConfigError
 from jobs.same_data import check_inputs, file_inputs
 from tests.integration.online import cut_off
 from tests.tiny import ROOT, make_config
@@ -79,9 +79,9 @@ def field(key: str, value: Any) -> Callable[[Path], None]:
 
 def text(old: str, new: str) -> Callable[[Path], None]:
     def change(file: Path) -> None:
-        before = file.read_text()
-        assert old in before
-        file.write_text(before.replace(old, new, 1))
+        before, found, behind = file.read_text().partition(old)
+        assert found
+        file.write_text(before + new + behind)
 
     return change
 
@@ -143,10 +143,10 @@ def test_an_exchanged_input_is_refused_by_its_name_its_file_and_what_accepts_it(
     tmp_path: Path, mode: str
 ) -> None:
     inputs(tmp_path)
+    run, go_on = tmp_path / "run", lambda *more: train(make_config(*words(tmp_path, mode), *more), "run")
     with cut_off(1):
-        train(make_config(*words(tmp_path, mode)), "run")
-    run = tmp_path / "run"
-    before = {name: content for name, content in everything(run).items() if name != "run.lock"}
+        go_on()
+    before = everything(run) | {"run.lock": None}
     for which, name, change, message in EXCHANGED:
         if which not in ("both", mode):
             continue
@@ -154,41 +154,25 @@ def test_an_exchanged_input_is_refused_by_its_name_its_file_and_what_accepts_it(
         kept = file.read_bytes() if file.exists() else None
         change(file)
         with pytest.raises(ConfigError, match=message) as refused:
-            train(make_config(*words(tmp_path, mode)), "run")
+            go_on()
         assert re.search(r"'resume_with_other=\[\S+\]' goes on with what is there now$", str(refused.value))
-        assert {n: c for n, c in everything(run).items() if n != "run.lock"} == before, "nothing is changed"
+        assert everything(run) | {"run.lock": None} == before, "nothing is changed"
         file.unlink(missing_ok=True)
         if kept is not None:
             file.write_bytes(kept)
     with pytest.raises(ConfigError, match=r"^resume_with_other=weight: names no input"):
-        train(make_config(*words(tmp_path, mode), "resume_with_other=[weights,weight]"), "run")
+        go_on("resume_with_other=[weights,weight]")
     (tmp_path / "M" / "README.md").write_text("what a model is")
     os.utime(tmp_path / "M" / "tokenizer.json")
     field("rms_norm_eps", 1e-5)(tmp_path / "M" / "config.json")
     with pytest.raises(ConfigError) as refused:
-        train(make_config(*words(tmp_path, mode)), "run")
+        go_on()
     (accepts,) = re.findall(r"'(resume_with_other=\S+)'", str(refused.value))
     assert accepts == "resume_with_other=[model.name_or_path,architecture]", "neither README nor a time"
-    assert train(make_config(*words(tmp_path, mode), accepts), "run")["steps"] > 1
+    assert go_on(accepts)["steps"] > 1
     (noted, *_) = json.loads((run / "run.json").read_text())["went_on_with_other"]
     assert noted["model.name_or_path"][0] != noted["model.name_or_path"][1]
-    assert train(make_config(*words(tmp_path, mode)), "run")["steps"] > 1, "what it goes on with is recorded"
-
-
-@pytest.mark.usefixtures("code")
-def test_a_round_whose_reward_was_repaired_goes_on_as_the_message_says(tmp_path: Path) -> None:
-    inputs(tmp_path)
-    text("return [", "raise RuntimeError('out of order')\n    return [")(tmp_path / "own_rewards.py")
-    online = words(tmp_path, "online")
-    with pytest.raises(StoppedError, match=r"out of order(.|\n)*says what accepts changed code"):
-        train(make_config(*online), "run")
-    text("    raise RuntimeError('out of order')\n", "")(tmp_path / "own_rewards.py")
-    with pytest.raises(ConfigError, match=OF_FUNCTION) as refused:
-        train(make_config(*online), "run")
-    samples = (tmp_path / "run" / "rounds" / "000" / "samples.jsonl").read_bytes()
-    added = re.findall(r"'(resume_with_other=\S+)'", str(refused.value))
-    assert train(make_config(*online, *added), "run")["steps"] > 0
-    assert (tmp_path / "run" / "rounds" / "000" / "samples.jsonl").read_bytes() == samples
+    assert go_on()["steps"] > 1, "what it goes on with is recorded"
 
 
 def test_a_commit_of_the_hub_says_its_files_and_an_unread_file_has_its_digest(

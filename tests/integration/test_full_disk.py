@@ -1,4 +1,5 @@
-"""A disk without room: what a run has is kept, it is said, and the same command goes on when there is room again."""  # noqa: E501
+"""A disk without room: what a run has is kept, it is said, and the same command goes on when there is
+room."""
 
 from __future__ import annotations
 

@@ -35,39 +35,32 @@ def whole(tmp_path_factory):
     return run
 
 
-def test_a_round_ahead_that_cannot_be_made_loses_nothing(whole, tmp_path):
-    """The round before is saved, however seldom checkpoints are; the samples of the round ahead are kept."""
+@pytest.mark.parametrize(("how", "end"), [("refused", StoppedError), ("killed", KeyboardInterrupt)])
+def test_a_round_ahead_that_is_not_made_loses_nothing(whole, tmp_path, how, end):
+    """The round before is saved, however seldom checkpoints are; the samples of the round ahead are kept.
+    Whether more must be sampled for a round is known from its groups alone."""
+    score, write = RoundBuilder._score, RoundFolder.write
 
-    def refused(self, folder, *more, score=RoundBuilder._score):
-        if folder.path.name == "002":
+    def refused(self, folder, *more):
+        if folder.path.name == "002" and how == "refused":
             raise RewardError("the judge refuses every call")
         return score(self, folder, *more)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RoundBuilder, "_score", refused)
-        with pytest.raises(StoppedError, match=r"round 2: the judge(.|\n)*resume=true"):
-            run_online(tmp_path, "r", *SELDOM)
-    run = tmp_path / "r"
-    trained = len(lines(run))
-    assert (run / "checkpoints" / f"step_{trained:08d}").is_dir() and trained > 0
-    assert {line["round"] for line in lines(run)} == {0}
-    assert rounds(run)[2].done("samples")
-    assert_same(run_online(tmp_path, "r", *SELDOM, "resume=true"), whole)
-
-
-def test_killed_before_the_groups_of_a_round_ahead_are_written(whole, tmp_path):
-    """Whether more must be sampled for a round is known from its groups alone."""
-    write = RoundFolder.write
-
     def killed(self, stage, *others):
-        if stage == "groups" and self.path.name == "002":
+        if (self.path.name, stage, how) == ("002", "groups", "killed"):
             raise KeyboardInterrupt
         write(self, stage, *others)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RoundBuilder, "_score", refused)
         patch.setattr(RoundFolder, "write", killed)
-        with pytest.raises(KeyboardInterrupt):
+        said = r"round 2: the judge(.|\n)*resume=true" if how == "refused" else None
+        with pytest.raises(end, match=said):
             run_online(tmp_path, "r", *SELDOM)
-    ahead = rounds(tmp_path / "r")[2]
-    assert ahead.done("scores") and not ahead.done("groups")
+    run = tmp_path / "r"
+    trained = len(lines(run))
+    assert (run / "checkpoints" / f"step_{trained:08d}").is_dir() is (how == "refused") and trained > 0
+    assert {line["round"] for line in lines(run)} == {0}
+    ahead = rounds(run)[2]
+    assert ahead.done("samples") and not ahead.done("groups") and ahead.done("scores") is (how == "killed")
     assert_same(run_online(tmp_path, "r", *SELDOM, "resume=true"), whole)

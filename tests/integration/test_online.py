@@ -39,16 +39,11 @@ def test_the_tokens_that_were_sampled_are_the_tokens_that_are_trained(tmp_path, 
                 ids = [tuple(c["token_ids"]) for c in sampled["completions"]]
                 chosen, rejected = (ids[scored["scores"].index(score)] for score in (best, worst))
                 wanted.add((sampled["id"], chosen, rejected))
-    trained = [
-        (e.prompt_id, *(tuple(row.completion_ids.tolist()) for row in e.rows))
-        for batch in batches
-        for e in batch
-    ]
+    examples = [example for batch in batches for example in batch]
+    trained = [(e.prompt_id, *(tuple(row.completion_ids.tolist()) for row in e.rows)) for e in examples]
     assert len(order) == 48 == len(set(order))
-    assert len(trained) == len(set(trained))
-    assert set(trained) == wanted
-    assert len(wanted) > 10
-    assert sum(folder.record["kept"] for folder in rounds(run)) == len(wanted)
+    assert len(trained) == len(set(trained)) and set(trained) == wanted
+    assert sum(folder.record["kept"] for folder in rounds(run)) == len(wanted) > 10
     assert len(lines(run)) == len(batches)
     assert not (run / "rounds" / "000" / "weights").exists()
     for index, done in ((0, 0.5), (1, 1.0)):
@@ -73,13 +68,9 @@ def test_whole_groups_with_equal_scores_take_the_same_steps(tmp_path, batches):
     words = ("online=true", "loss=grpo", "rounds.feedback=group")
     run = run_online(tmp_path, "r", *words, "rounds.contexts_per_round=12")
     assert len(lines(run)) == 48 * 4 / 8
-    assert any(len(set(group.rewards)) == 1 for folder in rounds(run) for group in folder.groups())
-    groups = {
-        (g.prompt.id, c.token_ids): g.rewards
-        for folder in rounds(run)
-        for g in folder.groups()
-        for c in g.completions
-    }
+    made = [group for folder in rounds(run) for group in folder.groups()]
+    groups = {(group.prompt.id, c.token_ids): group.rewards for group in made for c in group.completions}
+    assert any(len(set(values)) == 1 for values in groups.values())
     for example in (e for batch in batches for e in batch):
         values = groups[example.prompt_id, tuple(example.rows[0].completion_ids.tolist())]
         possible = {0.0} if np.std(values) == 0 else {(v - np.mean(values)) / np.std(values) for v in values}
@@ -106,12 +97,8 @@ def test_filling_up_samples_on_until_enough_are_kept(tmp_path):
     assert len(records[0]["parts"]) > 1
     assert [r["contexts"][0] for r in records] == [0, *(r["contexts"][1] for r in records[:-1])]
     assert records[-1]["contexts"][1] == 80
-    ids = [
-        line["id"]
-        for folder in rounds(run)
-        for suffix in folder.record["parts"]
-        for line in folder.read(f"samples{suffix}")
-    ]
+    parts = [folder.read(f"samples{suffix}") for folder in rounds(run) for suffix in folder.record["parts"]]
+    ids = [line["id"] for part in parts for line in part]
     assert len(ids) == 80 == len(set(ids))
 
 
@@ -123,9 +110,9 @@ def apart(path):
 
 
 def test_several_ranks_and_one_sample_score_and_train_alike(tmp_path):
-    """Two gloo ranks share sampling and a reward model. The files of the first round are the same to the byte but for
-    the samples' log-probabilities: these and the weights are the same to rounding, for a processor may sum a
-    smaller batch in another order."""  # noqa: E501
+    """Two gloo ranks share sampling and a reward model. The files of the first round are the same to the byte
+    but for the samples' log-probabilities: these and the weights are the same to rounding, for a processor
+    may sum a smaller batch in another order."""
     save_armorm(tmp_path / "armorm")
     model = "max_length:400,max_prompt_length:200,dtype:float32,batch_tokens:600"
     parts = f"model:{{reward:armorm,weight:1,name_or_path:{tmp_path}/armorm,{model}}}"

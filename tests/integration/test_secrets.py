@@ -87,14 +87,11 @@ def found(*places: Path | str | bytes) -> list[str]:
     for place in places:
         files = [p for p in place.rglob("*") if p.is_file()] if isinstance(place, Path) else [place]
         for one in files:
-            content = (
-                decoded(one) if isinstance(one, Path) else one if isinstance(one, bytes) else one.encode()
-            )
-            out += [
-                f"{one if isinstance(one, Path) else 'printed'}: {content[at - 60 : at + 30]!r}"
-                for key in KEYS
-                if (at := content.find(key.encode())) >= 0
-            ]
+            content = decoded(one) if isinstance(one, Path) else one
+            content = content.encode() if isinstance(content, str) else content
+            where = one if isinstance(one, Path) else "printed"
+            places_of = [at for key in KEYS if (at := content.find(key.encode())) >= 0]
+            out += [f"{where}: {content[at - 60 : at + 30]!r}" for at in places_of]
     return out
 
 
@@ -102,15 +99,12 @@ def start(folder: Path, *more: str, env: dict[str, str] | None = None) -> subpro
     (folder / "planted_module.py").write_text(MODULE)
     own = {key: value for key, value in PLANTED.items() if "." not in key} | {"WANDB_MODE": "offline"}
     own |= {"PYTHONPATH": f"{folder}{os.pathsep}{programs.ROOT}"}
-    places = (
-        f"runs_dir={folder}/runs",
-        f"cache_dir={folder}/cache",
-        "+callbacks.c._target_=planted_module.Callback",
-    )
+    places = (f"runs_dir={folder}/runs", f"cache_dir={folder}/cache")
     long = () if "online=true" in more else ("n_examples=16",)
     small = (*long, "n_eval_examples=4", "n_eval_prompts=4", "model.batch_size=4", "retention.kl=false")
-    settings = (*small, *places, *words(), *more)
-    return programs.run("train.py", "loss=kto", *settings, env=own | (env or {}))
+    callback = "+callbacks.c._target_=planted_module.Callback"
+    settings = ("loss=kto", *small, *places, callback, *words(), *more)
+    return programs.run("train.py", *settings, env=own | (env or {}))
 
 
 def test_no_key_leaves_a_run_its_push_its_resume_or_a_crash(tmp_path, hub):  # noqa: F811
@@ -136,24 +130,20 @@ def test_no_key_leaves_a_round_or_its_crash(tmp_path):
         assert (run.returncode == 0) is (crash == ""), run.stderr
         assert found(tmp_path / "runs", run.stdout, run.stderr) == []
     words = ("reward.judge.model=m", "reward.judge.retries=0", "reward.judge.timeout=1")
-    words += ("reward.judge.base_url=http://me:PLANTpw@127.0.0.1:9/v1",)
-    words += ("reward.judge.api_key_env=JUDGE_LOGIN",)
+    words += (
+        "reward.judge.base_url=http://me:PLANTpw@127.0.0.1:9/v1",
+        "reward.judge.api_key_env=JUDGE_LOGIN",
+    )
     judge = start(tmp_path, "online=true", "reward=judge", "exp_name=j", *words)
     assert judge.returncode != 0
     assert found(tmp_path / "runs", judge.stdout, judge.stderr) == []
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        *("cache_dir=/dev/null/x", "loss.beta=PLANTwrong token=PLANTx", "callbacks.c=3", "-m seed=1,2"),
-        *(
-            "hydra.output_subdir=hyd hydra.run.dir=runs",
-            "hydra.mode=MULTIRUN hydra.sweep.dir=runs",
-            "--multir seed=1,2",
-        ),
-    ],
-)
+WRONG = ("cache_dir=/dev/null/x", "loss.beta=PLANTwrong token=PLANTx", "callbacks.c=3", "-m seed=1,2")
+WRONG += ("hydra.output_subdir=hyd hydra.run.dir=runs", "hydra.mode=MULTIRUN hydra.sweep.dir=runs")
+
+
+@pytest.mark.parametrize("wrong", [*WRONG, "--multir seed=1,2"])
 def test_no_key_is_in_a_message_or_a_traceback(tmp_path, wrong):
     run = start(tmp_path, *wrong.split(), "loss=dpo", env={"PYTHONFAULTHANDLER": "1"})
     assert run.returncode != 0

@@ -19,13 +19,14 @@ from config.schema import Config
 from data.batches import Segment
 from data.types import Example
 from data.views import mismatched
-from models.policy import Policy
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
 from tests.integration.test_two_models import make_policy
 from tests.tiny import ROOT, tiny_llama
 
 STEPS, BOUNDS = 10, (-0.05, 0.08)
 UNITS = {"dpo": 4, "kto": 8, "grpo": 8}
+QUIET = {"logging_steps": 1, "report_to": "none", "save_strategy": "no"}
+QUIET |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
 NUMBERS = {
     "dpo": ["beta"],
     "kto": ["beta", "desirable_weight", "undesirable_weight"],
@@ -123,18 +124,12 @@ def with_trl(
         adam_beta2=0.999,
         adam_epsilon=config.eps,
         max_grad_norm=config.model.max_grad_norm,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
         train_sampling_strategy="sequential",
         disable_dropout=True,
+        **QUIET,
         **{name: config.loss[name] for name in NUMBERS[loss]},
         **({"num_generations": 2, "use_bias_correction_kl": False} if loss == "grpo" else {}),
     )
-    low, high = config.log_epsilon_P, config.log_epsilon_R
     examples = [example for batch in batches for example in batch]
     if loss == "kto":
         examples = [e for batch in batches for e in mismatched(batch, config.model.max_length)]
@@ -147,29 +142,19 @@ def with_trl(
         args=arguments,
         processing_class=AutoTokenizer.from_pretrained(folder),
         train_dataset=Dataset.from_list(rows),
-        log_epsilon_P=low,
-        log_epsilon_R=high,
+        log_epsilon_P=config.log_epsilon_P,
+        log_epsilon_R=config.log_epsilon_R,
         sync_freq=config.sync_freq,
     )
     trainer.train()
     return trainer
 
 
-CASES = [
-    ("dpo", 3, True, 2),
-    ("kto", 3, False, 1),
-    ("grpo", 1, False, 2),
-]
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return float(sum((one[name] - other[name]).detach().square().sum() for name in one) ** 0.5)
 
 
-def distances(ours: Any, theirs: Any, start: Policy) -> tuple[float, float]:
-    """How far our weights are from the first ones, and how far TRL's are from ours, as one norm each."""
-    final, trained = weights(ours), dict(theirs.model.named_parameters())
-    begun = {name: p.detach() for name, p in start.named_parameters() if p.requires_grad}
-    moved = sum(float((final[name] - p).square().sum()) for name, p in begun.items()) ** 0.5
-    same = {name: trained[name.removeprefix("model.")].detach() for name in begun}
-    apart = sum(float((final[name] - p).square().sum()) for name, p in same.items()) ** 0.5
-    return moved, apart
+CASES = [("dpo", 3, True, 2), ("kto", 3, False, 1), ("grpo", 1, False, 2)]
 
 
 @pytest.mark.parametrize(("loss", "k", "lora", "accumulation"), CASES)
@@ -183,7 +168,10 @@ def test_ten_steps_of_trl_are_ten_of_ours(
     ours, lines = run(config, segment, make_trainer(config, copy.deepcopy(start)))
     model = copy.deepcopy(start.model) if lora else str(folder)
     theirs = with_trl(loss, config, segment, folder, model, accumulation)
-    moved, apart = distances(ours, theirs, start)
+    begun = {name: p for name, p in start.named_parameters() if p.requires_grad}
+    trained = dict(theirs.model.named_parameters())
+    moved = distance(begun, weights(ours))
+    apart = distance({name: trained[name.removeprefix("model.")] for name in begun}, weights(ours))
     assert moved > 0.1 and apart < 1e-5 * moved
     said = theirs.state.log_history[:STEPS]
     assert [line["loss"] for line in said] == pytest.approx([line["loss"] for line in lines], abs=1e-5)
@@ -200,21 +188,9 @@ def test_grpo_samples_and_trains_by_itself_without_a_kl_term(tmp_path: Path, fol
 
     from tools.humanline_trl import HumanlineGRPOTrainer
 
-    args = trl.GRPOConfig(
-        output_dir=str(tmp_path),
-        max_steps=4,
-        per_device_train_batch_size=4,
-        num_generations=4,
-        num_iterations=2,
-        max_completion_length=6,
-        learning_rate=0.01,
-        report_to="none",
-        logging_steps=1,
-        save_strategy="no",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-    )
+    numbers = {"max_steps": 4, "per_device_train_batch_size": 4, "num_generations": 4, "num_iterations": 2}
+    numbers |= {"max_completion_length": 6, "learning_rate": 0.01}
+    args = trl.GRPOConfig(output_dir=str(tmp_path), **numbers, **QUIET)
 
     def reward(completion_ids, **_):
         return [float(ids[0]) for ids in completion_ids]
@@ -238,7 +214,7 @@ def test_settings_that_would_ask_another_reference_are_refused(
     from tools.humanline_trl import HumanlineDPOTrainer
 
     rows = Dataset.from_list([{"prompt": "1+1=", "chosen": "2", "rejected": "3"}])
-    common = {"output_dir": str(tmp_path), "report_to": "none", "use_cpu": True, "bf16": False}
+    common = {"output_dir": str(tmp_path)} | QUIET
     for setting, remedy in (
         ({"sync_ref_model": True}, "sync_ref_model=True.*set it to False"),
         ({"precompute_ref_log_probs": True}, "precompute_ref_log_probs=True.*set it to False"),

@@ -15,7 +15,6 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from common.ports import free_port
 from common.worker_process import WorkerError
 from config.cli import guarded
 from data.chat import Renderer
@@ -30,7 +29,7 @@ from rollouts.vllm.engines import Engines
 from rollouts.vllm.sampler import VllmSampler, installed
 from tests import programs
 from tests.integration.online import assert_same, lines, rounds, run_online, scored_again
-from tests.tiny import make_config
+from tests.tiny import TINY, make_config
 from tests.tiny_tokenizers import tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(
@@ -53,21 +52,9 @@ def make_model(seed: int) -> LlamaForCausalLM:
     """Tied embeddings, as small models have them, and settings of its own that no sampler may follow: end
     token, top-k, penalty."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(TOKENIZER),
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=512,
-            tie_word_embeddings=True,
-            initializer_range=0.15,
-            eos_token_id=NOT_A_STOP,
-            bos_token_id=None,
-        )
-    ).eval()
+    own = {"vocab_size": len(TOKENIZER), "hidden_size": 64, "initializer_range": 0.15, "bos_token_id": None}
+    config = LlamaConfig(**(TINY | own), tie_word_embeddings=True, eos_token_id=NOT_A_STOP)
+    model = LlamaForCausalLM(config).eval()
     model.generation_config = GenerationConfig(
         do_sample=True, top_k=1, repetition_penalty=2.0, eos_token_id=NOT_A_STOP
     )
@@ -90,17 +77,18 @@ class World:
         self.model.save_pretrained(path)
         return path
 
+    def probed(self, sampler: VllmSampler, dtype: str = "float32", previous: Any = None) -> Any:
+        """The engine's numbers against the trainer's."""
+        (engine,) = sampler.nodes.engines.logprobs(ROWS)
+        own = [self.logprobs(row.prompt_ids.tolist(), row.completion_ids.tolist()) for row in ROWS]
+        return check_probe(engine, own, dtype, previous)
+
     @torch.no_grad()
     def logits(self, ids: list[int]) -> torch.Tensor:
         """[tokens, V] float32"""
         return self.model(torch.tensor([ids])).logits[0].float()
 
-    def logprobs(self, rows: list[Sequence]) -> list[list[float]]:
-        return [
-            self.completion_logprobs(row.prompt_ids.tolist(), row.completion_ids.tolist()) for row in rows
-        ]
-
-    def completion_logprobs(self, prompt: list[int], completion: list[int]) -> list[float]:
+    def logprobs(self, prompt: list[int], completion: list[int]) -> list[float]:
         values = self.logits([*prompt, *completion]).log_softmax(-1)[len(prompt) - 1 : -1]
         return values.gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()
 
@@ -113,15 +101,11 @@ class World:
         return tuple(tokens)
 
 
-def random_rows(n: int = 12) -> list[Sequence]:
-    rng = np.random.default_rng(0)
-    return [
-        Sequence(*(rng.integers(0, len(TOKENIZER), rng.integers(1, 60)).astype(np.int32) for _ in range(2)))
-        for _ in range(n)
-    ]
-
-
-ROWS = random_rows()
+rng = np.random.default_rng(0)
+ROWS = [
+    Sequence(*(rng.integers(0, len(TOKENIZER), rng.integers(1, 60)).astype(np.int32) for _ in range(2)))
+    for _ in range(12)
+]
 
 
 @pytest.fixture(scope="module")
@@ -129,19 +113,15 @@ def world(tmp_path_factory) -> World:
     return World(tmp_path_factory.mktemp("vllm"))
 
 
-def engines(folder: Path, *overrides: str) -> VllmSampler:
-    limits = (f"model.max_length={MAX_LENGTH}", "model.max_prompt_length=48", "sampler.cpu_kv_cache_gb=0.125")
-    config = make_config("sampler=vllm", *limits, *overrides)
-    return VllmSampler(config, RENDERER, start(), folder)
-
-
 @pytest.fixture(scope="module")
 def sampler(world: World) -> Iterator[VllmSampler]:
     """The size of its cache is what is set, whatever the environment says; and nothing is compiled."""
+    limits = (f"model.max_length={MAX_LENGTH}", "model.max_prompt_length=48", "sampler.cpu_kv_cache_gb=0.125")
+    config = make_config("sampler=vllm", *limits)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(world.folder / "compiled"))
-        with closing(engines(world.folder)) as sampler:
+        with closing(VllmSampler(config, RENDERER, start(), world.folder)) as sampler:
             sampler.nodes.engines.load(world.written(), world.version)
             assert "Explicitly set (0.12/" in (world.folder / "vllm-0.log").read_text()
             assert not list((world.folder / "compiled").rglob("*.py"))
@@ -153,8 +133,7 @@ def test_greedy_tokens_and_log_probabilities_are_transformers_own_in_every_round
     to be used again."""
     previous, worker = None, sampler.nodes.engines._workers[0].pid
     for _ in range(3):
-        (engine,) = sampler.nodes.engines.logprobs(ROWS)
-        previous = check_probe(engine, world.logprobs(ROWS), "float32", previous)
+        previous = world.probed(sampler, previous=previous)
         assert previous.largest < 1e-4
         samples = sampler.sample(PROMPTS, 1, GREEDY, seed=0)
         assert [row[0].token_ids for row in samples] == [
@@ -176,24 +155,23 @@ def test_an_answer_in_parts_goes_on_behind_its_own_tokens(sampler, world, monkey
 
 
 def test_older_weights_under_a_new_version_are_caught(sampler, world):
-    rows = ROWS
-    before = check_probe(sampler.nodes.engines.logprobs(rows)[0], world.logprobs(rows), "float32")
+    before = world.probed(sampler)
     old = world.written()
     world.publish(50)
     sampler.nodes.engines.load(old, world.version)
     with pytest.raises(WorkerError, match="does not have the trainer's weights"):
-        check_probe(sampler.nodes.engines.logprobs(rows)[0], world.logprobs(rows), "bfloat16")
+        world.probed(sampler, "bfloat16")
     sampler.nodes.engines.load(world.written(), world.version)
-    now = check_probe(sampler.nodes.engines.logprobs(rows)[0], world.logprobs(rows), "float32", before)
+    now = world.probed(sampler, previous=before)
     # A step so small that bfloat16's noise would hide it.
     with torch.no_grad():
         world.model.get_input_embeddings().weight.mul_(1.0005)
     world.version += 1
     sampler.nodes.engines.load(world.folder / f"weights-{world.version - 1}", world.version)
     with pytest.raises(WorkerError, match="older weights"):
-        check_probe(sampler.nodes.engines.logprobs(rows)[0], world.logprobs(rows), "bfloat16", now)
+        world.probed(sampler, "bfloat16", now)
     sampler.nodes.engines.load(world.written(), world.version)
-    check_probe(sampler.nodes.engines.logprobs(rows)[0], world.logprobs(rows), "bfloat16", now)
+    world.probed(sampler, "bfloat16", now)
 
 
 def test_a_sample_ends_at_a_stop_token_or_at_the_limit_and_says_which(sampler):
@@ -205,16 +183,14 @@ def test_a_sample_ends_at_a_stop_token_or_at_the_limit_and_says_which(sampler):
         assert sample.finished == (sample.token_ids[-1] in stops)
         assert sample.finished or len(sample.token_ids) == settings.max_tokens
     assert 0 < sum(sample.finished for sample in samples) < len(samples)
-    assert any(NOT_A_STOP in sample.token_ids[:-1] for sample in samples), (
-        "the model's own end token ended samples"
-    )
+    assert any(NOT_A_STOP in sample.token_ids[:-1] for sample in samples), "the model's own end ended them"
 
 
 def test_the_engines_log_probabilities_are_at_temperature_1_without_top_p(sampler, world):
     for prompt, row in zip(PROMPTS, sampler.sample(PROMPTS, 2, PAPERS, seed=1), strict=True):
         for sample in row:
             assert len(sample.logprobs) == len(sample.token_ids)
-            theirs = world.completion_logprobs(RENDERER.prompt_ids(prompt).tolist(), list(sample.token_ids))
+            theirs = world.logprobs(RENDERER.prompt_ids(prompt).tolist(), list(sample.token_ids))
             assert sample.logprobs == pytest.approx(theirs, abs=1e-4)
 
 
@@ -242,23 +218,18 @@ def test_equal_calls_give_equal_samples_and_other_seeds_others(sampler):
     assert all(len({sample.token_ids for sample in row}) == 4 for row in first)
 
 
-def test_an_engine_without_weights_refuses_to_sample(sampler, world):
+def test_an_engine_that_sleeps_is_woken_by_its_weights_and_one_that_is_killed_is_an_error(sampler, world):
+    """The last test of this engine."""
     sampler.sleep()
     assert sampler.nodes.engines.version is None
     world.version += 1
-    sampler.nodes.engines.load(world.written(), world.version)  # a load wakes it
-    check_probe(sampler.nodes.engines.logprobs(ROWS)[0], world.logprobs(ROWS), "float32")
-
-
-def test_a_killed_engine_is_an_error_and_not_a_hang(sampler):
-    """The last test of this engine."""
+    sampler.nodes.engines.load(world.written(), world.version)
+    world.probed(sampler)
     os.kill(sampler.nodes.engines._workers[0].pid, signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(WorkerError, match="died"):
         sampler.sample(PROMPTS, 1, GREEDY, seed=0)
-    assert time.monotonic() - began < 120, (
-        "as long as a machine may be busy, not as long as an answer may take"
-    )
+    assert time.monotonic() - began < 120, "as long as a machine may be busy, not as an answer may take"
     with pytest.raises(WorkerError, match="call load first"):
         sampler.sample(PROMPTS, 1, GREEDY, seed=0)
 
@@ -272,10 +243,16 @@ RUN += ("model.logit_temperature=0.7", "sampler.temperature=0.7")
 RANKS = 2
 
 
-def rank(folder: str, killed: str, *words: str) -> None:
-    """The run as one rank. ``killed``: the engine of the second node is killed while the second round is sampled;
-    it stands still in between, or it might be done by then."""  # noqa: E501
-    generate, first = Engines.generate, [bool(killed) and os.environ["RANK"] == "1"]
+def rank(folder: str, nodes: str, killed: str, *words: str) -> None:
+    """The run as one rank, on one node or on a node of its own with its own TMPDIR. ``killed``: the engine of
+    the second node is killed while the second round is sampled; it stands still in between, or it might be
+    done by then."""
+    number = int(os.environ["RANK"])
+    node = number if int(nodes) == RANKS else 0
+    (tmp := Path(folder) / f"tmp-{node}").mkdir(parents=True, exist_ok=True)
+    os.environ |= {"LOCAL_RANK": str(number - node), "GROUP_RANK": str(node), "TMPDIR": str(tmp)}
+    os.environ["LOCAL_WORLD_SIZE"] = str(RANKS // int(nodes))
+    generate, first = Engines.generate, [bool(killed) and number == 1]
 
     def killed_soon(self: Engines, *of: Any) -> Any:
         if self.version == 1 and first and first.pop():
@@ -289,18 +266,9 @@ def rank(folder: str, killed: str, *words: str) -> None:
 
 
 def finished(folder: Path, nodes: int, killed: str, *words: str) -> str:
-    """What two ranks print that run to the end, on one node or on two, each with a TMPDIR of its own."""
+    """What two ranks print that run to the end."""
     code = "import sys; from tests.integration.test_vllm import rank; rank(*sys.argv[1:])"
-    common = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    common |= {"TORCHELASTIC_RUN_ID": folder.name, "LOCAL_WORLD_SIZE": str(RANKS // nodes)}
-    ranks = []
-    for number in range(RANKS):
-        node = number if nodes == RANKS else 0
-        (folder / f"tmp-{node}").mkdir(parents=True, exist_ok=True)
-        own = {"RANK": str(number), "LOCAL_RANK": str(number - node), "GROUP_RANK": str(node)}
-        own |= {"TMPDIR": str(folder / f"tmp-{node}")}
-        ranks.append(programs.start("-c", code, folder, killed, *words, env=common | own))
-    return programs.finished(ranks)
+    return programs.finished(programs.ranks(RANKS, "-c", code, folder, str(nodes), killed, *words))
 
 
 def test_two_nodes_one_without_its_engine_give_the_bits_of_one_node_with_as_many(tmp_path: Path) -> None:
