@@ -119,7 +119,8 @@ class Synced(SecondModel):
         if updated is self.late and self.due(t):
             with torch.no_grad():
                 for mine, theirs in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
-                    mine.lerp_(theirs, self.alpha)
+                    if theirs.requires_grad:  # others never move, and 4 bits are no numbers
+                        mine.lerp_(theirs, self.alpha)
 
 
 def assert_identical(
