@@ -19,7 +19,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
-from common.errors import ConfigError
+from common.errors import ConfigError, StoppedError
 from jobs.same_data import check_inputs, file_inputs
 from tests.integration.online import cut_off
 from tests.tiny import ROOT, make_config
@@ -173,6 +173,22 @@ def test_an_exchanged_input_is_refused_by_its_name_its_file_and_what_accepts_it(
     (noted, *_) = json.loads((run / "run.json").read_text())["went_on_with_other"]
     assert noted["model.name_or_path"][0] != noted["model.name_or_path"][1]
     assert go_on()["steps"] > 1, "what it goes on with is recorded"
+
+
+@pytest.mark.usefixtures("code")
+def test_a_round_whose_reward_was_repaired_goes_on_as_the_message_says(tmp_path: Path) -> None:
+    inputs(tmp_path)
+    text("return [", "raise RuntimeError('out of order')\n    return [")(tmp_path / "own_rewards.py")
+    online = words(tmp_path, "online")
+    with pytest.raises(StoppedError, match=r"out of order(.|\n)*says what accepts changed code"):
+        train(make_config(*online), "run")
+    text("    raise RuntimeError('out of order')\n", "")(tmp_path / "own_rewards.py")
+    with pytest.raises(ConfigError, match=OF_FUNCTION) as refused:
+        train(make_config(*online), "run")
+    samples = (tmp_path / "run" / "rounds" / "000" / "samples.jsonl").read_bytes()
+    added = re.findall(r"'(resume_with_other=\S+)'", str(refused.value))
+    assert train(make_config(*online, *added), "run")["steps"] > 0
+    assert (tmp_path / "run" / "rounds" / "000" / "samples.jsonl").read_bytes() == samples
 
 
 def test_a_commit_of_the_hub_says_its_files_and_an_unread_file_has_its_digest(

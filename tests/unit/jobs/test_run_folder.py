@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError
+from common.errors import ConfigError, DataError
 from config.load import LOCK, MARKER, RECORD, VERSION, load_run, marked, started
 from config.removed import LAST
 from config.schema import Config
 from evals.targets import settings_of_run
+from jobs.online import RoundRecords
 from jobs.run_folder import SELECTION, RunFolder
+from models import distributed
+from rollouts.ledger import RoundFolder
 from tests.full_disk import full_disk
 from tests.tiny import compose_config
 from tests.tiny_files import ROOT, everything
@@ -195,3 +198,11 @@ def test_a_full_disk_refuses_a_new_run_in_a_sentence(at):
             folder.prepare()
         folder.release()
     assert begin(at(), "a").exists() and begin(at(), "b").exists()
+
+
+def test_a_round_that_is_gone_is_one_message(tmp_path, monkeypatch):
+    monkeypatch.setattr(distributed, "on_main", lambda work: work())
+    config = compose_config([])
+    records = RoundRecords(config, tmp_path, lambda index: RoundFolder(tmp_path / f"rounds/{index:03d}"))
+    with pytest.raises(DataError, match=r"rounds/000/round\.json is not as it was written \(it is gone\)"):
+        records.close(0)

@@ -45,6 +45,9 @@ def test_a_test_that_means_nothing_is_refused_with_the_file(tmp_path):
         ({"cells": ["plain", "trained"]}, "helps: cells=trained: is no cell of the sweep: plain, hl, online"),
         ({"cells": ["hl"]}, r"tests\[1\].cells=\['hl'\]: must be two cells"),
         ({"metric": "accuracy"}, r"tests\[1\].metric=accuracy: must be a number of a finished run"),
+        ({"cells": ["plain", []]}, r"tests\[1\].cells=\['plain', \[\]\]: must be two cells"),
+        ({"kind": "equal"}, r"tests\[1\].kind=equal: use one of different, same"),
+        ({"margin": 1}, r"tests\[1\].margin=1: .* cells, effect, kind, metric, name"),
         ({"effect": 0}, r"tests\[1\].effect=0.0: must be the smallest difference"),
         ({"name": "hl − online"}, r"tests\[1\].name=hl − online: must be a text that no other test has"),
     ]:

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from common.errors import ConfigError
+from data.batches import collate
+from data.types import Sequence
 from tests.tiny import make_config
 from trainers.corrections import Behavior, Correction, with_sample_size
 from trainers.losses import shapes
@@ -161,6 +163,9 @@ def test_metrics_say_how_much_is_left():
     ("words", "said"),
     [
         ("loss=dpo correction=truncated", "weighs tokens, and of loss=dpo nothing"),
+        ("loss=sft data=adder-sft correction=masked", "and of loss=sft nothing can be weighed"),
+        ("loss=grpo online=true correction=masked", "divides by log-probabilities at temp"),
+        ("loss=grpo online=true correction=negative_masked", "masks tokens by log-probabilities at temp"),
         ("loss=grpo correction=masked correction.low=6", "high=5.0: must be above correction.low=6"),
     ],
 )
@@ -168,3 +173,15 @@ def test_what_means_nothing_is_refused(words, said):
     with pytest.raises(ConfigError) as caught:
         make_config(*words.split())
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_they_travel_with_their_row(pack):
+    """A row that got an end token behind what was sampled does not know that token's."""
+    row = Sequence(np.arange(2, dtype=np.int32), np.arange(3, dtype=np.int32), np.float32([-1, -2, math.nan]))
+    other = Sequence(np.arange(3, dtype=np.int32), np.arange(4, dtype=np.int32))
+    found = collate([row, other], torch.device("cpu"), pack).behavior_logprobs
+    assert found is not None and found.shape == (2, 4)
+    assert found[0, :2].tolist() == [-1, -2] and found[0, 2:].isnan().all() and found[1].isnan().all()
+    assert collate([other], torch.device("cpu"), pack).behavior_logprobs is None
+    assert row.key == Sequence(row.prompt_ids, row.completion_ids).key

@@ -22,6 +22,9 @@ from trainers.humanline import (
     rejected,
     rule_of,
 )
+from trainers.losses.base import TokenScores
+from trainers.losses.dpo import dpo
+from trainers.losses.grpo import grpo
 
 PAPER = Humanline(-1.5, 1.5)
 
@@ -96,14 +99,37 @@ def test_rejection_rates_are_those_of_the_two_beta_distributions(constants):
         assert found == pytest.approx(1 - accept, abs=5 * math.sqrt(accept * (1 - accept) / n) + 1e-12)
 
 
+def log_ratios():
+    return torch.linspace(-4, 4, 400).reshape(4, 100).double()
+
+
 def test_the_limit_accepts_what_clipping_leaves_alone():
     """Its derivative is clipping's, and its values are unclamped."""
-    leaf = torch.linspace(-4, 4, 400).reshape(4, 100).double().requires_grad_()
+    leaf = log_ratios().requires_grad_()
     reject = rejected(leaf, log_thresholds(LIMIT, 0, 0, list("abcd"), 100))
     assert torch.equal(~reject, (leaf >= -1.5) & (leaf <= 1.5))
     sampled, clipped = detach_rejected(leaf, reject), PAPER.clip(leaf)
     gradients = [torch.autograd.grad(values.sum(), leaf)[0] for values in (sampled, clipped)]
     assert torch.equal(*gradients) and torch.equal(sampled, leaf) and not torch.equal(sampled, clipped)
+
+
+def test_in_the_limit_grpos_gradients_are_clippings_and_dpos_are_not():
+    leaf = log_ratios().requires_grad_()
+    mask = torch.ones_like(leaf, dtype=torch.bool)
+    reject = rejected(leaf, log_thresholds(LIMIT, 0, 0, list("abcd"), 100))
+    gradients = []
+    for made in (detach_rejected(leaf, reject), PAPER.clip(leaf)):
+        scores = TokenScores(leaf.detach(), torch.zeros_like(leaf), made, mask)
+        totals = (
+            grpo(scores, torch.tensor([1.0, -1.0, 0.5, -0.5]).double(), beta=0.0, epsilon=0.15).total,
+            dpo(*scores.split(2), beta=0.001).total,
+        )
+        gradients.append([torch.autograd.grad(total, leaf, retain_graph=True)[0] for total in totals])
+    (grpo_sampled, dpo_sampled), (grpo_clipped, dpo_clipped) = gradients
+    assert grpo_sampled.any()
+    assert torch.equal(grpo_sampled, grpo_clipped)
+    assert torch.equal(dpo_sampled != 0, dpo_clipped != 0)
+    assert not torch.allclose(dpo_sampled, dpo_clipped, rtol=1e-3)
 
 
 def test_a_draw_depends_on_seed_step_row_and_position_alone():

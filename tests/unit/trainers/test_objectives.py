@@ -14,11 +14,15 @@ from data.batches import Segment
 from data.types import Completion, Example, Group, Prompt, Sequence, Turn
 from data.views import centred_advantages, group_advantages
 from jobs.online import view_of_rounds
+from models.checkpoint import Checkpoints
+from models.distributed import start
 from models.heads import RewardModel, ValuePolicy
+from models.sharding import local
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
 from tests.tiny import KINDS, make_config, tiny_llama, tiny_policy
 from trainers.assembly import make_loss, trainer_class
 from trainers.losses.ppo import gae
+from trainers.ppo import moments
 from trainers.sft import ConditionedSFTTrainer, control_tokens
 
 MORE = {"bradley_terry": "pairs", "ppo": "labelled", "csft": "labelled", "dr_grpo": "weighted"}
@@ -61,6 +65,27 @@ def test_humanline_and_online_are_refused_without_a_reference(loss):
         make_config(f"loss={loss}", "humanline=true")
     with pytest.raises(ConfigError, match="fixed data set"):
         make_config(f"loss={loss}", "online=true", "reward=adder")
+
+
+@pytest.mark.parametrize("loss", ["ppo", "dr_grpo"])
+def test_with_humanline_the_reference_is_one_step_behind(tmp_path, loss):
+    _, lines = trained(tmp_path, loss, "humanline=true", "sync_freq=1")
+    assert [line["reference_step"] for line in lines] == [0, 0, 1, 2, 3, 4][: len(lines)]
+
+
+def test_what_an_objective_keeps_is_in_its_checkpoint(tmp_path):
+    trainer, _ = trained(tmp_path, "ppo", pairs=8)
+    kept = Checkpoints(tmp_path / "checkpoints", start(), 1)
+    kept.save(6, trainer.policy, trainer.optimizer, {}, {})
+    fresh = make_trainer(trainer.config, policy_for("ppo"))
+    kept.load(kept.path(6), fresh.policy, fresh.optimizer)
+    found, expected = (local(t.policy.state_dict()["value_head.weight"]) for t in (fresh, trainer))
+    assert torch.equal(found, expected) and expected.any()
+
+
+def test_moments_are_the_masked_places():
+    values, mask = torch.tensor([[1.0, 3.0, float("nan")]]), torch.tensor([[True, True, False]])
+    assert [float(x) for x in moments([(values, mask), (values + 4, mask)])] == [4.0, pytest.approx(5**0.5)]
 
 
 def test_a_reward_model_learns_to_prefer(tmp_path):
