@@ -27,7 +27,7 @@ from tests.docs_workspace import copy_of_the_repository, installed
 NOT_RUN = {
     r"pip install|make torch-oldest|make (venv|eval-tools)": "would change the environment of the tests",
     r"make smollm2|python -m tools\.gguf": "would fetch a package; test_gguf.py converts files of its kind",
-    r"make real": "is half an hour of training; tests/unit/test_real_gates.py tries its parts",
+    r"make real": "is half an hour of training; tests/unit/test_benchmarks.py tries its parts",
     r"make (docs|torture|test|test-quick)$": "test_docs_site.py, test_torture.py and all tests do it",
     r"hf |wandb sync|python export\.py .*--push-to-hub": "asks a hub; tests/integration/test_hub.py is one",
     r"python -m launch\.results (\S+surface\.yaml --frontier|\S+claim\.yaml|runs/pilot)": "wants more runs; "

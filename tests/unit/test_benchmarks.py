@@ -1,5 +1,5 @@
-"""The benchmarks: the floor recomputed by hand, scripts that run where they must, and the gates on a real
-model, as far as they need none."""
+"""The benchmarks: the floor recomputed by hand, fair halves, scripts that run where they must, and the gates
+on a real model, as far as they need none."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import copy
 import json
 import re
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,22 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import gpu, quick
+from benchmarks import gpu, quick, trl_compare
+from benchmarks.measure import Sample, Spread, alternate, ratio
 from benchmarks.quick import settings_of
-from benchmarks.real import Suite, engine, memory
-from benchmarks.steps import forward, make_trainer, random_policy, score_all, segment_of, shape
-from data.types import Sequence
+from benchmarks.real import BAND, PAIRS, PROMPTS, Suite, engine, memory, sanity_pairs
+from benchmarks.steps import (
+    forward,
+    make_trainer,
+    random_policy,
+    score_all,
+    segment_of,
+    shape,
+)
+from data.constraints import all_met
+from data.types import Completion, Prompt, Sequence, Turn
 from data.views import mismatched
+from rollouts.rounds import SampledPrompt
 from trainers.syncing import SyncedReference
 
 
@@ -68,6 +79,20 @@ def test_the_floor_of_a_step_is_what_a_real_step_multiplies(base, loss, variant)
     assert float(counter.get_total_flops()) == expected and bool(other) == (loss == "kto")
 
 
+def test_pieces_of_variants_alternate_and_a_ratio_is_of_neighbours():
+    order = []
+
+    def variant(name, pieces=2):
+        return lambda: [lambda: order.append(name), lambda: order.append(name.upper())][:pieces]
+
+    found = alternate({name: variant(name) for name in "ab"}, rounds=2)
+    assert "".join(order) == "abBAbaAB" and len(found["a"]) == 2
+    with pytest.raises(ValueError, match="longer"):
+        alternate({"a": variant("a", 1), "b": variant("b")}, rounds=1)
+    a, b = [Sample(2, 4), Sample(3, 30)], [Sample(1, 2), Sample(1, 10)]
+    assert ratio(a, b) == ratio(a, b, "wall") == Spread(2.5, 2, 3)
+
+
 def test_the_guard_measures_what_the_baseline_has_and_sees_a_real_slowdown(base, monkeypatch):
     """Every sync scores what is coming four times more than it must."""
     monkeypatch.setattr(quick, "ROUNDS", 1)
@@ -94,6 +119,34 @@ def test_a_gpus_benchmark_runs_without_one(monkeypatch, capsys):
     said = capsys.readouterr().out
     assert re.search(r"\d tokens/s, MFU 0\.0%; [\d.]+ tokens a step in .* balance 1\.00", said), said
     assert "peak: " in said and "estimate: the process takes" in said
+
+
+def test_a_side_runs_in_a_process_of_its_own():
+    args = Namespace(pairs=2, batch_pairs=2, model="tiny", at_once=1)
+    found = trl_compare.of_side("ours", args)
+    assert len(found.losses) == 1 and found.peak > 0
+    trl_compare.check_equal([0.5], [0.5 + 1e-6])
+    with pytest.raises(RuntimeError, match="losses differ"):
+        trl_compare.check_equal([0.5], [0.6])
+    (row,) = trl_compare.rows_of({"ours": [found]}, 2)
+    assert row[2].startswith("1.000")
+
+
+def sampled(i: int, right: int, of: int = 8) -> SampledPrompt:
+    prompt = Prompt((Turn("user", f"Describe {i}. Do not use any commas."),), json.dumps({"no_comma": None}))
+    texts = ["no comma"] * right + ["one, here"] * (of - right)
+    return SampledPrompt(prompt, tuple(Completion(text=text) for text in texts))
+
+
+def test_the_sanity_set_has_the_prompts_that_are_solved_now_and_then() -> None:
+    pairs = list(sanity_pairs([sampled(i, i % 9) for i in range(40)]))
+    assert len({pair.prompt.id for pair in pairs}) == PROMPTS
+    for pair in pairs:
+        texts = [completion.text or "" for completion in pair.completions]
+        assert all_met(texts, [pair.prompt.reference_answer] * 2) == [1.0, 0.0] and pair.rewards == (1.0, 0.0)
+        solved = int(pair.prompt.turns[0].content.split()[1].rstrip(".")) % 9 / 8
+        assert BAND[0] <= solved <= BAND[1]
+    assert max(sum(one.prompt == pair.prompt for one in pairs) for pair in pairs) == PAIRS
 
 
 def test_each_gate_passes_by_what_the_run_found(tmp_path: Path) -> None:
