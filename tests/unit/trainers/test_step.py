@@ -153,6 +153,9 @@ def test_after_the_warm_up_the_schedules_are_those_of_transformers(tmp_path, ste
         ours = [lr_factor(plan.done(i), plan.done(i + 1), config) for i in range(steps)]
         wanted = [(i + 1) / warm if i < warm else factor(i) for i in range(steps)]
         assert ours == pytest.approx(wanted, abs=1e-9) and min(ours) > 0
+    within = engine_config(tmp_path, "dpo", f"warmup={min(1.0, (warm + 0.5) / steps)}", "model.batch_size=3")
+    factors = [lr_factor(plan.done(i), plan.done(i + 1), within) for i in range(steps)]
+    assert max(factors) <= 1, "also where the warm-up ends within a step"
 
 
 @pytest.mark.parametrize("again", [True, False])

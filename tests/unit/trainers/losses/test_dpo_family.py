@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -80,3 +81,14 @@ def test_sppo():
     gains = [((pw - qw).sum(), (pl - ql).sum()) for (pw, qw), (pl, ql) in rows]
     wanted = sum((w - 3.0 * (1 - 0.5)) ** 2 + (lose - 3.0 * (0 - 0.5)) ** 2 for w, lose in gains)
     assert sppo(chosen, rejected, eta=3.0).total.item() == pytest.approx(wanted, rel=1e-12)
+
+
+def test_the_chosen_and_the_rejected_rows_keep_all_that_was_scored():
+    grid = torch.arange(10.0).reshape(5, 2)
+    beside = {"weights": grid + 30, "anchor": grid + 50, "entropy": grid + 60}
+    whole = TokenScores(grid, grid + 10, grid + 20, grid > 0, **beside)
+    chosen, rejected = whole.split(2)
+    for name, value in vars(whole).items():
+        assert torch.equal(getattr(chosen, name), value[:2]), name
+        assert torch.equal(getattr(rejected, name), value[2:]), name
+    assert replace(whole, weights=None).split(2)[0].weights is None
