@@ -77,7 +77,8 @@ def test_gradients_that_are_not_finite_stop_the_run_and_leave_their_batches(tmp_
     def poisoned(self, micro, scores, prepared):
         result = real(self, micro, scores, prepared)
         if self.progress.step in (2, 4, 5, 6):
-            return type(result)(result.total * float("nan"), result.metrics)
+            huge = 1e38 if self.progress.step == 2 else float("nan")  # of which the norm is infinite
+            return type(result)(result.total * huge, result.metrics)
         return result
 
     monkeypatch.setattr(PairedPreferenceTrainer, "compute_loss", poisoned)
