@@ -3,7 +3,9 @@ been: test_kills.py."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from tests import programs
 from tests.integration.online import lines
 from tests.tiny import ROOT, make_config
 from train import train
+from trainers import basic
 from trainers.paired import PairedPreferenceTrainer
 from trainers.sft import control_tokens
 
@@ -76,11 +79,13 @@ def test_gradients_that_are_not_finite_stop_the_run_and_leave_their_batches(tmp_
 
     def poisoned(self, micro, scores, prepared):
         result = real(self, micro, scores, prepared)
-        if self.progress.step in (2, 4, 5, 6):
-            huge = 1e38 if self.progress.step == 2 else float("nan")  # of which the norm is infinite
-            return type(result)(result.total * huge, result.metrics)
+        if self.progress.step in (4, 5, 6):
+            return type(result)(result.total * float("nan"), result.metrics)
         return result
 
+    steps, norm = itertools.count(), basic.clip_grad_norm
+    infinite = {2: math.inf}
+    monkeypatch.setattr(basic, "clip_grad_norm", lambda *of: norm(*of) * infinite.get(next(steps), 1))
     monkeypatch.setattr(PairedPreferenceTrainer, "compute_loss", poisoned)
     with pytest.raises(StoppedError, match="3 updates in a row"):
         train(settings(tmp_path, cache, "max_skipped_steps=3"), "run")
