@@ -356,9 +356,8 @@ class Renderer:
 
     def _open(self, prompt: Prompt) -> _Opened:
         text = self._render(prompt)
-        return _Opened(
-            prompt, text, np.array(self.encoder.with_bos(self.encoder.alone([text])[0]), dtype=np.int32)
-        )
+        ids = self.encoder.with_bos(self.encoder.alone([text])[0])
+        return _Opened(prompt, text, np.array(ids, dtype=np.int32))
 
     def _render(self, prompt: Prompt) -> str:
         """Return the prompt's text up to the point where the answer begins. Raises RenderError."""
