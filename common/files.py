@@ -73,14 +73,14 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} is nested too deeply") from error
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises OSError, and DataError for what is none."""
+def read_object(path: Path, remedy: str = "") -> dict[str, Any]:
+    """Return the JSON object in a file. Raises OSError, or DataError, which ends in ``remedy``."""
     try:
         content = read_json(path)
     except ValueError as error:
-        raise DataError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+        raise DataError(f"{path} is damaged ({type(error).__name__}: {error}){remedy}") from error
     if not isinstance(content, dict):
-        raise DataError(f"{path} is damaged (it holds no object)")
+        raise DataError(f"{path} is damaged (it holds no object){remedy}")
     return content
 
 

@@ -33,6 +33,7 @@ from reports.statistics import SeedMean, mean
 
 NO_NUMBERS = ("settings", "fingerprints", "config", "counts")
 """Parts of an evaluation file that say how it was made and on how much data."""
+BACK = "; put it back, or make it again"
 
 
 @dataclass(frozen=True)
@@ -125,13 +126,13 @@ def read_run(folder: Path, cell: str | None = None) -> Result:
     values: dict[str, float] = {}
     done = (folder / "summary.json").exists()
     if done:
-        summary = read_object(folder / "summary.json")
+        summary = read_object(folder / "summary.json", BACK)
         after: dict[str, Any] = dict(numbers(summary.get("after")))
         values = after | dict(numbers({key: summary.get(key) for key in ("tokens_per_second", "seconds")}))
         last = lines[-1] if lines else last_line(folder)
         lines = [*lines, after | {"step": last.get("step", -1) + 1, "examples": summary.get("examples", 0)}]
     for path in sorted((folder / "evals").glob("*.json")):
-        found = numbers(read_object(path), NO_NUMBERS)
+        found = numbers(read_object(path, BACK), NO_NUMBERS)
         values |= {f"{path.stem}/{key}": float(value) for key, value in found}
     return Result(
         folder.name,

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from common.errors import StoppedError
+from common.errors import StoppedError, require
 from common.imports import import_function
 from common.progress import SOON, pause
 from config.schema_rewards import RewardConfig
@@ -155,8 +155,10 @@ def make_reward(
     transformers. Raises ConfigError for a function that cannot be imported, a tokenizer without a chat
     template, or a missing math-verify.
     """
-    make = import_function("reward._target_", config.target)
-    return Reward(make(config.settings, device, log_dir), config.max_missing)
+    scorer = import_function("reward._target_", config.target)(config.settings, device, log_dir)
+    why = f"made a {type(scorer).__name__}, which does not extend Scorer (rollouts/rewards/base.py)"
+    require(isinstance(scorer, Scorer), "reward._target_", config.target, why)
+    return Reward(scorer, config.max_missing)
 
 
 def verdict_of(value: Any) -> float | Missing:

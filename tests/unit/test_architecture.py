@@ -49,13 +49,13 @@ BUDGETS = {
     "models": 4_753,
     "trainers": 2_694,
     "reports": 1_954,
-    "rollouts": 6_306,
+    "rollouts": 6_308,
     "jobs": 4_258,
     "evals": 1_618,
-    "launch": 2_808,
+    "launch": 2_809,
     "benchmarks": 1_055,
     "tools": 762,
-    "tests": 23_520,
+    "tests": 23_542,
 }
 
 

@@ -24,6 +24,7 @@ from data.groups import read_groups, write_groups
 from data.json_values import LARGEST
 from data.rows import Row
 from data.types import Prompt, Turn
+from jobs import stages
 from rollouts.rewards import pool
 from rollouts.rewards.base import Missing, Reward, RewardError, finite, make_reward, results
 from rollouts.rewards.function import columns
@@ -34,6 +35,7 @@ from rollouts.rewards.settings import (
     VerifierConfig,
     WeightedConfig,
 )
+from rollouts.rewards.verifier import VerifierReward
 from tests.programs import until
 from tests.tiny import make_config, reward_of
 
@@ -230,6 +232,24 @@ def test_settings_that_make_no_sense_are_refused(wrong, key):
     with pytest.raises(ConfigError) as error:
         wrong()
     assert error.value.key == key
+
+
+def test_what_is_no_scorer_is_refused_and_a_reward_that_cannot_be_used_is_closed(monkeypatch):
+    """The prompts are checked once the reward has its processes."""
+    closed, world = [], SimpleNamespace(is_main=True, device="cpu")
+
+    def refuse(self, prompts):
+        raise ConfigError("reward", "a", "asks for a column that no prompt has")
+
+    monkeypatch.setattr(stages, "on_every_rank", lambda work: [work()])
+    monkeypatch.setattr(VerifierReward, "check_prompts", refuse, raising=False)
+    monkeypatch.setattr(VerifierReward, "close", lambda self: closed.append(self))
+    with pytest.raises(ConfigError, match="no prompt has"):
+        stages.reward_on_ranks(changed(), world, None, [Prompt((Turn("user", "q"),))])
+    assert len(closed) == 1
+    monkeypatch.setattr("rollouts.rewards.verifier.make", lambda *settings: object())
+    with pytest.raises(ConfigError, match=r"reward\._target_=.*made a object, which does not extend Scorer"):
+        make_reward(changed())
 
 
 def test_the_sum_is_weighted_and_each_part_is_logged_and_may_be_normalised_apart(make):
