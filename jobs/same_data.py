@@ -1,4 +1,4 @@
-"""The inputs of a resumed run, compared with those that the run was started with. Every checkpoint's state has their
+"""The inputs of a resumed run, compared with those of its newest checkpoint. Every checkpoint's state has their
 fingerprints: another input at the same place would silently continue the run with other rows, weights or rewards.
 """  # noqa: E501
 

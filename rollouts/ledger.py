@@ -192,6 +192,6 @@ def sampled_line(sampled: SampledPrompt) -> Line:
 
 
 def sampled_of(line: Line) -> SampledPrompt:
-    """Parse a line that ``sampled_line`` made. Raises RowError."""
+    """Return the prompt and samples of a line of samples. Raises RowError."""
     group = from_dict(line | {"rewards": [0.0] * len(line["completions"])})
     return SampledPrompt(group.prompt, group.completions)

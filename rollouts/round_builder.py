@@ -1,7 +1,7 @@
 """The construction of a round in the stages of sampling, scoring, and keeping or dropping (paper, Algorithm
 1, lines 4 to 12). Each stage is on disk before the next begins.
 
-Only rank 0 runs this code. A stage that is already on disk, made from the same inputs, is not repeated.
+Rank 0 alone builds. A stage that is already on disk, made from the same inputs, is not repeated.
 """
 
 from __future__ import annotations
