@@ -45,19 +45,21 @@ def write_html(
     frontier: Figure | None,
     parts: Mapping[str, object],
 ) -> None:
-    """Write one self-contained page. ``parts``: what results.html.j2 shows as it is. With more than
-    ``MOST_CURVES`` cells, no curves are drawn."""
+    """Write one self-contained page, and beside it overview.svg, its first picture. ``parts``: what
+    results.html.j2 shows as it is. With more than ``MOST_CURVES`` cells, no curves are drawn."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
     )
     few = cells if len(cells) <= MOST_CURVES else []
     span = limits(few, metric)
     with rc_context(STYLE):
+        overview = svg(bars(cells, metric))
         drawn = {
-            "overview": svg(bars(cells, metric)),
+            "overview": overview,
             "reached": svg(frontier),
             "curves": [(cell.name, cell.progress, svg(curve(cell, metric, span))) for cell in few],
         }
+    write_whole(path.with_name("overview.svg"), overview)
     write_whole(path, environment.get_template("results.html.j2").render({**parts, **drawn}))
 
 
@@ -70,12 +72,11 @@ def svg(figure: Figure | None) -> str:
 def bars(cells: Sequence[Cell], metric: str) -> Figure:
     """Draw the mean and standard error of each cell with every seed as a dot; a cell without a finished run
     keeps its line, with a note."""
-    label = f"{in_words(metric)} (mean ± standard error over seeds; dots are seeds)"
     figure = Figure(figsize=(7, 0.6 + 0.32 * len(cells)))
     axes = figure.subplots()
     axes.set_yticks(range(len(cells)), [cell.name for cell in cells])
     axes.set_ylim(len(cells) - 0.5, -0.5)
-    axes.set_xlabel(label)
+    axes.set_xlabel(f"{in_words(metric)} (mean ± standard error over seeds; dots are seeds)")
     for row, cell in enumerate(cells):
         values = list(cell.values(metric).values())
         if (middle := mean(values)) is None:

@@ -12,8 +12,8 @@ correction compare the cells or, with --frontier, a sweep's arms with what is tr
 (launch/frontier.py). --power says what such tests can see. A sweep file with ``tests:`` has these decided
 instead (launch/decisions.py). Each cell has a learning curve. For a run that is not finished, the status is
 shown: not started, waiting, running, interrupted, or failed, which comes with the run's last message and its
-log. Writes results/<name>/: index.html, table.md, table.csv, tests.csv, runs.csv; prints the first two
-tables.
+log. Writes results/<name>/: index.html, overview.svg, table.md, table.csv, tests.csv, runs.csv; prints the
+first two tables.
 """
 
 from __future__ import annotations
@@ -229,8 +229,8 @@ def report(options: argparse.Namespace) -> str:
     parts["tests"] = test_table if tests else []
     drawn = None if frontier is None else frontier.figure()
     write_html(folder / "index.html", cells, metric, drawn, parts)
-    written = f"index.html, table.md, table.csv, tests.csv, runs.csv{', decisions.csv' if decided else ''}"
-    return f"{text}\n\nwritten to {folder}/: {written}"
+    written = "index.html, overview.svg, table.md, table.csv, tests.csv, runs.csv"
+    return f"{text}\n\nwritten to {folder}/: {written}{', decisions.csv' if decided else ''}"
 
 
 def measured_by(options: argparse.Namespace, results: Sequence[Result]) -> tuple[str, str]:
@@ -349,9 +349,8 @@ def load(options: argparse.Namespace) -> tuple[list[Result], str, list[str], Swe
         results = of_folders(options.sources, ROOT / options.logs)
         name = options.name or options.sources[0].resolve().name.rstrip("*-")
     else:
-        alone = len(options.sources) == 1
         why = "stands alone: give one sweep file, or run folders"
-        require(alone, "sources", files[0], why)
+        require(len(options.sources) == 1, "sources", files[0], why)
         sweep = read_sweep(files[0])
         name = options.name or sweep.name
         sweep = replace(sweep, name=name)

@@ -8,6 +8,7 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -149,6 +150,7 @@ def test_the_table_is_the_raw_numbers(tmp_path: Path) -> None:
         assert float(row[f"{METRIC} se"]) == pytest.approx(raw.std(ddof=1) / math.sqrt(3))
     page = (out / "index.html").read_text()
     assert page.count("<svg") == 3, "the cells, and each cell's curve"
+    assert (out / "overview.svg").read_text() in page and ElementTree.parse(out / "overview.svg")
     assert "<h2>Tests</h2>\n<p>Tests: " in page
     p = stats.ttest_rel(values["kto"], values["dpo"]).pvalue
     assert f"{p:.4f}" in (out / "table.md").read_text()
