@@ -20,8 +20,9 @@ def literal(text: str) -> str:
     return seen.translate(_MARKUP)
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table whose cells are Markdown already."""
-    lines = ["|" + "|".join(f" {cell} " if cell else " " for cell in row) + "|" for row in (header, *rows)]
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table whose cells are Markdown already; a bar or the end of a line in one ends no cell."""
+    cells = ([str(one).replace("|", "\\|").replace("\n", "<br>") for one in row] for row in (header, *rows))
+    lines = ["|" + "|".join(f" {cell} " if cell else " " for cell in row) + "|" for row in cells]
     lines.insert(1, "|" + "---|" * len(header))
     return "\n".join(lines)

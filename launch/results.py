@@ -85,11 +85,6 @@ def test_rows(comparisons: Sequence[Comparison]) -> list[list[str]]:
     return out
 
 
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    head, *body = ([cell.replace("|", "\\|") for cell in row] for row in rows)
-    return table(head, body)
-
-
 def failure(run: Result) -> str:
     """Return the last message of a failed run, protected from Markdown and HTML."""
     return f"- {run.name} failed: `{run.about.detail.replace('`', chr(39))}` ({run.about.log})"
@@ -209,13 +204,13 @@ def report(options: argparse.Namespace) -> str:
         [
             f"# {name}",
             notes[0],
-            markdown(cell_table),
+            table(cell_table[0], cell_table[1:]),
             *(["\n".join(map(failure, failed))] if failed else []),
             *notes[1:],
-            *([markdown(arms)] if arms else []),
-            *([markdown(test_table)] if tests else []),
-            *([NOTE.format(len(decisions)), markdown(decided)] if decided else []),
-            *([f"Power for {of}:", markdown(powers)] if powers else []),
+            *([table(arms[0], arms[1:])] if arms else []),
+            *([table(test_table[0], test_table[1:])] if tests else []),
+            *([NOTE.format(len(decisions)), table(decided[0], decided[1:])] if decided else []),
+            *([f"Power for {of}:", table(powers[0], powers[1:])] if powers else []),
         ]
     )
     write_whole(folder / "table.md", text + "\n")

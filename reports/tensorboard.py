@@ -38,8 +38,7 @@ class TensorBoard:
                 writer.add_scalar(key, value, step)
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        text = markdown.table(columns, ([_cell(value) for value in row] for row in rows))
-        self._opened(step).add_text(name, text, step)
+        self._opened(step).add_text(name, markdown.table(columns, rows), step)
 
     def histogram(self, name: str, counts: Sequence[int], edges: Sequence[float], step: int) -> None:
         inner = np.asarray(edges, dtype=np.float64)
@@ -74,11 +73,6 @@ class TensorBoard:
             text = json.dumps(self._config, indent=2, sort_keys=True, default=str)
             self._writer.add_text("config", _fenced(text), step)
         return self._writer
-
-
-def _cell(value: Any) -> str:
-    """Return a value as text that a cell of a Markdown table can hold."""
-    return str(value).replace("|", "\\|").replace("\n", "<br>")
 
 
 def _fenced(text: str) -> str:

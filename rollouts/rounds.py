@@ -116,7 +116,10 @@ def feedback(
         two = min(_pairs(by, config.tau), key=lambda pair: by[pair[0]] - by[pair[1]], default=None)
     else:
         two = _random_pair(group, config.tau, seed)
-    return TOO_EQUAL if two is None else [_only(group, two)]
+    if two is None:
+        return TOO_EQUAL
+    completions, rewards = zip(*((group.completions[i], group.rewards[i]) for i in two), strict=True)
+    return [replace(group, completions=completions, rewards=rewards)]
 
 
 def with_scores(sampled: SampledPrompt, scores: Sequence[float | None]) -> Group:
@@ -160,14 +163,6 @@ def with_threshold(config: RoundsConfig, scores: Iterable[Sequence[float | None]
     if not flat:
         return replace(config, threshold=0.0)
     return replace(config, threshold=float(np.mean(flat) if config.threshold == "mean" else np.median(flat)))
-
-
-def _only(group: Group, which: Sequence[int]) -> Group:
-    return replace(
-        group,
-        completions=tuple(group.completions[i] for i in which),
-        rewards=tuple(group.rewards[i] for i in which),
-    )
 
 
 def usable_prompts(prompts: list[Prompt], renderer: Renderer) -> tuple[list[Prompt], Counter[str]]:
