@@ -99,12 +99,16 @@ class RankMemory(Estimate):
     """The memory of the fullest rank, on ``card`` or on a CPU."""
 
     card: Card | None
+    asked: int = 0
+    """Held-out prompts, which the KL divergence of an evaluation takes its own from."""
+    checked: int = 0
+    """Answers to them in an evaluation that a verifier checks."""
 
     @classmethod
-    def of(cls, config: Config, ranks: int, card: Card | None) -> Self:
+    def of(cls, config: Config, ranks: int, card: Card | None, **answered: int) -> Self:
         """Raises ConfigError for an architecture that cannot be loaded."""
-        hf_config = architecture(config.model)
-        return cls(config, hf_config, Shape.of(config.model, hf_config), ranks, card is not None, card)
+        hf_config, on_gpu = architecture(config.model), card is not None
+        return cls(config, hf_config, Shape.of(config.model, hf_config), ranks, on_gpu, card, **answered)
 
     @property
     def overshoot(self) -> float:
@@ -155,19 +159,19 @@ class RankMemory(Estimate):
             "weights' hand-over": 4 * (shape.layer_numbers + shape.largest) / GIB + buffer,
         }
 
-    def answers(self, evaluates: bool) -> float:
+    @property
+    def answers(self) -> float:
         """Return the bytes that it takes while the policy itself answers prompts, besides its weights: for
-        rounds with sampler=embedded, and for the KL divergence of an evaluation."""
-        config, model, most = self.config, self.config.model, 0.0
+        rounds with sampler=embedded, and for an evaluation's verifier and KL divergence."""
+        config, model = self.config, self.config.model
+        prompts, longest = config.retention.counts("cuda" if self.card else "cpu")
+        kl = min(self.asked, prompts) if config.retention.kl and model.head != "reward" else 0
+        shares = [(self.checked, model.max_length - model.max_prompt_length), (kl, longest)]
+        drawn = [(min(model.eval_batch_size, math.ceil(n / self.ranks)), tokens) for n, tokens in shares]
         if config.online and not config.sampler.separate:
-            rows = config.sampler.batch_size or model.eval_batch_size
-            most = self._answers(rows, model.max_prompt_length, model.max_prompt_length + config.max_tokens)
-        if evaluates and config.retention.kl and model.head != "reward":
-            prompts, longest = config.retention.counts("cuda" if self.card else "cpu")
-            rows = min(model.eval_batch_size, math.ceil(prompts / self.ranks))
-            tokens = min(model.max_length, model.max_prompt_length + longest)
-            most = max(most, self._answers(rows, model.max_prompt_length, tokens))
-        return most
+            drawn.append((config.sampler.batch_size or model.eval_batch_size, config.max_tokens))
+        first, at_most = model.max_prompt_length, model.max_length
+        return max(self._answers(rows, first, min(at_most, first + tokens)) for rows, tokens in drawn)
 
     def _answers(self, rows: int, prompt: int, tokens: int) -> float:
         """Return the bytes of ``rows`` answers: the key-value cache of ``tokens`` tokens each, the work of a
@@ -187,7 +191,7 @@ class RankMemory(Estimate):
         found = [Situation("training step", in_gib(self.step(step)) | beside)]
         if evaluation is not None:
             found.append(Situation("evaluation", in_gib(self.evaluation(evaluation)) | beside))
-        if answers := self.answers(evaluation is not None):
+        if answers := self.answers:
             whole = self.width * self.shape.parameters if self.ranks == 1 else self.gathered(1)
             parts = {"gathered blocks": whole, "keys, values and logits": answers}
             found.append(Situation("own answers", resident | in_gib(parts) | beside))
@@ -317,9 +321,12 @@ def card_of(config: Config) -> Card | None:
     return Card(properties.name, properties.total_memory / GIB)
 
 
-def plan_run(config: Config, train: Segment, held_out: list[Segment], ranks: int) -> MemoryPlan:
-    """Return the plan for the data of a run. Raises ConfigError for an architecture that cannot be loaded."""
-    batches = Batches(RankMemory.of(config, ranks, card_of(config)))
+def plan_run(
+    config: Config, train: Segment, held_out: list[Segment], ranks: int, **answered: int
+) -> MemoryPlan:
+    """Return the plan for the data of a run. ``answered``: ``asked`` and ``checked`` of RankMemory. Raises
+    ConfigError for an architecture that cannot be loaded."""
+    batches = Batches(RankMemory.of(config, ranks, card_of(config), **answered))
     batch = heaviest(train, lambda one: batches.trained(one, config.model.microbatch_tokens).tokens)
     evaluated = (part.batch(i) for part in held_out for i in range(part.steps))
     held = max(evaluated, key=lambda one: sum(map(row_tokens, one)), default=[])

@@ -27,6 +27,7 @@ from models.distributed import World, on_main
 from models.pretrained import check_model, check_weights, load_tokenizer
 from reports.data_tables import page as data_page
 from rollouts.stop_strings import StopStrings, stop_strings_of
+from rollouts.verify import checked_prompts
 from trainers.assembly import Loss, check_budget, check_correction, trainer_class
 from trainers.basic import BasicTrainer
 
@@ -50,10 +51,14 @@ class Prepared:
 
     def plan_memory(self, ranks: int) -> MemoryPlan:
         """Return what the fullest of ``ranks`` holds; a collective."""
-        sets = [self.plan.held_out, *(one.held_out for one in self.evaluation_sets)]
-        held_out = [part for part in sets if part is not None]
+        config, groups = self.config, self.plan.evaluation.groups
+        named = ((one.held_out, one.checkable, one.data) for one in self.evaluation_sets)
+        sets = [(self.plan.held_out, groups, config.data), *named]
+        held_out = [part for part, *_ in sets if part is not None]
+        checked = config.n_eval_samples * max(len(checked_prompts(config, of, task)) for _, of, task in sets)
+        answered = {"asked": len(groups), "checked": checked}
         with phase("plan the memory", "model.microbatch_tokens"):
-            return on_main(lambda: plan_run(self.config, self.plan.train, held_out, ranks))
+            return on_main(lambda: plan_run(config, self.plan.train, held_out, ranks, **answered))
 
 
 def prepare(config: Config, data: LoadedData, loss: Loss, folder: RunFolder, world: World) -> Prepared:

@@ -203,6 +203,14 @@ def text_of(sample: Sample, renderer: Renderer) -> str:
     return sample.completion(renderer).text or ""
 
 
+def checked_prompts(config: Config, held_out: Sequence[Group], data: DataConfig) -> list[Prompt]:
+    """Return the held-out prompts to which answers are checked: those with a reference answer, if ``data``
+    names a verifier. They are in order of their ids, so that a smaller number of them is a fair draw."""
+    answered = [] if data.verifier is None else prompts_of(held_out)
+    prompts = sorted((p for p in answered if p.reference_answer is not None), key=lambda p: p.id)
+    return prompts[: config.n_eval_prompts]
+
+
 def make_accuracy(
     config: Config,
     policy: Policy,
@@ -214,17 +222,12 @@ def make_accuracy(
     section: str = "data",
 ) -> Accuracy | None:
     """Return the accuracy that evaluation measures, or None if answers cannot be checked: ``task`` (None:
-    ``data``) names no verifier, or no held-out prompt has a reference answer. Prompts are taken in order of
-    their ids, so that a smaller number of them is a fair draw. ``stops``: ends answers; None:
+    ``data``) names no verifier, or no held-out prompt has a reference answer. ``stops``: ends answers; None:
     only an end token does. ``section``: where ``task`` stands among the settings. Raises ConfigError."""
     data = task or config.data
-    if data.verifier is None:
+    if not (prompts := checked_prompts(config, held_out, data)):
         return None
-    verifier: Verifier = import_function(f"{section}.verifier", data.verifier)
-    prompts = sorted((p for p in prompts_of(held_out) if p.reference_answer is not None), key=lambda p: p.id)
-    prompts = prompts[: config.n_eval_prompts]
-    if not prompts:
-        return None
+    verifier: Verifier = import_function(f"{section}.verifier", str(data.verifier))
     return Accuracy(
         embedded_sampler(config, policy, renderer, world, f"answers to {section} (n_eval_prompts)", stops),
         prompts,

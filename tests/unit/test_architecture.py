@@ -43,19 +43,19 @@ MOST_BRANCHES = 20
 # What has more, and how many: these may only fall.
 # Lines that a room may have; only a reviewed change raises one.
 BUDGETS = {
-    "common": 1_474,
+    "common": 1_475,
     "config": 3_185,
     "data": 6_644,
     "models": 4_753,
     "trainers": 2_694,
-    "reports": 1_954,
-    "rollouts": 6_308,
-    "jobs": 4_258,
+    "reports": 1_948,
+    "rollouts": 6_306,
+    "jobs": 4_270,
     "evals": 1_618,
-    "launch": 2_809,
+    "launch": 2_804,
     "benchmarks": 1_055,
     "tools": 762,
-    "tests": 23_542,
+    "tests": 23_565,
 }
 
 

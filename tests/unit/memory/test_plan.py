@@ -65,9 +65,8 @@ def estimate_of(row: Mapping[str, Any]) -> RankMemory:
     shape = RECORDED["shapes"].get(row.get("shape"))
     hf_config = architecture(config.model) if shape is None else AutoConfig.for_model(**shape)
     card = None if row["card"] == "CPU" else Card(row["card"], card_memory("card", row["card"]))
-    return RankMemory(
-        config, hf_config, Shape.of(config.model, hf_config), row["ranks"], card is not None, card
-    )
+    shape, on_gpu = Shape.of(config.model, hf_config), card is not None
+    return RankMemory(config, hf_config, shape, row["ranks"], on_gpu, card, asked=64)
 
 
 def plan_settings(config: Config, ranks: int, card: str) -> MemoryPlan:
@@ -309,6 +308,23 @@ def test_a_run_takes_what_is_said_and_the_cut_of_a_small_card(tmp_path: Path, mo
     plain, cut = ((tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("plain", "cut"))
     losses = [json.loads(line)["loss"] for line in plain]
     assert losses == pytest.approx([json.loads(line)["loss"] for line in cut], rel=1e-5)
+
+
+def test_answers_that_are_checked_are_in_the_plan(tmp_path: Path, capsys) -> None:
+    """As many at once as there are, and as the settings say; of the run's own data and of another set."""
+
+    def answers(words: str) -> float:
+        places = (f"runs_dir={tmp_path}", f"cache_dir={tmp_path}/cache", "dry_run=true", "retention.kl=false")
+        train(make_config(*SMALL, *places, *words.split()), "planned")
+        found = re.search(r"keys, values and logits (\S+)", capsys.readouterr().out)
+        return float(found[1]) if found else 0.0
+
+    few, many = answers("n_eval_prompts=16"), answers("n_eval_prompts=48")
+    assert answers("data.verifier=null") == 0 < few and many == pytest.approx(3 * few, rel=0.02)
+    assert answers("n_eval_prompts=16 n_eval_samples=3") == many
+    assert answers("n_eval_prompts=48 model.eval_batch_size=16") == few
+    other = "data.verifier=null +evaluations.other.verifier=data.adder.accuracy n_eval_prompts=16"
+    assert answers(f"{other} n_eval_examples=4") == few
 
 
 def test_a_run_that_cannot_fit_ends_before_its_weights_load(tmp_path: Path, monkeypatch) -> None:
