@@ -30,8 +30,8 @@ NOT_RUN = {
     r"make real": "is half an hour of training; tests/unit/test_benchmarks.py tries its parts",
     r"make (docs|torture|test|test-quick)$": "test_docs_site.py, test_torture.py and all tests do it",
     r"hf |wandb sync|python export\.py .*--push-to-hub": "asks a hub; tests/integration/test_hub.py is one",
-    r"python -m launch\.results (\S+surface\.yaml --frontier|\S+claim\.yaml|runs/pilot)": "wants more runs; "
-    "tests/unit/launch/test_frontier.py has them",
+    r"python -m launch\.results (\S+surface\.yaml --frontier|\S+claim\w*\.yaml|runs/pilot)": "wants more "
+    "runs; tests/unit/launch/test_frontier.py has them",
     r"python -m launch\.sweep (sweeps/table3\.yaml --submit|.*--rate)": "unit/launch types it",
     r"(torchrun|accelerate launch)( .* train\.py …)?$": "is only named; tests/distributed starts ranks",
     r"python -m launch\.results sweeps/off_policy": "wants its 900 runs; unit/launch has others",
@@ -65,7 +65,7 @@ RULES = {  # pattern -> what is added behind the command, words -> others in the
     # With judges, harnesses and engines: tests/unit/evals, tests/integration/test_vllm.py
     r"python eval\.py .*(kind=(alpacaeval|lm_eval)|reward=|sampler=vllm|data=math)": ("--cfg job", {}),
     r"python eval\.py ": ("limit=4 resamples=100", {}),
-    r"python -m launch\.sweep sweeps/claim": ("--script", {r"\*-s\[1-4\]": "*-plain-s1", "--local 2": ""}),
+    r"python -m launch\.sweep sweeps/claim": ("--script --only '*-plain-dpo*-s1*'", {"--local 2": ""}),
     r"python -m launch\.sweep sweeps/off_policy": (
         "--script --only '*-foreign-*-shapeppo-s1'",
         {"--local 2": ""},
