@@ -65,8 +65,8 @@ def estimate_of(row: Mapping[str, Any]) -> RankMemory:
     shape = RECORDED["shapes"].get(row.get("shape"))
     hf_config = architecture(config.model) if shape is None else AutoConfig.for_model(**shape)
     card = None if row["card"] == "CPU" else Card(row["card"], card_memory("card", row["card"]))
-    shape, on_gpu = Shape.of(config.model, hf_config), card is not None
-    return RankMemory(config, hf_config, shape, row["ranks"], on_gpu, card, asked=64)
+    made, on_gpu = Shape.of(config.model, hf_config), card is not None
+    return RankMemory(config, hf_config, made, row["ranks"], on_gpu, card, asked=64)
 
 
 def plan_settings(config: Config, ranks: int, card: str) -> MemoryPlan:
