@@ -100,9 +100,9 @@ class RankMemory(Estimate):
 
     card: Card | None
     asked: int = 0
-    """Held-out prompts, which the KL divergence of an evaluation takes its own from."""
+    """Held-out prompts; the KL divergence of an evaluation has some of them answered."""
     checked: int = 0
-    """Answers to them in an evaluation that a verifier checks."""
+    """Answers that a verifier checks in an evaluation, of the set with the most."""
 
     @classmethod
     def of(cls, config: Config, ranks: int, card: Card | None, **answered: int) -> Self:
