@@ -303,11 +303,11 @@ class Columns:
             return _STOPS if SEEN.fullmatch(bare) else 0
         sounds = {"chosen", "rejected", "completion"}.intersection(sounds_as(split_name(bare)[-1:]))
         patterns = (NUMBERS, MADE, ONE_OF_TWO, re.compile(OF_TEMPLATE))
-        named = known_as(bare) or any(pattern.fullmatch(bare) for pattern in patterns)
+        named = known_as(bare) or bare in itertools.chain(*READ.values())
+        named = named or any(pattern.fullmatch(bare) for pattern in patterns)
         if named or (sounds and not self.answers) or column in families(values):
             return _STOPS
-        kind = holds(cell, naming(values))
-        if kind != "text":
+        if (kind := holds(cell, naming(values))) != "text":
             return _STOPS if kind else 0
         answer = next((one for one in values if one in read and _is_answer(one)), None)
         before = next(one for one in values if one in (column, answer)) == column

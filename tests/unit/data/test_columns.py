@@ -15,7 +15,7 @@ from typing import Any
 import datasets
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError, UserError
@@ -66,6 +66,7 @@ KNOWN |= {"ground_truth", "final_answer", "is_desirable"}.union(*READ.values()) 
 
 
 @given(st.dictionaries(st.sampled_from(sorted(KNOWN)), st.just("x y")))
+@example(dict.fromkeys(("better_response_id", "conversation"), "x y"))
 def test_no_known_column_of_a_text_is_unread_in_silence(record: dict) -> None:
     """Whatever known columns a row has: all are read, or the refusal names one, and its line is YAML."""
     try:
